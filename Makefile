@@ -1,0 +1,60 @@
+# make demo | check | test | test-slow | bench-peers      PIP_ARGS="..." is passed to every pip install
+PYTHON   ?= python3
+PIP_ARGS ?=
+VENV     := .venv
+BIN      := $(VENV)/bin
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo check static fast test test-slow test-compat bench-peers format clean
+
+$(VENV)/.ready: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install $(PIP_ARGS) -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install $(PIP_ARGS) -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/gruppo demo
+
+static: $(VENV)/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fast: $(VENV)/.ready
+	$(BIN)/pytest -m "not slow and not medium and not gpu" -n 2 -q
+
+check: static fast
+
+test: $(VENV)/.ready
+	$(BIN)/pytest -m "not slow and not gpu" -n 2
+
+test-slow: $(VENV)/.ready
+	$(BIN)/pytest -m "slow and not gpu" -n 2
+
+# The oldest supported transformers, in an environment of its own.
+.venv-tf517/.ready: constraints-tf517.txt pyproject.toml
+	$(PYTHON) -m venv .venv-tf517
+	.venv-tf517/bin/pip install $(PIP_ARGS) -q -c constraints-tf517.txt torch==2.13.0
+	.venv-tf517/bin/pip install $(PIP_ARGS) -q -c constraints-tf517.txt -e '.[dev]'
+	touch $@
+
+test-compat: .venv-tf517/.ready
+	.venv-tf517/bin/pytest -m "not slow and not medium and not gpu" -n 2 -q
+
+# What we measure ourselves against lives in its own environment and is never a dependency.
+.venv-peers/.ready:
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install $(PIP_ARGS) -q -c constraints.txt torch==2.13.0
+	.venv-peers/bin/pip install $(PIP_ARGS) -q -c constraints.txt trl==1.16.0 -e .
+	touch $@
+
+bench-peers: .venv-peers/.ready
+
+format: $(VENV)/.ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .venv-tf517 .venv-peers build dist *.egg-info

@@ -1,0 +1,106 @@
+"""Log-probabilities and entropies of sampled tokens from a vocabulary of logits, without a second tensor of that size.
+
+Both are autograd functions that work through the rows in blocks. What they keep for the backward pass is the logits
+themselves and one number per row; the gradient is then written in one tensor.
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gruppo.algo.tensors import widen
+
+__all__ = ["entropy_from_logits", "selective_log_softmax"]
+
+_CHUNK = 128
+
+
+def selective_log_softmax(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> Tensor:
+    """log softmax(logits / temperature) at `index` only: logits (…, V), index and result (…) or (…, K).
+
+    Rows where `row_mask` (…) is off give 0 and take no gradient. Half precision is computed in float32 and returned in
+    the dtype of `logits`.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, not {temperature}")
+    one_per_row = index.ndim == logits.ndim - 1
+    picked = index.unsqueeze(-1) if one_per_row else index
+    out = cast(Tensor, _SelectiveLogSoftmax.apply(logits, picked, float(temperature)))
+    if row_mask is not None:
+        out = out.masked_fill(~row_mask.bool().unsqueeze(-1), 0.0)
+    return out.squeeze(-1) if one_per_row else out
+
+
+def entropy_from_logits(logits: Tensor, chunk_size: int = _CHUNK) -> Tensor:
+    """Entropy in nats of softmax(logits), `chunk_size` rows at a time: logits (…, V), result (…)."""
+    return cast(Tensor, _Entropy.apply(logits, chunk_size))
+
+
+class _SelectiveLogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, index: Tensor, temperature: float) -> Tensor:
+        out = logits.new_empty(index.shape)
+        logsumexp = widen(logits.new_empty(0)).new_empty((*logits.shape[:-1], 1))
+        for x, i, o, z in _blocks(_CHUNK, logits, index, out, logsumexp):
+            scaled = widen(x) / temperature
+            z.copy_(scaled.logsumexp(-1, keepdim=True))
+            o.copy_(scaled.gather(-1, i) - z)
+        ctx.save_for_backward(logits, index, logsumexp)
+        ctx.temperature = temperature
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, index, logsumexp = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for x, i, z, g, into in _blocks(_CHUNK, logits, index, logsumexp, grads[0], grad_logits):
+            g = widen(g)
+            block = (widen(x) / ctx.temperature).sub_(z).exp_().mul_(-g.sum(-1, keepdim=True))
+            # A row that takes no gradient must not make one out of a NaN in its logits.
+            block.masked_fill_((g == 0).all(-1, keepdim=True), 0.0)
+            into.copy_(block.scatter_add_(-1, i, g).div_(ctx.temperature))
+        return grad_logits, None, None
+
+
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, chunk_size: int) -> Tensor:
+        out = logits.new_empty((*logits.shape[:-1], 1))
+        for x, o in _blocks(chunk_size, logits, out):
+            o.copy_(_surprise(x)[1])
+        ctx.save_for_backward(logits)
+        ctx.chunk_size = chunk_size
+        return out.squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (logits,) = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for x, g, into in _blocks(ctx.chunk_size, logits, grads[0].unsqueeze(-1), grad_logits):
+            surprise, entropy, p = _surprise(x)
+            block = p.mul_(surprise.sub_(entropy)).mul_(widen(g))
+            into.copy_(block.masked_fill_(g == 0, 0.0))
+        return grad_logits, None
+
+
+def _surprise(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """−log p with 0 for an impossible token (it adds nothing to the entropy), the entropy, and p."""
+    log_p = widen(logits).log_softmax(-1)
+    p = log_p.exp()
+    surprise = log_p.neg_().masked_fill_(p == 0, 0.0)
+    return surprise, (p * surprise).sum(-1, keepdim=True), p
+
+
+def _blocks(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Matching views of at most `rows` rows, dimension by dimension, so that a slice need not be contiguous."""
+    if tensors[0].ndim == 1:
+        tensors = tuple(t.unsqueeze(0) for t in tensors)
+    if tensors[0].ndim > 2:
+        for parts in zip(*tensors, strict=True):
+            yield from _blocks(rows, *parts)
+    else:
+        yield from zip(*(t.split(rows) for t in tensors), strict=True)

@@ -1,0 +1,56 @@
+"""The command line: one table from a command's name to a plain function of its arguments.
+
+A new command is one function, whose docstring is its line in `gruppo --help`, and one row in COMMANDS. Functions import
+what they need when they run, so that `gruppo --help` stays instant.
+"""
+
+import argparse
+import difflib
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+__all__ = ["COMMANDS", "main"]
+
+
+def demo(argv: list[str]) -> int:
+    """Watch a tiny model learn arithmetic word problems (about two minutes, CPU only)."""
+    from gruppo.demo.run import main as run_demo
+
+    return run_demo(argv)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "demo": demo,
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The top-level parser; each command parses the rest of the line itself."""
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:<{width}}  {(function.__doc__ or '').strip()}" for name, function in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="gruppo",
+        description="Critic-free reinforcement learning for language models: GRPO, RLOO and their family.",
+        epilog="\n".join(["commands:", *rows, "", "`gruppo COMMAND --help` shows the options of a command."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help="what to do; see below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the command")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.version:
+        print(f"gruppo {version('gruppo')}")
+        return 0
+    if options.command is None:
+        parser.print_help()
+        return 2
+    if options.command not in COMMANDS:
+        nearest = difflib.get_close_matches(options.command, COMMANDS, n=1, cutoff=0.0)[0]
+        parser.error(f"unknown command {options.command!r}; did you mean {nearest!r}?")
+    return COMMANDS[options.command](options.arguments)

@@ -1,0 +1,1 @@
+"""The configs: one mixin dataclass per concern, joined into GRPOConfig and RLOOConfig."""

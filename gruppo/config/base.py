@@ -1,0 +1,123 @@
+"""What GRPOConfig and RLOOConfig have in common, joined from one mixin per concern."""
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from transformers import TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available
+
+from gruppo.config import validate
+from gruppo.config.batching import BatchingConfig
+from gruppo.config.deprecated import DeprecatedConfig, resolve_aliases
+from gruppo.config.fields import option
+from gruppo.config.loading import LoadingConfig
+from gruppo.config.logging import CompletionLoggingConfig
+from gruppo.config.objective import ObjectiveConfig, ReferenceConfig
+from gruppo.config.sampling import SamplingConfig
+from gruppo.config.vllm import VLLMConfig
+from gruppo.errors import ConfigError
+
+
+@dataclass
+class PolicyConfig(
+    LoadingConfig,
+    SamplingConfig,
+    BatchingConfig,
+    ObjectiveConfig,
+    ReferenceConfig,
+    CompletionLoggingConfig,
+    VLLMConfig,
+    DeprecatedConfig,
+    TrainingArguments,
+):
+    """TrainingArguments plus the fields that every critic-free recipe needs."""
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "generation_kwargs",
+        "chat_template_kwargs",
+        "transformers_continuous_batching_config",
+    ]
+
+    learning_rate: float = option(1e-6, "Initial learning rate of the optimizer.")
+    logging_steps: float = option(10, "Log every so many optimizer steps (a share of the run when below 1).")
+    gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
+    bf16: bool | None = option(None, "bfloat16 mixed precision; None turns it on where fp16 is off.")
+    remove_unused_columns: bool = option(
+        False, "Keep only `prompt` (and images) of the dataset; False lets reward functions see every column."
+    )
+
+    def __post_init__(self) -> None:
+        self._normalize()
+        super().__post_init__()
+        self._derive_generation_batch()
+        self._validate()
+
+    def _normalize(self) -> None:
+        """Bring the accepted spellings of a value to one form, before anything reads it."""
+        resolve_aliases(self)
+        if self.bf16 is None:
+            # On a machine without an accelerator float32 is the default rather than an error.
+            self.bf16 = not self.fp16 and (self.use_cpu or is_torch_bf16_gpu_available())
+        if isinstance(self.pad_to_multiple_of, str):
+            spelled = self.pad_to_multiple_of.lower()
+            if spelled not in ("auto", "none", "null") and not spelled.isdigit():
+                raise ConfigError(f"pad_to_multiple_of={self.pad_to_multiple_of!r} must be a whole number or None.")
+            self.pad_to_multiple_of = int(spelled) if spelled.isdigit() else None
+        if self.top_k is None:
+            self.top_k = 0
+
+    def _derive_generation_batch(self) -> None:
+        """Fill in steps_per_generation and generation_batch_size from each other.
+
+        Both may be given as long as they agree, so that a config with derived values can be copied.
+        """
+        validate.in_range(self, "per_device_train_batch_size", 1)
+        per_step = self.per_device_train_batch_size * self.world_size
+        if self.generation_batch_size is None:
+            if self.steps_per_generation is None:
+                self.steps_per_generation = self.gradient_accumulation_steps
+            validate.in_range(self, "steps_per_generation", 1)
+            self.generation_batch_size = per_step * self.steps_per_generation
+            return
+        validate.in_range(self, "generation_batch_size", 1)
+        if self.generation_batch_size % per_step:
+            raise ConfigError(
+                f"generation_batch_size={self.generation_batch_size} must be divisible by "
+                f"per_device_train_batch_size × processes = {per_step}."
+            )
+        steps = self.generation_batch_size // per_step
+        if self.steps_per_generation not in (None, steps):
+            raise ConfigError(
+                f"generation_batch_size={self.generation_batch_size} means steps_per_generation={steps}, but "
+                f"steps_per_generation={self.steps_per_generation} is set too. Set one of them (None for the other)."
+            )
+        self.steps_per_generation = steps
+
+    def _validate(self) -> None:
+        validate.check_inherited(self)
+        validate.check_sampling(self)
+        validate.check_batches(self)
+        validate.check_objective(self)
+
+    @property
+    def micro_steps_per_generation(self) -> int:
+        """Micro-batches served by one generation: its slices times the passes over them."""
+        assert self.steps_per_generation is not None
+        return self.steps_per_generation * self.num_iterations
+
+    @property
+    def rollouts_stay_on_policy(self) -> bool:
+        """Whether every micro-batch is used in the very update that its weights generated it for."""
+        return bool(self.gradient_accumulation_steps % self.micro_steps_per_generation == 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values, in the form that `TrainingArguments.to_dict` gives them."""
+        return dict(super().to_dict())
+
+
+def own_fields(config_class: type) -> list[str]:
+    """Names of the fields that a config adds to TrainingArguments."""
+    inherited = {f.name for f in fields(TrainingArguments)}
+    return [f.name for f in fields(config_class) if f.name not in inherited]

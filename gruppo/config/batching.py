@@ -1,0 +1,22 @@
+"""How completions become micro-batches and optimizer updates."""
+
+from dataclasses import dataclass
+
+from gruppo.config.fields import option
+
+
+@dataclass
+class BatchingConfig:
+    """Generation batch, its re-use, and the order of prompts."""
+
+    generation_batch_size: int | None = option(
+        None, "Completions per generation over all processes; None derives it from steps_per_generation."
+    )
+    steps_per_generation: int | None = option(
+        None, "Micro-batches cut from one generation; None means gradient_accumulation_steps."
+    )
+    num_iterations: int = option(1, "μ: passes over each generated batch.")
+    shuffle_dataset: bool | None = option(True, "Shuffle the training prompts.")
+    pad_to_multiple_of: int | None = option(
+        None, "Round padded prompt and completion widths up to a multiple; None (or 'auto') is off."
+    )

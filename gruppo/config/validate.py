@@ -1,0 +1,231 @@
+"""Every check of the configs, run once at construction. Each error names the field, its value and the fix."""
+
+import difflib
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, fields
+from functools import wraps
+from typing import Any, TypeVar
+
+from gruppo.algo.recipes import LOSS_TYPES
+from gruppo.errors import ConfigError
+
+C = TypeVar("C", bound=type[Any])
+
+# Fields whose feature is not built yet, and what they wait for. A value other than the default raises.
+NOT_YET = {
+    "use_vllm": "generation with vLLM",
+    "vllm_mode": "generation with vLLM",
+    "vllm_model_impl": "generation with vLLM",
+    "vllm_enable_sleep_mode": "generation with vLLM",
+    "vllm_structured_outputs_regex": "generation with vLLM",
+    "vllm_server_base_url": "generation with vLLM",
+    "vllm_server_host": "generation with vLLM",
+    "vllm_server_port": "generation with vLLM",
+    "vllm_server_timeout": "generation with vLLM",
+    "vllm_group_port": "generation with vLLM",
+    "vllm_gpu_memory_utilization": "generation with vLLM",
+    "vllm_max_model_length": "generation with vLLM",
+    "vllm_tensor_parallel_size": "generation with vLLM",
+    "vllm_importance_sampling_correction": "generation with vLLM",
+    "vllm_importance_sampling_mode": "generation with vLLM",
+    "vllm_importance_sampling_clip_max": "generation with vLLM",
+    "vllm_importance_sampling_clip_min": "generation with vLLM",
+    "use_transformers_continuous_batching": "continuous batching",
+    "transformers_continuous_batching_config": "continuous batching",
+    "ds3_gather_for_generation": "DeepSpeed ZeRO-3",
+    "max_tool_calling_iterations": "tools",
+    "router_aux_loss_coef": "mixture-of-experts models",
+    "cast_lm_head_to_fp32": "a float32 head",
+    "log_multimodal": "vision-language models",
+}
+
+# Fields of TrainingArguments that would change the meaning of a run but have none here.
+MEANINGLESS = {
+    "label_smoothing_factor": "there are no labels to smooth",
+    "train_sampling_strategy": "the prompt order is set by shuffle_dataset and seed",
+    "batch_eval_metrics": "evaluation reports rewards, not predictions",
+}
+
+
+class UnknownFieldError(ConfigError, TypeError):
+    """A keyword that is not a field."""
+
+
+def nearest(name: str, candidates: Collection[str]) -> str:
+    """A ' Did you mean …?' for error messages, or nothing when no candidate is close."""
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def rejects_unknown_fields(cls: C) -> C:
+    """Class decorator: an unknown keyword raises an error that names the nearest field."""
+    original: Callable[..., None] = vars(cls)["__init__"]
+    names = [f.name for f in fields(cls)]
+
+    @wraps(original)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        # A subclass may add fields of its own; its generated __init__ does not come through here.
+        for name in kwargs:
+            if name not in names:
+                raise UnknownFieldError(f"{cls.__name__} has no field `{name}`.{nearest(name, names)}")
+        original(self, *args, **kwargs)
+
+    setattr(cls, "__init__", checked)  # noqa: B010  (mypy does not let a class's __init__ be assigned)
+    return cls
+
+
+def one_of(config: Any, name: str, allowed: Collection[str]) -> None:
+    value = getattr(config, name)
+    if value not in allowed:
+        hint = nearest(value, allowed) if isinstance(value, str) else ""
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(sorted(allowed))}.{hint}")
+
+
+def in_range(
+    config: Any, name: str, low: float | None = None, high: float | None = None, *, above: float | None = None
+) -> None:
+    """Check low ≤ value ≤ high and value > above; None is allowed when it is the field's default."""
+    value = getattr(config, name)
+    default = next(f.default for f in fields(config) if f.name == name)
+    if value is None and (default is None or default is MISSING):
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
+        raise ConfigError(f"{name}={value!r} must be a number.")
+    if above is not None and not value > above:
+        raise ConfigError(f"{name}={value!r} must be greater than {above}.")
+    if low is not None and value < low:
+        raise ConfigError(f"{name}={value!r} must be at least {low}.")
+    if high is not None and value > high:
+        raise ConfigError(f"{name}={value!r} must be at most {high}.")
+
+
+def check_not_yet(config: Any) -> None:
+    """Raise for a field that is set although its feature is not built yet."""
+    for f in fields(config):
+        if f.name in NOT_YET and getattr(config, f.name) != f.default:
+            raise NotImplementedError(
+                f"{f.name}={getattr(config, f.name)!r}: {NOT_YET[f.name]} is not available yet; leave `{f.name}` "
+                f"at its default ({f.default!r})."
+            )
+
+
+def check_inherited(config: Any) -> None:
+    """Raise for inherited fields that cannot work here."""
+    for f in fields(config):
+        if f.name in MEANINGLESS and getattr(config, f.name) != f.default:
+            raise ConfigError(f"{f.name}={getattr(config, f.name)!r} has no meaning here: {MEANINGLESS[f.name]}.")
+    if config.auto_find_batch_size:
+        raise ConfigError("auto_find_batch_size=True would break up prompt groups; set per_device_train_batch_size.")
+    parallelism = config.parallelism_config
+    if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+        raise ConfigError(
+            "parallelism_config with context or sequence parallelism cannot work: the sequences are sampled after "
+            "the batch is drawn. Use data parallelism."
+        )
+
+
+def check_sampling(config: Any) -> None:
+    in_range(config, "num_generations", 2)
+    in_range(config, "max_completion_length", 1)
+    in_range(config, "max_prompt_length", 1)
+    in_range(config, "temperature", above=0)
+    in_range(config, "top_p", high=1, above=0)
+    in_range(config, "top_k", 0)
+    in_range(config, "min_p", 0, 1)
+    in_range(config, "repetition_penalty", above=0)
+    for name in ("generation_kwargs", "chat_template_kwargs", "model_init_kwargs"):
+        value = getattr(config, name)
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"{name}={value!r} must be a dict, or a JSON object as a string that starts with '{{'.")
+    check_generation_kwargs(config.generation_kwargs or {})
+
+
+def check_generation_kwargs(kwargs: dict[str, Any]) -> None:
+    from transformers import GenerationConfig
+
+    if kwargs.get("num_return_sequences", 1) != 1:
+        raise ConfigError("generation_kwargs['num_return_sequences']: the group size is set by num_generations.")
+    known = GenerationConfig().to_dict().keys() | {"min_new_tokens", "max_new_tokens"}
+    for name in kwargs:
+        if name not in known:
+            raise ConfigError(f"generation_kwargs has no field `{name}`.{nearest(name, known)}")
+
+
+def check_batches(config: Any) -> None:
+    """Divisibility of generation and evaluation batches by the group size."""
+    in_range(config, "num_iterations", 1)
+    in_range(config, "pad_to_multiple_of", 1)
+    if config.generation_batch_size % config.num_generations:
+        raise ConfigError(
+            f"generation_batch_size={config.generation_batch_size} (per_device_train_batch_size × processes × "
+            f"steps_per_generation = {config.per_device_train_batch_size} × {config.world_size} × "
+            f"{config.steps_per_generation}) must be divisible by num_generations={config.num_generations}, so that "
+            f"groups are whole. Group sizes that fit: {divisors(config.generation_batch_size)}."
+        )
+    if config.do_eval and config.eval_strategy != "no":
+        group = config.num_generations_eval or config.num_generations
+        eval_rows = config.per_device_eval_batch_size * config.world_size
+        if eval_rows % group:
+            raise ConfigError(
+                f"per_device_eval_batch_size × processes = {eval_rows} must be divisible by the evaluation group "
+                f"size {group} (num_generations_eval, else num_generations). Group sizes that fit: "
+                f"{divisors(eval_rows)}."
+            )
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(2, n + 1) if n % d == 0]
+
+
+def check_objective(config: Any) -> None:
+    in_range(config, "beta", 0)
+    in_range(config, "epsilon", 0)
+    in_range(config, "epsilon_high", 0)
+    in_range(config, "ref_model_mixup_alpha", 0, 1)
+    in_range(config, "ref_model_sync_steps", 1)
+    if config.sync_ref_model and config.beta == 0:
+        raise ConfigError("sync_ref_model=True needs a reference model: set beta > 0.")
+
+
+def check_grpo(config: Any) -> None:
+    one_of(config, "loss_type", LOSS_TYPES.keys())
+    one_of(config, "importance_sampling_level", ("token", "sequence"))
+    one_of(config, "scale_rewards", ("group", "batch", "none"))
+    one_of(config, "multi_objective_aggregation", ("sum_then_normalize", "normalize_then_sum"))
+    in_range(config, "delta", above=0)
+    in_range(config, "top_entropy_quantile", 0, 1)
+    in_range(config, "sapo_temperature_neg", above=0)
+    in_range(config, "sapo_temperature_pos", above=0)
+    in_range(config, "entropy_coef_delta", 0)
+    if config.entropy_coef_min > config.entropy_coef_max:
+        raise ConfigError(
+            f"entropy_coef_min={config.entropy_coef_min} is above entropy_coef_max={config.entropy_coef_max}."
+        )
+    if config.log_completions_hub_repo is not None and not config.log_completions:
+        raise ConfigError(f"log_completions_hub_repo={config.log_completions_hub_repo!r} needs log_completions=True.")
+
+
+def check_vllm_correction(config: Any) -> None:
+    one_of(
+        config,
+        "vllm_importance_sampling_mode",
+        ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
+    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(
+            f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}."
+        )
+    if config.vllm_importance_sampling_mode.endswith("truncate") and low is None and high is None:
+        raise ConfigError(
+            f"vllm_importance_sampling_mode={config.vllm_importance_sampling_mode!r} needs a bound: set "
+            "vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min."
+        )
+
+
+def check_rloo(config: Any) -> None:
+    if config.reward_clip_range is None:
+        return
+    values = list(config.reward_clip_range)
+    if len(values) != 2 or not values[0] < values[1]:
+        raise ConfigError(f"reward_clip_range={config.reward_clip_range!r} must be (low, high) with low < high.")

@@ -1,0 +1,137 @@
+"""Ragged rows to padded tensors and back."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gruppo.types import Rollout, TrainBatch
+
+
+def pad(
+    tensors: Sequence[Tensor],
+    padding_value: float = 0,
+    padding_side: str = "right",
+    pad_to_multiple_of: int | None = None,
+) -> Tensor:
+    """Stack tensors of different shapes, padded to the largest size of each dimension.
+
+    The first dimension (the sequence) may be rounded up to a multiple.
+
+    Example:
+        pad([torch.tensor([1, 2]), torch.tensor([3])]) == [[1, 2], [3, 0]]
+    """
+    if padding_side not in ("left", "right"):
+        raise ValueError(f"padding_side={padding_side!r} must be 'left' or 'right'.")
+    shape = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    if pad_to_multiple_of is not None:
+        shape[0] = -(-shape[0] // pad_to_multiple_of) * pad_to_multiple_of
+    first = tensors[0]
+    stacked = torch.full((len(tensors), *shape), padding_value, dtype=first.dtype, device=first.device)
+    for row, tensor in zip(stacked, tensors, strict=True):
+        start = shape[0] - len(tensor) if padding_side == "left" else 0
+        row[(slice(start, start + len(tensor)), *(slice(0, size) for size in tensor.shape[1:]))] = tensor
+    return stacked
+
+
+def _ragged(
+    rows: Sequence[Sequence[Any]], value: float, side: str, dtype: torch.dtype, multiple: int | None
+) -> Tensor:
+    return pad([torch.tensor(list(row), dtype=dtype) for row in rows], value, side, multiple)
+
+
+def collate(
+    rollouts: Sequence[Rollout],
+    pad_token_id: int,
+    device: torch.device,
+    pad_to_multiple_of: int | None = None,
+) -> TrainBatch:
+    """Pad prompts on the left and completions on the right.
+
+    Example, pad id 0:
+        prompts [5, 6] and [7, 8, 9], completions [3, 4, 2] and [3, 2]
+        -> prompt_ids [[0, 5, 6], [7, 8, 9]], completion_ids [[3, 4, 2], [3, 2, 0]]
+    """
+    prompts = [rollout.prompt.ids for rollout in rollouts]
+    completions = [rollout.completion.ids for rollout in rollouts]
+    multiple = pad_to_multiple_of
+
+    def ones(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        return [[1] * len(row) for row in rows]
+
+    batch = TrainBatch(
+        prompt_ids=_ragged(prompts, pad_token_id, "left", torch.long, multiple),
+        prompt_mask=_ragged(ones(prompts), 0, "left", torch.long, multiple),
+        completion_ids=_ragged(completions, pad_token_id, "right", torch.long, multiple),
+        completion_mask=_ragged(ones(completions), 0, "right", torch.long, multiple),
+    )
+    if any(rollout.completion.model_mask is not None for rollout in rollouts):
+        masks = [r.completion.model_mask or [1] * len(r.completion.ids) for r in rollouts]
+        batch.tool_mask = _ragged(masks, 1, "right", torch.long, multiple)
+    if any(rollout.completion.logps is not None for rollout in rollouts):
+        logps = [_known_logps(rollout) for rollout in rollouts]
+        batch.sampling_per_token_logps = _ragged(logps, float("nan"), "right", torch.float32, multiple)
+    return replace(batch, **{name: tensor.to(device) for name, tensor in batch.to_dict().items()})
+
+
+def _known_logps(rollout: Rollout) -> list[float]:
+    completion = rollout.completion
+    if completion.logps is None:
+        return [float("nan")] * len(completion.ids)
+    return [float("nan") if logp is None else logp for logp in completion.logps]
+
+
+def trim(tensors: dict[str, Any], pad_to_multiple_of: int | None = None) -> dict[str, Any]:
+    """Cut the columns that are padding in every row: a slice need not be as wide as the batch it came from.
+
+    Every 2-D tensor as wide as the completions is cut with them, also those that a subclass added.
+    """
+    prompt_width = _used_width(tensors["prompt_mask"], pad_to_multiple_of)
+    width = _used_width(tensors["completion_mask"], pad_to_multiple_of)
+    full_width = tensors["completion_ids"].shape[1]
+    cut = dict(tensors)
+    for name, value in tensors.items():
+        if name in ("prompt_ids", "prompt_mask"):
+            cut[name] = value[:, value.shape[1] - prompt_width :]
+        elif isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == full_width:
+            cut[name] = value[:, :width]
+    return cut
+
+
+def _used_width(mask: Tensor, multiple: int | None) -> int:
+    width = max(1, int(mask.sum(1).max()))
+    if multiple is not None:
+        width = min(-(-width // multiple) * multiple, mask.shape[1])
+    return width
+
+
+def split_tensor_dict(tensors: dict[str, Any], num_chunks: int) -> list[dict[str, Any]]:
+    """Cut a dict of tensors (or lists) into equal slices along dim 0; None stays None, 0-d tensors are copied."""
+    length = next(len(v) for v in tensors.values() if v is not None and not _is_scalar(v))
+    size = length // num_chunks
+
+    def part(value: Any, i: int) -> Any:
+        return value if value is None or _is_scalar(value) else value[i * size : (i + 1) * size]
+
+    return [{name: part(value, i) for name, value in tensors.items()} for i in range(num_chunks)]
+
+
+def shuffle_sequence_dict(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Apply one random permutation to every entry; None and 0-d tensors are left as they are."""
+    length = next(len(v) for v in tensors.values() if v is not None and not _is_scalar(v))
+    order = torch.randperm(length)
+
+    def permuted(value: Any) -> Any:
+        if value is None or _is_scalar(value):
+            return value
+        if isinstance(value, Tensor):
+            return value[order.to(value.device)]
+        return [value[i] for i in order.tolist()]
+
+    return {name: permuted(value) for name, value in tensors.items()}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0

@@ -1,0 +1,81 @@
+"""Several datasets joined into one."""
+
+from typing import TYPE_CHECKING, Any
+
+from gruppo.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict, IterableDatasetDict
+
+    from gruppo.config.script import DatasetConfig, DatasetMixtureConfig
+
+__all__ = ["get_dataset"]
+
+# The same rows on every process and in every run, whatever random numbers were drawn before.
+SPLIT_SEED = 42
+
+
+def get_dataset(mixture_config: "DatasetMixtureConfig") -> "DatasetDict | IterableDatasetDict":
+    """Load the datasets of a mixture and join them, in order, as split `train` (and `test` with `test_split_size`).
+
+    With `fraction`, as many rows as possible are taken without repeating any: the shares are normalised, and of each
+    dataset the first rows are kept. Fractions 0.5 and 0.5 of 10 and 4 rows give 4 + 4.
+    """
+    from datasets import DatasetDict, IterableDatasetDict, concatenate_datasets
+
+    _check(mixture_config)
+    parts = [_load(entry, mixture_config.streaming) for entry in mixture_config.datasets]
+    fractions = [entry.fraction for entry in mixture_config.datasets if entry.fraction is not None]
+    if fractions:
+        counts = _rows_to_keep([len(part) for part in parts], fractions)
+        parts = [part.select(range(count)) for part, count in zip(parts, counts, strict=True) if count]
+    if not parts:
+        raise DataError("The mixture is empty: every dataset has no rows or `fraction` leaves none.")
+    joined = concatenate_datasets(parts)
+    if mixture_config.streaming:
+        return IterableDatasetDict({"train": joined})
+    if mixture_config.test_split_size is None:
+        return DatasetDict({"train": joined})
+    size = mixture_config.test_split_size
+    # A number of rows arrives from the command line as a float, which `datasets` would take for a share.
+    return joined.train_test_split(test_size=int(size) if size >= 1 else size, seed=SPLIT_SEED)
+
+
+def _check(config: "DatasetMixtureConfig") -> None:
+    if not config.datasets:
+        raise ConfigError("`datasets` is empty; list at least one dataset with its `path`.")
+    with_fraction = [entry.fraction is not None for entry in config.datasets]
+    if any(with_fraction) and not all(with_fraction):
+        missing = [entry.path for entry in config.datasets if entry.fraction is None]
+        raise ConfigError(f"`fraction` is set for some datasets but not for {missing}; set it for all or for none.")
+    if any(with_fraction) and not any(entry.fraction for entry in config.datasets):
+        raise ConfigError("every `fraction` is 0; give at least one dataset a positive share.")
+    if config.streaming and any(with_fraction):
+        raise ConfigError("`fraction` needs the number of rows, which a stream does not know; set streaming=False.")
+    if config.streaming and config.test_split_size is not None:
+        raise ConfigError(f"test_split_size={config.test_split_size} cannot split a stream; set streaming=False.")
+
+
+def _load(entry: "DatasetConfig", streaming: bool) -> Any:
+    from datasets import load_dataset
+
+    dataset = load_dataset(
+        path=entry.path,
+        name=entry.name,
+        data_dir=entry.data_dir,
+        data_files=entry.data_files,
+        split=entry.split,
+        streaming=streaming,
+    )
+    return dataset if entry.columns is None else dataset.select_columns(entry.columns)
+
+
+def _rows_to_keep(sizes: list[int], fractions: list[float]) -> list[int]:
+    """The most rows of each dataset whose proportions are the fractions.
+
+    Example:
+        _rows_to_keep([10, 4], [0.75, 0.25]) == [10, 3]
+    """
+    total = min(size * sum(fractions) / fraction for size, fraction in zip(sizes, fractions, strict=True) if fraction)
+    # The small term undoes rounding: 4 / 0.3 · 0.3 may come out just below 4.
+    return [int(total * fraction / sum(fractions) + 1e-9) for fraction in fractions]

@@ -1,0 +1,126 @@
+"""Dataset rows to token ids: reading, checking, rendering, truncating."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from gruppo.errors import DataError
+from gruppo.types import Message, Prompt
+
+Tokenize = Callable[[list[Any]], list[list[int]]]
+
+IMAGE_COLUMNS = ("image", "images")
+
+
+def read_prompt(row: Mapping[str, Any]) -> str | list[Message]:
+    """The `prompt` of a row: a non-empty string, or a non-empty list of messages.
+
+    Every row is checked, so that a dataset may mix plain prompts and conversations.
+    """
+    if "prompt" not in row:
+        raise DataError(f"A row has no `prompt` column; its columns are {sorted(row)}. Rename yours to `prompt`.")
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        if not prompt:
+            raise DataError("A row has an empty `prompt`. Remove it, or give the model something to continue.")
+        return prompt
+    if not isinstance(prompt, list | tuple) or not prompt:
+        raise DataError(
+            f"`prompt` must be a non-empty string or a non-empty list of messages, but a row has {prompt!r}."
+        )
+    for message in prompt:
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise DataError(
+                f"Each message of a conversational `prompt` is a dict with `role` and `content`; found {message!r}."
+            )
+    return list(prompt)
+
+
+def reject_images(row: Mapping[str, Any]) -> None:
+    """Raise for rows that carry images, which text-only rollouts would silently ignore."""
+    for column in IMAGE_COLUMNS:
+        if row.get(column) is not None:
+            raise NotImplementedError(
+                f"The dataset has images (column `{column}`): vision-language models are not available yet."
+            )
+
+
+class PromptEncoder:
+    """Turns prompts into token ids with the policy's tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_length: int | None = None,
+        context_length: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.max_prompt_length = max_prompt_length
+        self.context_length = context_length
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], tokenize: Tokenize | None = None) -> list[Prompt]:
+        """Encode rows in order; a row object that occurs several times (one per completion) is encoded once."""
+        distinct = {id(row): row for row in rows}
+        ids = (tokenize or self.token_ids)([read_prompt(row) for row in distinct.values()])
+        encoded = {key: self._fit(row, i) for (key, row), i in zip(distinct.items(), ids, strict=True)}
+        return [encoded[id(row)] for row in rows]
+
+    def token_ids(self, prompts: Sequence[str | list[Message]]) -> list[list[int]]:
+        """Token ids of plain prompts and conversations, untruncated."""
+        ids: list[list[int]] = [[] for _ in prompts]
+        plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
+        chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
+        if plain:
+            for i, row_ids in zip(plain, self.tokenizer([prompts[i] for i in plain])["input_ids"], strict=True):
+                ids[i] = list(row_ids)
+        if chats:
+            self._require_chat_template()
+            rendered = self.tokenizer.apply_chat_template(
+                [prompts[i] for i in chats],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **self.chat_template_kwargs,
+            )
+            for i, row_ids in zip(chats, rendered["input_ids"], strict=True):
+                ids[i] = list(row_ids)
+        return ids
+
+    def _require_chat_template(self) -> None:
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                "The prompts are conversations but the tokenizer has no chat template. Set "
+                "`tokenizer.chat_template`, or use plain strings as prompts."
+            )
+
+    def _fit(self, row: Mapping[str, Any], ids: list[int]) -> Prompt:
+        text = read_prompt(row)
+        if not ids:
+            raise DataError(f"The prompt {text!r} has no tokens; there is nothing to continue.")
+        length = len(ids)
+        ids = ids[-(self.max_prompt_length or length) :]
+        if self.context_length is not None and len(ids) >= self.context_length:
+            raise DataError(
+                f"A prompt has {len(ids)} tokens, which leaves no room for a completion in the model's context of "
+                f"{self.context_length}. Shorten or filter it, or set max_prompt_length. It begins with "
+                f"{str(text)[:80]!r}."
+            )
+        return Prompt(row=row, text=text, ids=ids, truncated=len(ids) < length)
+
+
+def check_train_prompts(dataset: Any, encoder: PromptEncoder, sample_size: int = 256) -> None:
+    """Read and encode an evenly spaced sample of a dataset, so that bad rows are found before the run starts."""
+    if "prompt" not in dataset.column_names:
+        raise DataError(
+            f"The dataset has no `prompt` column; its columns are {sorted(dataset.column_names)}. "
+            "Rename the one that holds the prompts to `prompt`."
+        )
+    stride = max(1, len(dataset) // sample_size)
+    rows = [dataset[i] for i in range(0, len(dataset), stride)]
+    for row in rows:
+        reject_images(row)
+    encoder(rows)

@@ -1,0 +1,58 @@
+"""Token ids to what a reward function reads: text, or assistant messages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from gruppo.types import Message, Prompt
+
+
+def decode(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], completion_ids: Sequence[Sequence[int]]
+) -> list[str | list[Message]]:
+    """Text for plain prompts, a list with one assistant message for conversations."""
+    texts = tokenizer.batch_decode([list(ids) for ids in completion_ids], skip_special_tokens=True)
+    parses = has_response_parser(tokenizer)
+    outputs: list[str | list[Message]] = []
+    for prompt, ids, text in zip(prompts, completion_ids, texts, strict=True):
+        if not prompt.is_conversation:
+            outputs.append(text)
+        elif parses:
+            outputs.append([parse_response(tokenizer, list(ids), prefix=list(prompt.ids))])
+        else:
+            outputs.append([{"role": "assistant", "content": text}])
+    return outputs
+
+
+def has_response_parser(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer knows how to take a response apart (reasoning, tool calls)."""
+    return bool(getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None))
+
+
+def parse_response(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], prefix: list[int] | None = None, tools: list[Any] | None = None
+) -> Message:
+    """An assistant message from token ids; text that does not parse is kept as plain content.
+
+    `content` is always a string without the end-of-sequence token, every tool call has a name and arguments.
+    """
+    try:
+        parsed = tokenizer.parse_response(ids, prefix=prefix, tools=tools)
+    except (ValueError, TypeError):
+        parsed = None
+    if not parsed or any(not isinstance(_name(call), str) for call in parsed.get("tool_calls") or []):
+        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+    message = {"role": "assistant", **parsed}
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        message["content"] = content.removesuffix(tokenizer.eos_token or "")
+    else:
+        message["content"] = str(content)
+    for call in message.get("tool_calls") or []:
+        call.get("function", call).setdefault("arguments", {})
+    return message
+
+
+def _name(call: Any) -> Any:
+    return call.get("function", call).get("name") if isinstance(call, dict) else None

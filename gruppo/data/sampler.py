@@ -1,0 +1,223 @@
+"""Which prompts a generation is made of, and in which order.
+
+sampler     p3 p3 p3 p3 p7 p7 p7 p7 | p3 …          indices, each repeated once per completion of its group
+stream      generation 0: [p3 ×4, p7 ×4]             the rows of one generation, this process's share
+loader      0 1 2 3 4 5 …                            micro-steps; `Trainer` counts and skips them
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from gruppo.errors import DataError
+
+Row = Mapping[str, Any]
+
+
+class RepeatSampler(Sampler[int]):
+    """Indices in chunks of `batch_size`, each index repeated in a row, each chunk repeated as a whole.
+
+    The ragged last chunk is dropped. Every pass draws the next permutation of one generator, and `set_epoch` goes to
+    the permutation of any epoch.
+
+    Example:
+        list(RepeatSampler(range(5), mini_repeat_count=2, batch_size=2, repeat_count=2, shuffle=False))
+        == [0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 3, 3, 2, 2, 3, 3]
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        mini_repeat_count: int,
+        batch_size: int = 1,
+        repeat_count: int = 1,
+        shuffle: bool = True,
+        seed: int | None = None,
+    ):
+        self.data_source = data_source
+        self.mini_repeat_count = mini_repeat_count
+        self.batch_size = batch_size
+        self.repeat_count = repeat_count
+        self.shuffle = shuffle
+        self.num_samples = len(data_source)
+        self.seed = torch.Generator().seed() if seed is None else seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass use the permutation of `epoch`."""
+        self.epoch = epoch
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.num_samples))
+        generator = torch.Generator().manual_seed(self.seed)
+        for _ in range(epoch):
+            torch.randperm(self.num_samples, generator=generator)
+        return torch.randperm(self.num_samples, generator=generator).tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._order(self.epoch)
+        self.epoch += 1
+        for start in range(0, self.num_samples - self.batch_size + 1, self.batch_size):
+            chunk = order[start : start + self.batch_size]
+            for _ in range(self.repeat_count):
+                for index in chunk:
+                    for _ in range(self.mini_repeat_count):
+                        yield index
+
+    def __len__(self) -> int:
+        chunks = self.num_samples // self.batch_size
+        return chunks * self.batch_size * self.mini_repeat_count * self.repeat_count
+
+
+class PromptStream(Protocol):
+    """Rows of generation `generation` of epoch `epoch`, this process's share, one per completion."""
+
+    generations: int | None  # per epoch; None for a stream without end
+
+    def rows(self, epoch: int, generation: int) -> list[Row]: ...
+
+
+class SampledStream:
+    """Prompts of a dataset in the order of a sampler that repeats each chunk once per micro-step.
+
+    Only the first copy of a chunk is read: the copies exist so that lengths count micro-steps.
+    """
+
+    def __init__(self, dataset: Any, sampler: Any, *, rows_per_generation: int, copies: int, rank: int, world: int):
+        self.dataset = dataset
+        self.sampler = sampler
+        self.rows_per_generation = rows_per_generation
+        self.copies = copies
+        self.rank, self.world = rank, world
+        self.generations: int | None = len(sampler) // (rows_per_generation * copies)
+        self._epoch: int | None = None
+        self._indices: list[list[int]] = []
+
+    def rows(self, epoch: int, generation: int) -> list[Row]:
+        if epoch != self._epoch:
+            self._read_order(epoch)
+        indices = split_for_rank(self._indices[generation], self.rank, self.world)
+        read: dict[int, Row] = {index: self.dataset[index] for index in dict.fromkeys(indices)}
+        return [read[index] for index in indices]
+
+    def _read_order(self, epoch: int) -> None:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        stride = self.rows_per_generation * self.copies
+        flat = list(self.sampler)
+        self._indices = [
+            flat[i * stride : i * stride + self.rows_per_generation] for i in range(self.generations or 0)
+        ]
+        self._epoch = epoch
+
+
+class IterableStream:
+    """Prompts of an iterable dataset, read in order and over again when it ends.
+
+    Every process reads the whole stream and keeps its share, so that a group may straddle processes.
+    """
+
+    def __init__(self, dataset: Iterable[Row], *, prompts: int, group_size: int, rank: int, world: int):
+        self.dataset = dataset
+        self.generations: int | None = None
+        self.prompts, self.group_size = prompts, group_size
+        self.rank, self.world = rank, world
+        self._next_generation = 0
+        self._passes = 0
+        self._iterator: Iterator[Row] = iter(())
+
+    def rows(self, epoch: int, generation: int) -> list[Row]:
+        while self._next_generation <= generation:  # a resumed run reads past what it has already seen
+            chunk = self._next_chunk()
+            self._next_generation += 1
+        repeated = [row for row in chunk for _ in range(self.group_size)]
+        return split_for_rank(repeated, self.rank, self.world)
+
+    def _next_chunk(self) -> list[Row]:
+        for _ in range(2):
+            chunk = list(islice(self._iterator, self.prompts))
+            if len(chunk) == self.prompts:
+                return chunk
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(self._passes)
+            self._passes += 1
+            self._iterator = iter(self.dataset)
+        raise DataError(
+            f"The iterable dataset ended after fewer than {self.prompts} prompts, the number that one generation "
+            "batch needs. Lower the generation batch size or provide more prompts."
+        )
+
+
+def split_for_rank(rows: list[Any], rank: int, world: int) -> list[Any]:
+    """The contiguous share of `rows` of one process; shares differ by at most one row."""
+    return rows[len(rows) * rank // world : len(rows) * (rank + 1) // world]
+
+
+class _Steps(Dataset[int]):
+    def __init__(self, count: int):
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class _EndlessSteps(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        index = 0
+        while True:
+            yield index
+            index += 1
+
+
+def micro_step_loader(count: int | None) -> "DataLoader[int]":
+    """A loader of micro-step numbers: `Trainer` takes its length and skips in it, the rows come from the stream."""
+    steps: Dataset[int] = _EndlessSteps() if count is None else _Steps(count)
+    return DataLoader(steps, batch_size=1, collate_fn=lambda batch: batch[0])
+
+
+class _EvalBatches(IterableDataset[list[Row]]):
+    """One pass over the evaluation prompts, in batches of whole groups; this process's share of each."""
+
+    def __init__(self, dataset: Any, sampler: Any, group_size: int, rows_per_batch: int, rank: int, world: int):
+        self.dataset, self.sampler = dataset, sampler
+        self.group_size, self.rows_per_batch = group_size, rows_per_batch
+        self.rank, self.world = rank, world
+
+    def _rows(self) -> Iterator[Row]:
+        if self.sampler is None:
+            for row in self.dataset:
+                yield from [row] * self.group_size
+            return
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(0)  # every evaluation sees the same order
+        last: tuple[int, Row] | None = None
+        for index in self.sampler:
+            if last is None or last[0] != index:
+                last = (index, self.dataset[index])
+            yield last[1]
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        rows = self._rows()
+        batch = list(islice(rows, self.rows_per_batch))
+        while batch:
+            following = list(islice(rows, self.rows_per_batch))
+            if len(following) < self.world:  # too few to go round: no process may be left without a row
+                batch, following = batch + following, []
+            if len(batch) < self.world:
+                raise DataError(f"The evaluation set gives {len(batch)} rows for {self.world} processes; add prompts.")
+            yield split_for_rank(batch, self.rank, self.world)
+            batch = following
+
+
+def eval_loader(
+    dataset: Any, sampler: Any, *, group_size: int, rows_per_batch: int, rank: int, world: int
+) -> "DataLoader[Any]":
+    """A loader of row batches for evaluation; nothing is dropped, nothing is padded with rows seen before."""
+    return DataLoader(_EvalBatches(dataset, sampler, group_size, rows_per_batch, rank, world), batch_size=None)

@@ -1,0 +1,27 @@
+"""A complete GRPO job in one folder: task, tokenizer, model and reward, without network or GPU.
+
+    from gruppo import GRPOConfig, GRPOTrainer
+    from gruppo.demo import accuracy, exact_match, load_task, model_path
+
+    train, held_out = load_task()
+    args = GRPOConfig(output_dir="runs/demo", max_steps=40, learning_rate=1e-3, num_generations=8,
+                      per_device_train_batch_size=128, max_completion_length=32,
+                      bf16=False, use_cpu=True, gradient_checkpointing=False, report_to="none")
+    trainer = GRPOTrainer(model=model_path(), reward_funcs=exact_match, args=args, train_dataset=train)
+    before = accuracy(trainer.model, trainer.processing_class, held_out)
+    trainer.train()
+    after = accuracy(trainer.model, trainer.processing_class, held_out)
+    print(f"held-out accuracy: {before:.3f} -> {after:.3f}")
+"""
+
+from pathlib import Path
+
+from gruppo.demo.evaluate import accuracy, greedy
+from gruppo.demo.task import exact_match, load_task
+
+__all__ = ["accuracy", "exact_match", "greedy", "load_task", "model_path"]
+
+
+def model_path() -> str:
+    """The folder with the demo's starting model and tokenizer, in the Hugging Face layout."""
+    return str(Path(__file__).parent / "assets")

@@ -1,0 +1,117 @@
+"""Live progress of the demo: a table in a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+__all__ = ["ProgressCallback", "StepRow", "duration", "plain_line", "render"]
+
+ROWS_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """What is shown and kept of one optimizer step."""
+
+    step: int
+    reward: float
+    held_out: float | None
+    tokens_per_second: float
+    seconds_left: float
+
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """The row as text: step, reward, held-out accuracy, tokens/s, time left."""
+        held_out = "" if self.held_out is None else f"{self.held_out:.2f}"
+        speed = f"{self.tokens_per_second:,.0f}"
+        return str(self.step), f"{self.reward:.3f}", held_out, speed, duration(self.seconds_left)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as minutes and seconds, e.g. 75.2 → "1:15"."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def plain_line(row: StepRow, total: int) -> str:
+    """One step as a line of text."""
+    step, reward, held_out, speed, left = row.cells()
+    return f"step {step:>3}/{total}  reward {reward}  held-out {held_out or '-':>4}  {speed:>6} tokens/s  left {left}"
+
+
+def render(rows: list[StepRow], total: int) -> RenderableType:
+    """The latest steps as a table above a progress bar."""
+    table = Table(title="GRPO on arithmetic word problems", title_justify="left")
+    for name in ("step", "reward", "held-out", "tokens/s", "time left"):
+        table.add_column(name, justify="right", min_width=9)
+    for row in rows[-ROWS_SHOWN:]:
+        table.add_row(*row.cells())
+    return Group(table, ProgressBar(total=total, completed=rows[-1].step if rows else 0, width=61))
+
+
+class ProgressCallback(TrainerCallback):
+    """Shows each step as it ends and keeps all of them in `rows`."""
+
+    def __init__(self, console: Console, evaluate: Callable[[Any], float], every: int) -> None:
+        """`evaluate(model)` is called every `every` steps and after the last one."""
+        self.console = console
+        self.evaluate = evaluate
+        self.every = every
+        self.rows: list[StepRow] = []
+        self._live: Live | None = None
+        self._started = self._resumed = 0.0
+        self._tokens = 0.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock and, in a terminal, the live table."""
+        self._started = self._resumed = time.perf_counter()
+        if self.console.is_terminal:
+            self._live = Live(render([], state.max_steps), console=self.console, refresh_per_second=4)
+            self._live.start()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Turn one step's metrics into a row and show it."""
+        if not logs or "reward" not in logs:  # the summary at the end of training is logged too
+            return
+        # From the end of the last log to this one: rollout, reward and update, but not our own evaluation.
+        seconds = time.perf_counter() - self._resumed
+        tokens, self._tokens = logs["num_tokens"] - self._tokens, logs["num_tokens"]
+        due = state.global_step % self.every == 0 or state.global_step == state.max_steps
+        held_out = self.evaluate(kwargs["model"]) if due else None
+        self._resumed = time.perf_counter()
+        left = (self._resumed - self._started) / state.global_step * (state.max_steps - state.global_step)
+        self.rows.append(StepRow(state.global_step, logs["reward"], held_out, tokens / seconds, left))
+        if self._live is None:
+            self.console.print(plain_line(self.rows[-1], state.max_steps), highlight=False, soft_wrap=True)
+        else:
+            self._live.update(render(self.rows, state.max_steps))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the finished table on the screen."""
+        self.close()
+
+    def close(self) -> None:
+        """Stop the live table, also after an error, so that the terminal is left as it was."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def history(self) -> list[dict[str, Any]]:
+        """The rows as plain dicts."""
+        return [asdict(row) for row in self.rows]

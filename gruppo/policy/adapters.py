@@ -1,0 +1,80 @@
+"""LoRA and other adapters through peft, which is optional."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers.utils import is_peft_available
+
+from gruppo.errors import ConfigError
+
+REFERENCE_ADAPTER = "ref"
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether the model carries adapters."""
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
+    """Wrap the policy in the adapter that `peft_config` describes."""
+    if not is_peft_available():
+        raise ImportError("peft_config needs the peft package: pip install 'gruppo[peft]'.")
+    from peft import PeftConfig, get_peft_model
+
+    if not isinstance(peft_config, PeftConfig):
+        raise TypeError(f"peft_config must be a peft.PeftConfig, not {type(peft_config).__name__}.")
+    if is_peft_model(model):
+        raise ConfigError(
+            "peft_config was given, but the model has adapters already. Pass a plain model with peft_config, or the "
+            "PeftModel alone."
+        )
+    return get_peft_model(model, peft_config)
+
+
+def add_reference_adapter(model: Any) -> None:
+    """Keep a frozen copy of the adapter as it is now, to score the reference with."""
+    config = model.peft_config["default"]
+    model.add_adapter(REFERENCE_ADAPTER, config)
+    weights = dict(model.named_parameters())
+    for name, weight in weights.items():
+        if ".default." in name:
+            copy = weights[name.replace(".default.", f".{REFERENCE_ADAPTER}.")]
+            copy.data.copy_(weight.data)
+    for name, weight in weights.items():
+        if f".{REFERENCE_ADAPTER}." in name:
+            weight.requires_grad_(False)
+
+
+@contextmanager
+def use_adapter(model: Any, adapter_name: str | None) -> Iterator[None]:
+    """Activate an adapter for a while; None switches all adapters off."""
+    if not is_peft_model(model):
+        raise ValueError(f"use_adapter needs a PeftModel, not {type(model).__name__}.")
+    if adapter_name is None:
+        with model.disable_adapter():
+            yield
+        return
+    previous = model.active_adapter
+    trainable = {name: weight.requires_grad for name, weight in model.named_parameters()}
+    model.set_adapter(adapter_name)
+    try:
+        yield
+    finally:
+        model.set_adapter(previous)
+        # set_adapter makes what it activates trainable; a frozen adapter must come back frozen.
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(trainable[name])
+
+
+@contextmanager
+def reference_policy(model: Any) -> Iterator[None]:
+    """The reference of a policy with adapters: its frozen copy if there is one, else the bare base model."""
+    has_copy = REFERENCE_ADAPTER in model.peft_config
+    with use_adapter(model, REFERENCE_ADAPTER if has_copy else None):
+        yield

@@ -1,0 +1,161 @@
+"""Policy, tokenizer and reference: how they are found and made ready."""
+
+import copy
+import logging
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+
+from gruppo.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def load_policy(model: str | PreTrainedModel, args: Any, distributed_type: Any = None) -> PreTrainedModel:
+    """The policy itself: an object is used as it is, a name or folder is loaded (in float32 unless told otherwise)."""
+    if not isinstance(model, str):
+        if args.model_init_kwargs:
+            logger.warning("model_init_kwargs is ignored: the model was passed as an object, not by name.")
+        return model
+    kwargs = dict(args.model_init_kwargs or {})
+    if "quantization_config" in kwargs:
+        raise NotImplementedError(
+            "model_init_kwargs['quantization_config']: quantised policies are not available yet."
+        )
+    kwargs["dtype"] = resolve_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype", "float32"))
+    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    if distributed_type in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED) or not torch.cuda.is_available():
+        kwargs["device_map"] = None
+    else:
+        kwargs.setdefault("device_map", "auto")
+    return model_class(model, kwargs).from_pretrained(model, **kwargs)
+
+
+def resolve_dtype(dtype: Any) -> Any:
+    """A torch dtype from its name; 'auto' keeps the checkpoint's."""
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if not isinstance(resolved, torch.dtype):
+        raise ConfigError(
+            f"model_init_kwargs['dtype']={dtype!r} is no torch dtype; use 'auto', 'float32', 'bfloat16' or 'float16'."
+        )
+    return resolved
+
+
+def model_class(name: str, kwargs: dict[str, Any]) -> Any:
+    """The class that the checkpoint names as its architecture, or AutoModelForCausalLM."""
+    known = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
+    architectures = AutoConfig.from_pretrained(name, **known).architectures or [""]
+    return getattr(transformers, architectures[0], AutoModelForCausalLM)
+
+
+def load_tokenizer(processing_class: Any, model: PreTrainedModel, args: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer, padded on the left and with a pad token."""
+    if processing_class is None:
+        revision = (args.model_init_kwargs or {}).get("revision", "main")
+        processing_class = AutoProcessor.from_pretrained(
+            model_name(model),
+            revision=revision,
+            truncation_side="left",
+            padding_side="left",
+            trust_remote_code=args.trust_remote_code,
+        )
+    if isinstance(processing_class, ProcessorMixin):
+        raise NotImplementedError(
+            "processing_class is a multimodal processor: vision-language models are not available yet. "
+            "Pass a tokenizer to train on text."
+        )
+    if not isinstance(processing_class, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"processing_class must be a PreTrainedTokenizerBase or a ProcessorMixin, not {type(processing_class)}."
+        )
+    if processing_class.eos_token_id is None:
+        raise ConfigError(
+            "The tokenizer has no end-of-sequence token, so no completion could ever end. Set `tokenizer.eos_token`."
+        )
+    if processing_class.pad_token is None:
+        processing_class.pad_token = processing_class.eos_token
+    return processing_class
+
+
+def model_name(model: Any) -> str:
+    """The name or folder that a model was loaded from."""
+    return getattr(model.config, "_name_or_path", "") or ""
+
+
+def text_config(model: Any) -> Any:
+    """The config of the language model (of a multimodal one: of its text part)."""
+    return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """All ids that end a completion: the tokenizer's and those of the model's generation config."""
+    config: GenerationConfig | None = getattr(model, "generation_config", None)
+    ids = config.eos_token_id if config is not None else None
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return ids if tokenizer.eos_token_id in ids else [tokenizer.eos_token_id, *ids]
+
+
+def align_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Mirror the tokenizer's pad id into the configs of the model."""
+    text_config(model).pad_token_id = tokenizer.pad_token_id
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A tokenizer with more tokens than the model has embeddings would fail deep inside a forward pass."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ConfigError(
+            f"The tokenizer has {len(tokenizer)} tokens but the model embeds only {rows}. Pass the model's own "
+            "tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
+        )
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """The most positions the model was built for, where its config says so."""
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def copy_as_reference(model: PreTrainedModel) -> PreTrainedModel:
+    """A frozen copy of the policy as it is now, without loading anything a second time."""
+    reference = copy.deepcopy(model)
+    return reference.requires_grad_(False).eval()
+
+
+def disable_dropout_in_model(model: nn.Module) -> None:
+    """Set p = 0 on every dropout module."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def reject_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
+    """Mixture-of-experts models train with an auxiliary loss that is not built yet; 0 turns it off."""
+    config = text_config(model)
+    has_router = hasattr(config, "output_router_logits")
+    if coefficient and not has_router:
+        raise ConfigError(
+            f"router_aux_loss_coef={coefficient} needs a mixture of experts; {type(model).__name__} has no router."
+        )
+    own = getattr(config, "router_aux_loss_coef", 0) if getattr(config, "output_router_logits", False) else 0
+    if has_router and (own if coefficient is None else coefficient):
+        raise NotImplementedError(
+            "router_aux_loss_coef: the load-balancing loss of mixture-of-experts models is not available yet; set "
+            "router_aux_loss_coef=0 to train without it."
+        )

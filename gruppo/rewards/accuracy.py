@@ -1,0 +1,131 @@
+"""Rewards that compare a mathematical answer with the solution, through math-verify."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from gruppo.errors import RewardError
+from gruppo.rewards.format import Completion, completion_text
+
+__all__ = ["accuracy_reward", "reasoning_accuracy_reward"]
+
+LogExtra = Callable[[str, list[Any]], None]
+
+PARSE_SECONDS = 10
+VERIFY_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """The reward of one completion and what the completions table shows beside it."""
+
+    reward: float | None
+    gold: str
+    answer: str
+
+
+def accuracy_reward(
+    completions: Sequence[Completion],
+    solution: Sequence[str],
+    log_extra: LogExtra | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """1.0 if the LaTeX answer in the completion equals the solution, 0.0 if not, None if the solution has no answer.
+
+    The answer is what math-verify finds in LaTeX (`\\boxed{…}` first). With `log_extra`, the columns `solution`,
+    `gold_parsed` and `answer_parsed` go to the completions table.
+    """
+    _check_lengths(completions, solution)
+    verdicts = [_grade(completion_text(c), gold) for c, gold in zip(completions, solution, strict=True)]
+    return _report(verdicts, solution, log_extra)
+
+
+def reasoning_accuracy_reward(
+    completions: Sequence[Completion],
+    solution: Sequence[str],
+    reasoning_delimiters: Sequence[str] | None = None,
+    log_extra: LogExtra | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """`accuracy_reward` on the text after the reasoning; 0.0 when the reasoning does not end.
+
+    `reasoning_delimiters` (default `["</think>"]`) are tried in order; the first one that occurs splits the text, and
+    the part after its last occurrence is judged.
+    """
+    delimiters = ["</think>"] if reasoning_delimiters is None else list(reasoning_delimiters)
+    _check_lengths(completions, solution)
+    verdicts = []
+    for completion, gold in zip(completions, solution, strict=True):
+        answer = _after_reasoning(completion_text(completion), delimiters)
+        if answer is None:
+            verdicts.append(_Verdict(0.0, "[incomplete reasoning]", "[incomplete reasoning]"))
+        else:
+            verdicts.append(_grade(answer, gold))
+    return _report(verdicts, solution, log_extra)
+
+
+def _after_reasoning(text: str, delimiters: Sequence[str]) -> str | None:
+    for delimiter in delimiters:
+        if delimiter in text:
+            return text.rpartition(delimiter)[2]
+    return None
+
+
+def _grade(text: str, solution: str) -> _Verdict:
+    verify, parse = _math_verify()
+    # math-verify's timeouts are alarm signals, which only the main thread may set.
+    on_main = threading.current_thread() is threading.main_thread()
+    parse_seconds, verify_seconds = (PARSE_SECONDS, VERIFY_SECONDS) if on_main else (None, None)
+
+    gold = parse(solution, parsing_timeout=parse_seconds)
+    if not gold:
+        return _Verdict(None, "[unparseable]", "[skipped]")
+    answer = parse(
+        text,
+        extraction_config=_latex_only(),
+        extraction_mode="first_match",
+        parsing_timeout=parse_seconds,
+    )
+    correct = verify(gold, answer, timeout_seconds=verify_seconds)
+    return _Verdict(float(correct), str(gold), str(answer) if answer else "[unparseable]")
+
+
+def _math_verify() -> tuple[Callable[..., bool], Callable[..., list[Any]]]:
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ImportError("The accuracy rewards need the package math-verify: pip install gruppo[math]") from error
+    return verify, parse
+
+
+@lru_cache(maxsize=1)
+def _latex_only() -> list[Any]:
+    """Extract LaTeX only, `\\boxed{…}` first, units dropped, never a bare number without an anchor."""
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig
+
+    return [
+        LatexExtractionConfig(
+            try_extract_without_anchor=False,
+            boxed_match_priority=0,
+            normalization_config=NormalizationConfig(units=True),
+        )
+    ]
+
+
+def _check_lengths(completions: Sequence[Completion], solution: Sequence[str]) -> None:
+    if isinstance(solution, str) or len(completions) != len(solution):
+        raise RewardError(
+            f"{len(completions)} completions but {'one string' if isinstance(solution, str) else len(solution)} as "
+            "`solution`; the column must hold one solution per completion."
+        )
+
+
+def _report(verdicts: list[_Verdict], solution: Sequence[str], log_extra: LogExtra | None) -> list[float | None]:
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [v.gold for v in verdicts])
+        log_extra("answer_parsed", [v.answer for v in verdicts])
+    return [v.reward for v in verdicts]

@@ -1,0 +1,62 @@
+"""Reward models: sequence classifiers with one output."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+
+from gruppo.errors import ConfigError
+
+
+def load_reward_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
+    """A classifier with one label. It does not inherit the policy's loading arguments: those are the policy's own."""
+    return AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, trust_remote_code=trust_remote_code)
+
+
+def load_reward_tokenizer(model: Any, tokenizer: Any, trust_remote_code: bool) -> Any:
+    """The tokenizer of a reward model, with a pad token that model and tokenizer agree on."""
+    if tokenizer is None:
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigError(
+                f"The reward model {type(model).__name__} is not a PreTrainedModel, so its tokenizer is not known: "
+                "pass it in reward_processing_classes."
+            )
+        tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path, trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if hasattr(model, "config"):
+        # A classifier scores the last token that is not padding, so it must know the id.
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return tokenizer
+
+
+@torch.inference_mode()
+def score_with_model(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    batch_size: int,
+    device: torch.device,
+) -> list[float]:
+    """One score per text, `batch_size` of them at a time."""
+    scores: list[float] = []
+    for start in range(0, len(texts), batch_size):
+        inputs = tokenizer(
+            text=list(texts[start : start + batch_size]),
+            return_tensors="pt",
+            padding=True,
+            padding_side="right",
+            add_special_tokens=False,
+        ).to(device)
+        scores.extend(model(**inputs).logits[:, 0].float().tolist())
+    return scores
+
+
+def scored_text(tokenizer: Any, prompt: Any, completion: Any, chat_template_kwargs: dict[str, Any]) -> str:
+    """What a reward model reads: prompt and completion, through its own chat template if they are messages."""
+    if isinstance(prompt, str):
+        return prompt + str(completion)
+    return str(tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **chat_template_kwargs))

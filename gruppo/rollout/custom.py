@@ -1,0 +1,94 @@
+"""Rollouts that a user's function makes."""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gruppo.errors import RolloutError
+from gruppo.types import Completion, StopReason
+
+REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+# Fields with a meaning of their own; all others are handed to the reward functions.
+RESERVED = {*REQUIRED, "logprob_token_ids", "env_mask"}
+
+
+class CustomRollout:
+    """Calls a `rollout_func` with the arguments it takes and checks what it returns.
+
+    Two signatures are known: `f(prompts, trainer)` and the older `f(prompts, args, processing_class)`.
+    """
+
+    def __init__(self, function: Callable[..., Mapping[str, Any]], trainer: Any):
+        self.function = function
+        self.trainer = trainer
+        self.takes_trainer = len(_positional(function)) < 3
+
+    def __call__(self, prompts: Sequence[Any]) -> tuple[list[list[int]], list[Completion], list[dict[str, Any]]]:
+        """Prompt ids, completions and extra fields, one of each per prompt."""
+        prompts = copy.deepcopy(list(prompts))
+        if self.takes_trainer:
+            output = self.function(prompts, self.trainer)
+        else:
+            output = self.function(prompts, self.trainer.args, self.trainer.processing_class)
+        self._check(output, len(prompts))
+        completions = [_completion(output, i) for i in range(len(prompts))]
+        extra = {name: value for name, value in output.items() if name not in RESERVED}
+        return (
+            [list(ids) for ids in output["prompt_ids"]],
+            completions,
+            [{name: _entry(value, i, len(prompts)) for name, value in extra.items()} for i in range(len(prompts))],
+        )
+
+    def _check(self, output: Any, expected: int) -> None:
+        if not isinstance(output, Mapping):
+            raise RolloutError(f"rollout_func must return a dict, not {type(output).__name__}.")
+        missing = [name for name in REQUIRED if name not in output]
+        if missing:
+            raise ValueError(f"rollout_func must return {', '.join(REQUIRED)}; missing: {', '.join(missing)}.")
+        for name in RESERVED:
+            value = output.get(name)
+            if value is not None and len(value) != expected:
+                raise RolloutError(
+                    f"rollout_func returned {len(value)} entries in {name!r} for {expected} prompts. It gets one "
+                    "prompt per completion and must return exactly one completion for each."
+                )
+        for name in ("logprobs", "env_mask"):
+            for i, values in enumerate(output.get(name) or []):
+                if len(values) != len(output["completion_ids"][i]):
+                    raise RolloutError(
+                        f"rollout_func: {name}[{i}] has {len(values)} entries for "
+                        f"{len(output['completion_ids'][i])} completion tokens."
+                    )
+
+
+def _positional(function: Callable[..., Any]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.kind in kinds and p.default is inspect.Parameter.empty
+    ]
+
+
+def _completion(output: Mapping[str, Any], i: int) -> Completion:
+    ids = [int(token) for token in output["completion_ids"][i]]
+    logps = output["logprobs"][i] if output["logprobs"] is not None else None
+    candidates = output.get("logprob_token_ids")
+    if logps is not None and logps and isinstance(logps[0], list | tuple):
+        named = candidates[i] if candidates is not None else [None] * len(ids)
+        logps = [_sampled_logp(values, tokens, token) for values, tokens, token in zip(logps, named, ids, strict=True)]
+    mask = output.get("env_mask")
+    return Completion(ids, StopReason.UNKNOWN, logps, None if mask is None else list(mask[i]))
+
+
+def _sampled_logp(values: Sequence[float | None], tokens: Sequence[int] | None, sampled: int) -> float | None:
+    """The log-prob of the sampled token among the top-k that an engine returned; the first one if it has no names."""
+    if tokens is None:
+        return values[0] if values else None
+    return next((value for value, token in zip(values, tokens, strict=True) if token == sampled), None)
+
+
+def _entry(value: Any, i: int, count: int) -> Any:
+    """Entry i of a list with one entry per prompt; anything else is the same for all."""
+    return value[i] if isinstance(value, list | tuple) and len(value) == count else value

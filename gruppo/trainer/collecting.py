@@ -1,0 +1,314 @@
+"""From prompts to scored tensors: the first half of a training step."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from gruppo.algo.advantages import Advantages, frac_zero_std
+from gruppo.algo.masks import drop_rows, is_truncated
+from gruppo.algo.recipes import Recipe
+from gruppo.data.collate import collate
+from gruppo.data.prompts import PromptEncoder, reject_images
+from gruppo.data.responses import decode
+from gruppo.errors import RolloutError
+from gruppo.policy.adapters import reference_policy
+from gruppo.policy.logprobs import score_tokens
+from gruppo.rewards.runner import RewardRunner, Scored
+from gruppo.rollout.base import RolloutBackend, group_requests
+from gruppo.rollout.custom import CustomRollout
+from gruppo.rollout.hf import sampling_mode
+from gruppo.trainer.feeding import Feeding
+from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics
+from gruppo.trainer.profiling import profiling_context
+from gruppo.types import Completion, Prompt, Rollout, StopReason, TrainBatch
+
+Row = Mapping[str, Any]
+
+
+class Collecting(Feeding):
+    """The part of the trainer that collects.
+
+    Methods with a leading underscore keep names and shapes that subclasses of other trainers of this kind override.
+    """
+
+    recipe: Recipe
+    prompt_encoder: PromptEncoder
+    backend: RolloutBackend
+    custom_rollout: CustomRollout | None
+    reward_runner: RewardRunner
+    reward_func_names: list[str]
+    reward_weights: Tensor
+    ref_model: nn.Module | None
+    eos_token_ids: list[int]
+
+    def estimate_advantages(self, rewards_BR: Tensor, group_size: int, kl_penalty_B: Tensor | None) -> Advantages:
+        """Rewards of whole groups to advantages; the two trainers differ here."""
+        raise NotImplementedError
+
+    def timer(self, name: str) -> AbstractContextManager[None]:
+        return profiling_context(self, name)
+
+    @property
+    def group_size(self) -> int:
+        """G in the current mode."""
+        if self.mode == "eval" and self.args.num_generations_eval:
+            return int(self.args.num_generations_eval)
+        return int(self.args.num_generations)
+
+    @torch.no_grad()
+    def collect(self, rows: Sequence[Row]) -> TrainBatch:
+        """Sample a completion for each row, score it, and compare it with its group."""
+        rollouts = self.rollout(rows)
+        batch, truncated = self.to_tensors(rollouts)
+        self._log_lengths(rollouts, truncated)
+        batch, kl_penalty_B = self.add_logps(batch)
+        rewards_BR = self.reward(rollouts)
+        advantages = self.estimate_advantages(rewards_BR, self.group_size, kl_penalty_B)
+        batch.advantages = own_rows(self.accelerator, advantages.advantages_B, len(batch)).float()
+        self._log_rewards(rollouts, rewards_BR, advantages)
+        return batch
+
+    # ---- sampling
+
+    def rollout(self, rows: Sequence[Row]) -> list[Rollout]:
+        """One rollout per row: by the user's function if there is one, else by the backend."""
+        for row in rows:
+            reject_images(row)
+        extras: Sequence[Mapping[str, Any]] = [{}] * len(rows)
+        if self.custom_rollout is not None:
+            prompt_ids, completions, extras = self.custom_rollout([row["prompt"] for row in rows])
+            prompts = [Prompt(row=row, text=row["prompt"], ids=ids) for row, ids in zip(rows, prompt_ids, strict=True)]
+        else:
+            prompts = self.prompt_encoder(rows, tokenize=lambda texts: self._tokenize_prompts(texts)[0])
+            completions = self._sample(prompts)
+        outputs = decode(self.processing_class, prompts, [completion.ids for completion in completions])
+        return [
+            Rollout(prompt=prompt, completion=completion, output=output, extra=extra)
+            for prompt, completion, output, extra in zip(prompts, completions, outputs, extras, strict=True)
+        ]
+
+    def _sample(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        completion_ids, logps = self._generate_single_turn([list(prompt.ids) for prompt in prompts])
+        if len(completion_ids) != len(prompts):
+            raise RolloutError(f"{len(completion_ids)} completions came back for {len(prompts)} prompts.")
+        stops = set(self.eos_token_ids)
+        return [
+            Completion(
+                ids,
+                StopReason.EOS if len(ids) and ids[-1] in stops else StopReason.LENGTH,
+                None if logps is None else logps[i],
+            )
+            for i, ids in enumerate(completion_ids)
+        ]
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        """Hook: token ids of prompts, images (None) and multimodal fields (none)."""
+        return self.prompt_encoder.token_ids(prompts), None, {}
+
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: Any = None,
+        multimodal_fields: Any = None,
+        num_generations: int | None = None,
+    ) -> tuple[list[list[int]], list[list[float | None]] | None]:
+        """Hook: completion ids and (if the backend knows them) sampling log-probs, one per prompt."""
+        with self.timer(f"{self.backend.name}.generate"):
+            completions = self.backend.sample(group_requests(prompt_ids))
+        logps = [list(c.logps) for c in completions if c.logps is not None]
+        return [list(c.ids) for c in completions], logps if len(logps) == len(completions) else None
+
+    # ---- tensors
+
+    def to_tensors(self, rollouts: Sequence[Rollout]) -> tuple[TrainBatch, Tensor]:
+        """Padded tensors, and which rows did not end by themselves."""
+        device = self.accelerator.device
+        pad_id = self.processing_class.pad_token_id
+        batch = collate(rollouts, pad_id, device, self.args.pad_to_multiple_of)
+        ended = {*self.eos_token_ids, pad_id}
+        truncated_B = torch.tensor(is_truncated([r.completion.ids for r in rollouts], ended), device=device)
+        if self.args.mask_truncated_completions:
+            batch.completion_mask = drop_rows(batch.completion_mask, truncated_B)
+            if batch.tool_mask is not None:
+                batch.tool_mask = drop_rows(batch.tool_mask, truncated_B)
+        batch.num_items_in_batch = self.accelerator.reduce(batch.loss_mask_BT.sum(), reduction="sum")
+        return batch, truncated_B
+
+    def add_logps(self, batch: TrainBatch) -> tuple[TrainBatch, Tensor | None]:
+        """Log-probs under the sampling weights and the reference, where the recipe needs them.
+
+        Also returns the KL penalty of each completion of all processes, for recipes that charge it to the reward.
+        """
+        kl_penalty_B = None
+        off_policy = self.mode == "train" and not self.args.rollouts_stay_on_policy
+        charge_kl = self.args.beta != 0 and self.recipe.kl == "reward"
+        if off_policy or charge_kl:
+            old_BT = self._frozen_logps(self.model, batch)
+        if off_policy and self.recipe.ratio == "sequence_sum":
+            batch.old_logps = (old_BT * batch.completion_mask).sum(1)
+        elif off_policy:
+            batch.old_per_token_logps = old_BT
+            self._log_sampler_drift(batch)
+        if charge_kl:
+            kl_penalty_B = self.args.beta * self._kl_in_reward(batch, old_BT - self._reference_logps(batch))
+        elif self.args.beta != 0:
+            batch.ref_per_token_logps = self._reference_logps(batch)
+        return batch, kl_penalty_B
+
+    def _kl_in_reward(self, batch: TrainBatch, log_ratio_BT: Tensor) -> Tensor:
+        """The KL estimate Σ_t (ℓ_old − ℓ_ref) of each completion of all processes; logs its mean per token."""
+        kl_B = (log_ratio_BT * batch.completion_mask).sum(1)
+        local = torch.stack([kl_B.sum(), batch.completion_mask.sum().to(kl_B)])
+        total, tokens = self.accelerator.reduce(local, reduction="sum").tolist()
+        self.metrics.add(self.mode, {"kl": total / max(tokens, 1)})
+        return gather_rows(self.accelerator, kl_B)
+
+    def _frozen_logps(self, model: nn.Module, batch: TrainBatch) -> Tensor:
+        """Log-probs in evaluation mode: the distribution that was sampled from, without dropout."""
+        with sampling_mode(model):
+            logps, _, _ = self._get_per_token_logps_and_entropies(
+                self.accelerator.unwrap_model(model) if model is self.model else model,
+                torch.cat([batch.prompt_ids, batch.completion_ids], 1),
+                torch.cat([batch.prompt_mask, batch.completion_mask], 1),
+                batch.completion_ids.shape[1],
+                batch_size=self._forward_rows,
+            )
+        return logps
+
+    def _reference_logps(self, batch: TrainBatch) -> Tensor:
+        if self.ref_model is not None:
+            return self._frozen_logps(self.ref_model, batch)
+        with reference_policy(self.accelerator.unwrap_model(self.model)):
+            return self._frozen_logps(self.model, batch)
+
+    @property
+    def _forward_rows(self) -> int:
+        """Rows per forward pass outside the update."""
+        args = self.args
+        return args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **multimodal: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Hook: log-probs (B, T), entropies (B, T) or None, auxiliary loss or None."""
+        with self.timer("_get_per_token_logps_and_entropies"):
+            scores = score_tokens(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                temperature=self.args.temperature,
+                batch_size=batch_size,
+                entropy=compute_entropy,
+                entropy_gradient=self._entropy_needs_gradient,
+            )
+        return scores.logps_BT, scores.entropy_BT, None
+
+    @property
+    def _entropy_needs_gradient(self) -> bool:
+        return bool(getattr(self.args, "entropy_coef", 0) or getattr(self.args, "use_adaptive_entropy", False))
+
+    # ---- rewards
+
+    def reward(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Rewards (B, R) of all processes, in group order."""
+        return self._calculate_rewards(
+            [{**rollout.prompt.row, **rollout.extra} for rollout in rollouts],
+            [rollout.prompt.text for rollout in rollouts],
+            [rollout.output for rollout in rollouts],
+            [list(rollout.completion.ids) for rollout in rollouts],
+        )
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
+    ) -> Tensor:
+        """Hook: rewards (B, R) gathered from all processes, NaN where a function abstained."""
+        self._extra_columns: dict[str, list[Any]] = {}
+        self._extra_metrics: dict[str, list[float]] = {}
+        with self.timer("_calculate_rewards"):
+            rewards_BR = self.reward_runner.score(
+                Scored(inputs, prompts, completions, completion_ids_list),
+                trainer_state=self.state,
+                log_extra=self._log_completion_extra,
+                log_metric=self._log_metric,
+            )
+        return gather_rows(self.accelerator, rewards_BR)
+
+    def _log_completion_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Given to reward functions as `log_extra`: a further column of the completions table."""
+        self._extra_columns[column] = list(values)
+
+    def _log_metric(self, name: str, value: float) -> None:
+        """Given to reward functions as `log_metric`: a further metric, averaged over processes."""
+        self._extra_metrics.setdefault(name, []).append(float(value))
+
+    # ---- what is logged about a generation
+
+    def _log_lengths(self, rollouts: Sequence[Rollout], truncated_B: Tensor) -> None:
+        device = truncated_B.device
+        model_tokens = [sum(r.completion.model_mask or [1] * len(r.completion.ids)) for r in rollouts]
+        prompt_tokens = [len(r.prompt.ids) for r in rollouts]
+        cut = [int(r.prompt.truncated) for r in rollouts]
+        local = torch.tensor([model_tokens, prompt_tokens, cut], device=device).T
+        lengths = gather_rows(self.accelerator, torch.cat([local, truncated_B[:, None].to(local)], 1)).cpu()
+        self.metrics.add(self.mode, length_metrics(lengths[:, 0], lengths[:, 3]))
+        if self.args.max_prompt_length is not None:
+            self.metrics.add(self.mode, {"prompts/truncated_ratio": lengths[:, 2].float().mean().item()})
+        if self.mode == "train":
+            self.state.num_input_tokens_seen += int(lengths[:, :2].sum())
+            self.metrics.values["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
+
+    def _log_sampler_drift(self, batch: TrainBatch) -> None:
+        """How far the sampler's own log-probs are from the trainer's."""
+        if batch.sampling_per_token_logps is None or batch.old_per_token_logps is None:
+            return
+        drift = (batch.old_per_token_logps - batch.sampling_per_token_logps).abs()
+        known = drift[batch.loss_mask_BT.bool() & ~drift.isnan()]
+        local = torch.stack([known.mean(), known.max()]) if len(known) else drift.new_zeros(2)
+        gathered = self.accelerator.gather(local.unsqueeze(0))
+        self.metrics.add(
+            self.mode,
+            {
+                "sampling/sampling_logp_difference/mean": gathered[:, 0].mean().item(),
+                "sampling/sampling_logp_difference/max": gathered[:, 1].max().item(),
+            },
+        )
+
+    def _log_rewards(self, rollouts: Sequence[Rollout], rewards_BR: Tensor, advantages: Advantages) -> None:
+        names = self.reward_func_names
+        zero_std = frac_zero_std(advantages.std_B)
+        self.metrics.add(self.mode, reward_metrics(names, rewards_BR, advantages.rewards_B, zero_std))
+        metrics, columns = self._gather_user_logs(len(rollouts))
+        self.metrics.add(self.mode, metrics)
+        texts = [(rollout.prompt.text, rollout.output) for rollout in rollouts]
+        texts = gather_object(texts) if self.accelerator.num_processes > 1 else texts
+        self.completion_logs[self.mode].extend(
+            [prompt for prompt, _ in texts],
+            [output for _, output in texts],
+            {name: rewards_BR[:, i].tolist() for i, name in enumerate(names)},
+            advantages.advantages_B.tolist(),
+            columns,
+        )
+
+    def _gather_user_logs(self, count: int) -> tuple[dict[str, float], dict[str, list[Any]]]:
+        """`log_metric` means and `log_extra` columns of all processes; a process without a column gives None."""
+        local = [(self._extra_metrics, self._extra_columns, count)]
+        parts = gather_object(local) if self.accelerator.num_processes > 1 else local
+        values: dict[str, list[float]] = {}
+        for metrics, _, _ in parts:
+            for name, numbers in metrics.items():
+                values.setdefault(name, []).extend(numbers)
+        names = sorted({name for _, columns, _ in parts for name in columns})
+        columns = {name: [v for _, cols, n in parts for v in cols.get(name, [None] * n)] for name in names}
+        return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}, columns

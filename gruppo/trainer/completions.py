@@ -1,0 +1,168 @@
+"""Tables of completions: on the console, as parquet, in wandb and trackio, on the hub."""
+
+import json
+import random
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+
+class CompletionLog:
+    """The newest rows of one mode (train or eval): prompt, completion, rewards, advantage, extra columns."""
+
+    def __init__(self, capacity: int):
+        def column() -> deque[Any]:
+            return deque(maxlen=capacity)
+
+        self.columns: dict[str, Any] = {
+            "prompt": column(),
+            "completion": column(),
+            "rewards": defaultdict(column),
+            "advantages": column(),
+            "extra": defaultdict(column),
+        }
+        self.has_news = False  # rows that were not shown yet
+
+    def __len__(self) -> int:
+        return len(self.columns["prompt"])
+
+    def extend(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        rewards: Mapping[str, Sequence[float]],
+        advantages: Sequence[float],
+        extra: Mapping[str, Sequence[Any]],
+    ) -> None:
+        known = len(self)
+        self.has_news = True
+        self.columns["prompt"].extend(prompts)
+        self.columns["completion"].extend(completions)
+        self.columns["advantages"].extend(advantages)
+        for name, values in rewards.items():
+            self.columns["rewards"][name].extend(values)
+        for name in {*extra, *self.columns["extra"]}:
+            if name not in self.columns["extra"]:
+                self.columns["extra"][name].extend([None] * known)  # earlier rows did not have this column
+            self.columns["extra"][name].extend(extra.get(name, [None] * len(prompts)))
+
+    def table(self, step: int) -> dict[str, list[Any]]:
+        """The rows as columns: step, prompt, completion, one per reward, extra ones, advantage."""
+        return {
+            "step": [step] * len(self),
+            "prompt": list(self.columns["prompt"]),
+            "completion": list(self.columns["completion"]),
+            **{name: list(values) for name, values in self.columns["rewards"].items()},
+            **{name: list(values) for name, values in self.columns["extra"].items()},
+            "advantage": list(self.columns["advantages"]),
+        }
+
+
+def show_message(message: Any) -> str:
+    """A message as a person reads it: role, content, tool calls as name(arg=value)."""
+    if isinstance(message, str):
+        return message
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join("[IMAGE]" if part.get("type") == "image" else part.get("text", "") for part in content)
+    lines = [str(message["role"]).upper(), content]
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        arguments = function.get("arguments") or {}
+        shown = arguments if isinstance(arguments, str) else ", ".join(f"{k}={v!r}" for k, v in arguments.items())
+        lines.append(f"{function.get('name')}({shown})")
+    return "\n".join(line for line in lines if line)
+
+
+def _cell(value: Any) -> Text:
+    if isinstance(value, list | tuple):
+        return Text("\n\n".join(show_message(message) for message in value))
+    if isinstance(value, float):
+        return Text(f"{value:.2f}")
+    # Text, not markup: a completion may contain square brackets.
+    return Text(str(value))
+
+
+def print_prompt_completions_sample(
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    rewards: Mapping[str, Sequence[float]],
+    advantages: Sequence[float],
+    step: int,
+    num_samples: int | None = None,
+    extra: Mapping[str, Sequence[Any]] | None = None,
+    console: Console | None = None,
+) -> None:
+    """Print a table of prompts and completions; a random sample of `num_samples` of them if given."""
+    chosen = list(range(len(prompts)))
+    if num_samples is not None:
+        if num_samples <= 0:
+            return
+        # A generator of its own: looking at a run must not change it.
+        chosen = sorted(random.Random(step).sample(chosen, min(num_samples, len(chosen))))
+    table = Table(show_header=True, header_style="bold", expand=True)
+    columns = {"Prompt": prompts, "Completion": completions, **rewards, "Advantage": advantages, **(extra or {})}
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("Prompt", "Completion") else "right")
+    for i in chosen:
+        table.add_row(*(_cell(list(values)[i]) for values in columns.values()))
+        table.add_section()
+    (console or Console()).print(Panel(table, title=f"Step {step}", border_style="bold white"))
+
+
+def write_parquet(table: Mapping[str, Sequence[Any]], path: Path) -> None:
+    """Write columns to a parquet file; what arrow cannot type (messages of unequal form) is kept as JSON text."""
+    columns = {}
+    for name, values in table.items():
+        try:
+            columns[name] = pa.array(list(values))
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            columns[name] = pa.array([json.dumps(value, default=str, ensure_ascii=False) for value in values])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+
+
+def log_to_trackers(trackers: Sequence[str], table: Mapping[str, Sequence[Any]], unique_prompts: bool) -> None:
+    """Send the table to wandb (if a run is active) and trackio, as `completions`."""
+    if not {"wandb", "trackio"} & set(trackers):
+        return
+    import pandas as pd
+
+    frame = pd.DataFrame(table)
+    for name in ("prompt", "completion"):
+        frame[name] = [v if isinstance(v, str) else "\n\n".join(map(show_message, v)) for v in frame[name]]
+    if unique_prompts:
+        frame = frame.drop_duplicates(subset=["prompt"])
+    if "wandb" in trackers:
+        import wandb
+
+        if wandb.run is not None:
+            wandb.log({"completions": wandb.Table(dataframe=frame)})
+    if "trackio" in trackers:
+        import trackio
+
+        trackio.log({"completions": trackio.Table(dataframe=frame)})
+
+
+def start_hub_uploads(repo_id: str, folder: Path, model_name: str) -> Any:
+    """Create a dataset repository with a card and upload the parquet files of `folder` to it every two minutes."""
+    from huggingface_hub import CommitScheduler, DatasetCard
+
+    folder.mkdir(parents=True, exist_ok=True)
+    scheduler = CommitScheduler(
+        repo_id=repo_id, repo_type="dataset", folder_path=folder, every=2, allow_patterns=["*.parquet"]
+    )
+    card = DatasetCard(
+        "---\ntags: [gruppo, completions]\n---\n\n# Completions\n\nPrompts, completions and rewards of a gruppo run"
+        f" of `{model_name}`, one file per log.\n"
+    )
+    card.push_to_hub(repo_id, repo_type="dataset")
+    return scheduler

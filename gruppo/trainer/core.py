@@ -1,0 +1,367 @@
+"""One trainer for every recipe: where rollouts enter transformers.Trainer.
+
+An update reads top to bottom:
+
+    get_batch_samples   takes micro-batches from a queue, and collects a new generation when the queue is empty
+    collect             prompts → rollouts → rewards → advantages                        (collecting.py)
+    training_step       forward, `compute_loss`, backward, for each micro-batch          (transformers.Trainer)
+    _end_of_update      metrics of the update, controllers
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+
+from gruppo.algo.loss import LossInputs, LossSettings, UpdateSize, policy_loss
+from gruppo.algo.masks import entropy_threshold
+from gruppo.algo.recipes import Recipe
+from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
+from gruppo.data.prompts import PromptEncoder
+from gruppo.errors import ConfigError
+from gruppo.policy import adapters, loading
+from gruppo.rewards.runner import RewardRunner, function_name, is_reward_model, resolve_rewards, unique_names
+from gruppo.rollout.custom import CustomRollout
+from gruppo.rollout.hf import TransformersBackend, generation_config
+from gruppo.trainer import setup
+from gruppo.trainer.collecting import Collecting
+from gruppo.trainer.completions import CompletionLog, start_hub_uploads
+from gruppo.trainer.entropy import EntropyControl
+from gruppo.trainer.metrics import MetricStore, gather_rows, value_stat
+from gruppo.trainer.names import KnownNames
+from gruppo.trainer.profiling import Timings
+from gruppo.types import TrainBatch
+
+
+def _identity(rows: list[Any]) -> list[Any]:
+    return rows
+
+
+def _never_called(*args: Any, **kwargs: Any) -> Tensor:
+    raise AssertionError("compute_loss is overridden, so no compute_loss_func is ever called")
+
+
+def _required(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+class PolicyTrainer(Collecting, KnownNames):
+    """Samples groups, scores them and updates the policy; GRPOTrainer and RLOOTrainer fill in the recipe."""
+
+    loss_is_scaled_for_ga = True  # compute_loss divides by the size of the whole update
+    algorithm = ""  # "grpo" or "rloo"
+    config_class: type = object
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        args: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        processing_class: Any,
+        reward_processing_classes: Any,
+        callbacks: Any,
+        optimizers: Any,
+        peft_config: Any,
+        rollout_func: Any = None,
+    ):
+        setup.reject_unused_hooks(self, PolicyTrainer)
+        if args is None:
+            name = model if isinstance(model, str) else loading.model_name(model)
+            args = self.config_class(f"{name.rstrip('/').split('/')[-1] or 'model'}-{self.algorithm.upper()}")
+        if args.n_gpu > 1:
+            raise ConfigError(
+                f"{args.n_gpu} GPUs are visible to one process. Launch one process per GPU (accelerate launch or "
+                "torchrun), or set CUDA_VISIBLE_DEVICES to one of them."
+            )
+        setup.warn_combinations(args)
+        set_seed(args.seed)  # before the model is made: adapters are initialised at random
+        policy = loading.load_policy(model, args, args.distributed_state and args.distributed_state.distributed_type)
+        tokenizer = loading.load_tokenizer(processing_class, policy, args)
+        policy = self._make_policy(policy, tokenizer, peft_config, args)
+        rewards = resolve_rewards(
+            reward_funcs, reward_processing_classes, args.reward_weights, trust_remote_code=args.trust_remote_code
+        )
+        self.prompt_encoder = PromptEncoder(
+            tokenizer,
+            max_prompt_length=args.max_prompt_length,
+            context_length=loading.context_length(policy),
+            chat_template_kwargs=args.chat_template_kwargs,
+        )
+        if rollout_func is None:
+            setup.check_train_dataset(train_dataset, args, self.prompt_encoder)
+            setup.check_eval_dataset(eval_dataset, args, self.prompt_encoder)
+        super().__init__(
+            model=policy,
+            args=args,
+            data_collator=_identity,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            # transformers before 5.19 knows no loss_is_scaled_for_ga; this keeps it from dividing the loss again.
+            compute_loss_func=_never_called,
+        )
+        self._make_run_state(rewards, rollout_func)
+
+    # ---- construction
+
+    def _make_policy(self, policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> Any:
+        """Adapters, pad token, dropout: everything done to the module before Trainer sees it."""
+        loading.align_pad_token(policy, tokenizer)
+        loading.check_vocabulary(policy, tokenizer)
+        loading.reject_router_loss(policy, args.router_aux_loss_coef)
+        self.eos_token_ids = loading.stop_token_ids(policy, tokenizer)
+        if peft_config is not None:
+            policy = adapters.add_adapter(policy, peft_config)
+        elif adapters.is_peft_model(policy) and args.beta != 0:
+            adapters.add_reference_adapter(policy)
+        if adapters.is_peft_model(policy):
+            if args.sync_ref_model:
+                raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
+            if args.gradient_checkpointing:
+                policy.enable_input_require_grads()
+        if args.disable_dropout:
+            loading.disable_dropout_in_model(policy)
+        return policy
+
+    def _make_run_state(self, rewards: tuple[list[Any], list[Any], Tensor], rollout_func: Any) -> None:
+        """Everything that needs the accelerator, which exists once Trainer is initialised."""
+        args = self.args
+        self.model.add_model_tags(["gruppo", self.algorithm])
+        self.recipe = self.make_recipe()
+        self.loss_settings = self.make_loss_settings()
+        self.mode = "train"
+        self.timings = Timings()
+        self.metrics = MetricStore(self.accelerator)
+        self.entropy_control = EntropyControl.from_args(args)
+        self.completion_logs = {mode: CompletionLog(args.generation_batch_size) for mode in ("train", "eval")}
+        self._queue: deque[dict[str, Any]] = deque()
+        self._step = 0
+        self._update_seconds = 0.0
+
+        self.reward_funcs, self.reward_processing_classes, weights = rewards
+        self.reward_func_names = unique_names([function_name(f) for f in self.reward_funcs])
+        self.reward_weights = weights.to(self.accelerator.device)
+        self.reward_funcs = [
+            self.accelerator.prepare_model(f.eval(), evaluation_mode=True) if is_reward_model(f) else f
+            for f in self.reward_funcs
+        ]
+        self.reward_runner = RewardRunner(
+            self.reward_funcs,
+            self.reward_func_names,
+            self.reward_processing_classes,
+            device=self.accelerator.device,
+            batch_size=args.per_device_train_batch_size,
+            chat_template_kwargs=args.chat_template_kwargs,
+            timer=self.timer,
+        )
+        self.ref_model = self._make_reference()
+        self.custom_rollout = CustomRollout(rollout_func, self) if rollout_func is not None else None
+        self.generation_config = generation_config(
+            args,
+            pad_token_id=self.processing_class.pad_token_id,
+            bos_token_id=self.processing_class.bos_token_id,
+            stop_ids=self.eos_token_ids,
+        )
+        self.backend = TransformersBackend(
+            lambda: self.accelerator.unwrap_model(self.model_wrapped),
+            self.generation_config,
+            stop_ids=self.eos_token_ids,
+            pad_to_multiple_of=args.pad_to_multiple_of,
+        )
+        self._hub_uploads = None
+        if self.accelerator.is_main_process and getattr(args, "log_completions_hub_repo", None):
+            self._hub_uploads = start_hub_uploads(
+                args.log_completions_hub_repo, self.completions_folder, loading.model_name(self.model)
+            )
+        set_seed(args.seed, device_specific=True)  # processes sample different completions
+
+    def _make_reference(self) -> nn.Module | None:
+        """A frozen copy of the policy as it is now; none without KL, and none with adapters (see policy/adapters)."""
+        if self.args.beta == 0 or adapters.is_peft_model(self.model):
+            return None
+        reference = self.accelerator.prepare_model(loading.copy_as_reference(self.model), evaluation_mode=True)
+        if self.args.sync_ref_model:
+            from gruppo.trainer.callbacks import SyncRefModelCallback
+
+            self.add_callback(SyncRefModelCallback(ref_model=reference, accelerator=self.accelerator))
+        return reference
+
+    def make_recipe(self) -> Recipe:
+        """The row of the recipe table that the config describes."""
+        raise NotImplementedError
+
+    def make_loss_settings(self) -> LossSettings:
+        """The recipe with its numbers: every setting that the config has a field for."""
+        args, recipe = self.args, self.recipe
+        own = {name: getattr(args, name) for name in LossSettings.__dataclass_fields__ if hasattr(args, name)}
+        own |= {"objective": recipe.objective, "ratio": recipe.ratio, "reduction": recipe.reduction}
+        own |= {"epsilon_low": args.epsilon, "epsilon_high": self.epsilon_high}
+        own["beta"] = args.beta if recipe.kl == "loss" else 0.0
+        return LossSettings(**own)
+
+    # ---- an update
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._queue.clear()  # of an earlier call of train()
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], UpdateSize | None]:
+        """The micro-batches of one update and their size, the one denominator of every reduction."""
+        start = time.perf_counter()
+        batches = [self._next_micro_batch(step) for step in islice(epoch_iterator, num_batches)]
+        self._update_seconds += time.perf_counter() - start
+        return batches, self.update_size(batches) if batches else None
+
+    def _next_micro_batch(self, step: Any) -> dict[str, Any]:
+        """Micro-step `step` of the epoch, from the queue; a number, or rows if a subclass brings its own loader."""
+        position = step if isinstance(step, int) else self._step
+        if not self._queue:
+            generation, phase = divmod(position, self.args.micro_steps_per_generation)
+            rows = self.rows_of(generation) if isinstance(step, int) else step
+            slices = self._collect_slices(rows)
+            # A run that resumes inside a generation collects it anew and goes on with the slice it had reached.
+            self._queue.extend((slices * self.args.num_iterations)[phase:])
+        return self._queue.popleft()
+
+    def _collect_slices(self, rows: Sequence[Any]) -> list[dict[str, Any]]:
+        """Collect a generation, shuffle its rows and cut it into micro-batches, each no wider than it needs to be."""
+        with self.timer("_prepare_inputs"):
+            tensors = shuffle_sequence_dict(self._generate_and_score_completions(list(rows)))
+            slices = split_tensor_dict(tensors, self.args.steps_per_generation)
+            return [trim(part, self.args.pad_to_multiple_of) for part in slices]
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Hook: rows to the dict of tensors that the loss reads."""
+        return self.collect(inputs).to_dict()
+
+    def update_size(self, batches: Sequence[dict[str, Any]]) -> UpdateSize:
+        """Rows, loss tokens and micro-batches over all processes."""
+        parsed = [TrainBatch.from_dict(batch) for batch in batches]
+        local = torch.stack(
+            [
+                torch.tensor(float(sum(len(batch) for batch in parsed)), device=self.accelerator.device),
+                torch.stack([batch.loss_mask_BT.sum() for batch in parsed]).sum().float(),
+                torch.tensor(float(len(parsed)), device=self.accelerator.device),
+            ]
+        )
+        rows, tokens, micro_batches = self.accelerator.reduce(local.double(), reduction="sum").tolist()
+        return UpdateSize(rows=rows, tokens=tokens, micro_batches=micro_batches)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        start = time.perf_counter()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._step += 1
+        self._update_seconds += time.perf_counter() - start
+        if self.accelerator.sync_gradients:
+            self._end_of_update()
+        return loss
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """The micro-batch's share of the update's loss."""
+        if return_outputs:
+            raise ValueError("return_outputs=True is not supported: the loss comes from sampled completions.")
+        self._size = num_items_in_batch if isinstance(num_items_in_batch, UpdateSize) else self.update_size([inputs])
+        with self.timer("compute_loss"):
+            return self._compute_loss(model, inputs)
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Hook: the loss of one micro-batch, from the dict of tensors that scoring returned."""
+        batch = TrainBatch.from_dict(inputs)
+        logps_BT, entropy_BT, _ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([batch.prompt_ids, batch.completion_ids], 1),
+            torch.cat([batch.prompt_mask, batch.completion_mask], 1),
+            batch.completion_ids.shape[1],
+            compute_entropy=True,
+        )
+        output = policy_loss(
+            LossInputs(
+                logps_BT=logps_BT,
+                mask_BT=batch.loss_mask_BT,
+                advantages=_required(batch.advantages),
+                old_logps_BT=batch.old_logps if batch.old_per_token_logps is None else batch.old_per_token_logps,
+                ref_logps_BT=batch.ref_per_token_logps,
+                sampler_logps_BT=batch.sampling_per_token_logps,
+                importance_weights=batch.importance_sampling_ratio,
+                entropy_BT=entropy_BT,
+                entropy_threshold=self._entropy_threshold(_required(entropy_BT), batch.loss_mask_BT),
+                entropy_coef=self.entropy_control.active_coef,
+            ),
+            self.loss_settings,
+            self._size,
+        )
+        self.metrics.defer(output.stats | self._policy_loss_stat(output.policy_loss))
+        # The size is that of all processes, but DDP averages their gradients.
+        return output.loss * self.accelerator.num_processes
+
+    def _entropy_threshold(self, entropy_BT: Tensor, mask_BT: Tensor) -> Tensor | None:
+        """The entropy above which tokens of this micro-batch, over all processes, carry policy loss."""
+        share = getattr(self.args, "top_entropy_quantile", 1.0)
+        if share >= 1:
+            return None
+        entropies = gather_rows(self.accelerator, entropy_BT.detach()[mask_BT.bool()])
+        return entropy_threshold(entropies, share)
+
+    def _policy_loss_stat(self, policy: Tensor) -> dict[str, Any]:
+        if not self.entropy_control.enabled:
+            return {}
+        world = self.accelerator.num_processes
+        scale = world if self.recipe.reduction == "tokens" else self._size.micro_batches
+        return {"policy_loss": value_stat(policy * scale)}
+
+    def _end_of_update(self) -> None:
+        """Agree on the metrics of the update, and let the entropy controller act on them."""
+        means = self.metrics.flush("train")
+        self.metrics.add("train", {"step_time": self._update_seconds})
+        self._update_seconds = 0.0
+        if self.entropy_control.enabled:
+            self.entropy_control.update(means.get("entropy", []))
+            self.metrics.add("train", {"entropy_coef": self.entropy_control.coef})
+
+    # ---- evaluation
+
+    @contextmanager
+    def _in_mode(self, mode: str) -> Iterator[None]:
+        previous, self.mode = self.mode, mode
+        try:
+            yield
+        finally:
+            self.mode = previous
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._in_mode("eval"):
+            return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's loop, with the metrics of the sampled completions beside its loss."""
+        self._rows_evaluated = 0
+        output = super().evaluation_loop(*args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        output.metrics.update({f"{prefix}_{key}": value for key, value in self.metrics.take("eval").items()})
+        return output._replace(num_samples=self._rows_evaluated)
+
+    @torch.no_grad()
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, None, None]:
+        with self._in_mode("eval"):
+            tensors = self._generate_and_score_completions(inputs)
+            loss = self.compute_loss(model, tensors)
+            self._rows_evaluated += int(self._size.rows)
+            self.metrics.flush("eval")
+        return loss.detach(), None, None

@@ -1,0 +1,67 @@
+"""The state of the entropy bonus."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gruppo.algo.entropy import active_entropy_coef, next_entropy_coef
+
+STATE_FILE = "entropy_ctrl_state.json"
+
+
+@dataclass
+class EntropyControl:
+    """The bonus's coefficient, fixed or nudged after each update towards a target entropy."""
+
+    coef: float = 0.0
+    adaptive: bool = False
+    target: float = 0.0
+    delta: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    last_entropy: float = math.inf  # of the previous update; infinite before the first, which gets no bonus
+
+    @classmethod
+    def from_args(cls, args: Any) -> "EntropyControl":
+        """From the config; a config without an entropy bonus gives a controller that is off."""
+        if not hasattr(args, "entropy_coef"):
+            return cls()
+        return cls(
+            coef=args.entropy_coef,
+            adaptive=args.use_adaptive_entropy,
+            target=args.entropy_target,
+            delta=args.entropy_coef_delta,
+            low=args.entropy_coef_min,
+            high=args.entropy_coef_max,
+        )
+
+    @property
+    def enabled(self) -> bool:
+        return self.coef != 0 or self.adaptive
+
+    @property
+    def active_coef(self) -> float:
+        """The weight of the bonus in the current update."""
+        return active_entropy_coef(self.coef, self.last_entropy, self.target, self.adaptive)
+
+    def update(self, entropies: Sequence[tuple[float, float]]) -> None:
+        """End an update, given its (sum of entropies, tokens) per micro-batch."""
+        total, tokens = (sum(values) for values in zip(*entropies, strict=True)) if entropies else (0.0, 0.0)
+        if not self.adaptive or not tokens:
+            return
+        self.last_entropy = total / tokens
+        self.coef = next_entropy_coef(self.coef, self.last_entropy, self.target, self.delta, self.low, self.high)
+
+    def save(self, folder: Path) -> None:
+        if self.adaptive:
+            state = {"entropy_coef": self.coef, "last_world_entropy": self.last_entropy}
+            (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        path = folder / STATE_FILE
+        if self.adaptive and path.exists():
+            state = json.loads(path.read_text(encoding="utf-8"))
+            self.coef, self.last_entropy = state["entropy_coef"], state["last_world_entropy"]

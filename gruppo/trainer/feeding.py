@@ -1,0 +1,103 @@
+"""Which prompts a run sees, and when."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from torch.utils.data import DataLoader
+
+from gruppo.data.sampler import (
+    IterableStream,
+    PromptStream,
+    RepeatSampler,
+    SampledStream,
+    eval_loader,
+    micro_step_loader,
+)
+from gruppo.trainer.reporting import Reporting
+
+
+class Feeding(Reporting):
+    """The part of the trainer that feeds: prompt streams and loaders."""
+
+    num_generations_eval: int
+    _stream: PromptStream
+
+    def rows_of(self, generation: int) -> list[Mapping[str, Any]]:
+        """The rows of a generation of the current epoch, this process's share."""
+        return self._stream.rows(self._epoch, generation)
+
+    @property
+    def _epoch(self) -> int:
+        """The epoch, by the count of updates: Trainer does not say, and on resume it skips without telling anyone."""
+        steps = self._micro_steps_per_epoch
+        return (
+            0 if steps is None else self.state.global_step // math.ceil(steps / self.args.gradient_accumulation_steps)
+        )
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        args = self.args
+        return RepeatSampler(
+            self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=args.num_generations,
+            batch_size=args.generation_batch_size // args.num_generations,
+            repeat_count=args.micro_steps_per_generation,
+            shuffle=bool(args.shuffle_dataset),
+            seed=args.seed,
+        )
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return RepeatSampler(eval_dataset, mini_repeat_count=self.num_generations_eval, seed=self.args.seed)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """A loader of micro-step numbers; the prompts themselves come from a stream that knows epoch and position."""
+        args = self.args
+        dataset = self._keep_columns(self.train_dataset)
+        place = {"rank": args.process_index, "world": args.world_size}
+        if isinstance(dataset, IterableDataset):
+            if args.shuffle_dataset:
+                dataset = dataset.shuffle(seed=args.seed)
+            prompts = args.generation_batch_size // args.num_generations
+            self._stream = IterableStream(dataset, prompts=prompts, group_size=args.num_generations, **place)
+            return micro_step_loader(None)
+        self._stream = SampledStream(
+            dataset,
+            self._get_train_sampler(dataset),
+            rows_per_generation=args.generation_batch_size,
+            copies=args.micro_steps_per_generation,
+            **place,
+        )
+        return micro_step_loader(self._micro_steps_per_epoch)
+
+    @property
+    def _micro_steps_per_epoch(self) -> int | None:
+        generations = self._stream.generations
+        return None if generations is None else generations * self.args.micro_steps_per_generation
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Batches of rows, this process's share, each prompt repeated once per completion."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("Evaluation needs an eval_dataset.")
+        dataset = self._keep_columns(dataset)
+        args = self.args
+        return eval_loader(
+            dataset,
+            None if isinstance(dataset, IterableDataset) else self._get_eval_sampler(dataset),
+            group_size=self.num_generations_eval,
+            rows_per_batch=args.per_device_eval_batch_size * args.world_size,
+            rank=args.process_index,
+            world=args.world_size,
+        )
+
+    def _keep_columns(self, dataset: Any) -> Any:
+        if not self.args.remove_unused_columns or not isinstance(dataset, Dataset):
+            return dataset
+        return dataset.select_columns([c for c in ("prompt", "image", "images") if c in dataset.column_names])
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Prompts, not micro-steps."""
+        return len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else super().num_examples(dataloader)

@@ -1,0 +1,118 @@
+"""GRPOTrainer."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from gruppo.algo import masks, objectives
+from gruppo.algo.advantages import Advantages, normalize_then_sum, sum_then_normalize
+from gruppo.algo.recipes import LOSS_TYPES, Recipe
+from gruppo.config.grpo import GRPOConfig
+from gruppo.trainer import setup
+from gruppo.trainer.core import PolicyTrainer
+from gruppo.trainer.metrics import gather_rows
+
+
+class GRPOTrainer(PolicyTrainer):
+    """Group Relative Policy Optimization (https://arxiv.org/abs/2402.03300) and its family.
+
+    Example:
+        trainer = GRPOTrainer(
+            model="Qwen/Qwen2.5-0.5B-Instruct",
+            reward_funcs=accuracy_reward,
+            args=GRPOConfig(output_dir="run"),
+            train_dataset=dataset,  # a `prompt` column; every other column goes to the reward
+        )
+        trainer.train()
+    """
+
+    algorithm = "grpo"
+    config_class = GRPOConfig
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: Callable[..., Any] | None = None,
+        environment_factory: Any = None,
+    ):
+        setup.reject_unavailable(
+            quantization_config=quantization_config, tools=tools, environment_factory=environment_factory
+        )
+        self.tools: list[Any] = []
+        self.environments = None
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            peft_config,
+            rollout_func,
+        )
+
+    def make_recipe(self) -> Recipe:
+        objective, reduction = LOSS_TYPES[self.args.loss_type]
+        return Recipe(
+            advantage="group",
+            scale=self.args.scale_rewards,
+            ratio="token" if self.args.importance_sampling_level == "token" else "sequence_mean",
+            objective=objective,
+            kl="loss",
+            reduction=reduction,
+        )
+
+    def estimate_advantages(self, rewards_BR: Tensor, group_size: int, kl_penalty_B: Tensor | None) -> Advantages:
+        if self.args.multi_objective_aggregation == "normalize_then_sum":
+            return normalize_then_sum(rewards_BR, self.reward_weights, group_size)
+        return sum_then_normalize(rewards_BR, self.reward_weights, group_size, self.recipe.scale)
+
+    # ---- formulas that subclasses call by these names
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """The tokens whose entropy is in the top (1 − threshold) share, over all processes."""
+        gathered = gather_rows(self.accelerator, entropies.detach()[mask.bool()])
+        return masks.top_entropy_mask(entropies, mask, masks.entropy_threshold(gathered, 1 - threshold))
+
+    @staticmethod
+    def get_off_policy_mask(
+        advantages: Tensor,
+        per_token_logps: Tensor,
+        sampling_per_token_logps: Tensor,
+        mask: Tensor,
+        off_policy_threshold: float,
+    ) -> Tensor:
+        """1 for sequences to keep, 0 for those to drop, (B, 1)."""
+        keep = masks.off_policy_mask(advantages, per_token_logps, sampling_per_token_logps, mask, off_policy_threshold)
+        return keep.to(mask.dtype)
+
+    @staticmethod
+    def get_gamma_weights(
+        advantages: Tensor,
+        log_ratio_per_token: Tensor,
+        mask: Tensor,
+        importance_sampling_ratio: Tensor | None = None,
+        k_pos: float = 2.0,
+        lambda_pos: float = 3.0,
+        k_neg: float = 3.0,
+        lambda_neg: float = 2.0,
+    ) -> Tensor:
+        """VESPO's sequence weights φ, (B, 1)."""
+        return objectives.gamma_weights(
+            advantages, log_ratio_per_token, mask, importance_sampling_ratio, k_pos, lambda_pos, k_neg, lambda_neg
+        )

@@ -1,0 +1,126 @@
+"""Where metrics wait until they are logged, and how they are agreed on by all processes."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from gruppo.algo.loss import Mean, Min, Stat
+from gruppo.algo.stats import nanmax, nanmin, nanstd
+
+Metrics = dict[str, list[float]]
+
+
+def gather_rows(accelerator: Accelerator, rows: Tensor) -> Tensor:
+    """Concatenate the rows of all processes, in rank order; counts may differ."""
+    if accelerator.num_processes == 1:
+        return rows
+    counts = accelerator.gather(torch.tensor([len(rows)], device=rows.device)).tolist()
+    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    parts = accelerator.gather(padded).split(max(counts))
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def own_rows(accelerator: Accelerator, gathered: Tensor, count: int) -> Tensor:
+    """The rows of this process, from what `gather_rows` returned."""
+    if accelerator.num_processes == 1:
+        return gathered
+    counts = accelerator.gather(torch.tensor([count], device=gathered.device)).tolist()
+    start = sum(counts[: accelerator.process_index])
+    return gathered[start : start + count]
+
+
+class MetricStore:
+    """Values per mode and key; `take` averages and clears them.
+
+    Statistics of the loss are kept as sums on the device and combined over processes once per update, so that a
+    micro-batch costs neither a synchronisation nor a collective.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.values: dict[str, Metrics] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._pending: list[dict[str, Stat]] = []
+
+    def add(self, mode: str, metrics: dict[str, float]) -> None:
+        for key, value in metrics.items():
+            self.values[mode][key].append(value)
+
+    def defer(self, stats: dict[str, Stat]) -> None:
+        """Keep one micro-batch's statistics until `flush`."""
+        self._pending.append(stats)
+
+    def flush(self, mode: str) -> dict[str, list[tuple[float, float]]]:
+        """Combine what was deferred; returns (numerator, denominator) per micro-batch of the means, by key."""
+        if not self._pending:
+            return {}
+        keys = list(self._pending[0])
+        kinds = [type(self._pending[0][key]) for key in keys]
+        local = torch.stack([torch.stack([_pair(stats[key]) for key in keys]) for stats in self._pending])
+        self._pending = []
+        gathered = self.accelerator.gather(local.unsqueeze(0)).cpu()  # (processes, micro-batches, keys, 2)
+        means: dict[str, list[tuple[float, float]]] = {}
+        for k, (key, kind) in enumerate(zip(keys, kinds, strict=True)):
+            for micro_batch in gathered[:, :, k].unbind(1):
+                if kind is Mean:
+                    num, den = micro_batch.sum(0).tolist()
+                    means.setdefault(key, []).append((num, den))
+                    self.values[mode][key].append(num / den if den else math.nan)
+                else:
+                    extreme = nanmin if kind is Min else nanmax
+                    self.values[mode][key].append(extreme(micro_batch[:, 0]).item())
+        return means
+
+    def take(self, mode: str) -> dict[str, float | None]:
+        """The mean of each key's values without NaNs (None if there are only NaNs); the store is empty afterwards."""
+        averaged = {}
+        for key, values in self.values[mode].items():
+            known = [value for value in values if not math.isnan(value)]
+            averaged[key] = sum(known) / len(known) if known else None
+        self.values[mode].clear()
+        return averaged
+
+
+def _pair(stat: Stat) -> Tensor:
+    if isinstance(stat, Mean):
+        return torch.stack([stat.num.detach().double(), stat.den.detach().double()])
+    extreme = nanmin(stat.values) if isinstance(stat, Min) else nanmax(stat.values)
+    return torch.stack([extreme.double(), torch.zeros_like(extreme, dtype=torch.double)])
+
+
+def value_stat(value: Tensor) -> Mean:
+    """A statistic whose mean over processes is the mean of their values."""
+    return Mean(value.detach(), torch.ones_like(value))
+
+
+def reward_metrics(names: Iterable[str], rewards_BR: Tensor, rewards_B: Tensor, zero_std: Tensor) -> dict[str, float]:
+    """Mean and spread of each reward and of their weighted sum."""
+    metrics = {}
+    for i, name in enumerate(names):
+        metrics[f"rewards/{name}/mean"] = rewards_BR[:, i].nanmean().item()
+        metrics[f"rewards/{name}/std"] = nanstd(rewards_BR[:, i]).item()
+    metrics["reward"] = rewards_B.nanmean().item()
+    metrics["reward_std"] = nanstd(rewards_B).item()
+    metrics["frac_reward_zero_std"] = zero_std.item()
+    return metrics
+
+
+def length_metrics(lengths_B: Tensor, truncated_B: Tensor) -> dict[str, float]:
+    """Lengths of all completions, and of those that ended by themselves (0 if none did)."""
+    lengths = lengths_B.float()
+    ended = lengths[~truncated_B.bool()]
+    if len(ended) == 0:
+        ended = torch.zeros(1)
+    return {
+        "completions/mean_length": lengths.mean().item(),
+        "completions/min_length": lengths.min().item(),
+        "completions/max_length": lengths.max().item(),
+        "completions/clipped_ratio": truncated_B.float().mean().item(),
+        "completions/mean_terminated_length": ended.mean().item(),
+        "completions/min_terminated_length": ended.min().item(),
+        "completions/max_terminated_length": ended.max().item(),
+    }

@@ -1,0 +1,55 @@
+"""Wall-clock time of the phases of a step."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Timings:
+    """Seconds and number of calls per phase, summed over the run.
+
+    Example:
+        trainer.timings.seconds == {"transformers.generate": 12.3, "compute_loss": 4.5, …}
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] += seconds
+        self.calls[name] += 1
+
+
+@contextmanager
+def profiling_context(trainer: Any, name: str) -> Iterator[None]:
+    """Time a block and send it, as `profiling/Time taken: <Trainer>.<block>`, to the trackers that are in use."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds = time.perf_counter() - start
+        trainer.timings.add(name, seconds)
+        if trainer.accelerator.is_main_process:
+            report(trainer, {f"profiling/Time taken: {type(trainer).__name__}.{name}": seconds})
+
+
+def report(trainer: Any, values: dict[str, float]) -> None:
+    """Log values outside the regular log calls to wandb, mlflow and trackio."""
+    trackers = trainer.args.report_to
+    if "wandb" in trackers:
+        import wandb
+
+        if wandb.run is not None:
+            wandb.log(values)
+    if "mlflow" in trackers:
+        import mlflow
+
+        if mlflow.active_run() is not None:
+            mlflow.log_metrics(values, step=trainer.state.global_step)
+    if "trackio" in trackers:
+        import trackio
+
+        trackio.log(values)

@@ -1,0 +1,116 @@
+"""What a run shows and writes: logs, completion tables, checkpoints, the model card."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+from gruppo.policy.loading import model_name as name_of
+from gruppo.trainer.card import model_card
+from gruppo.trainer.completions import (
+    CompletionLog,
+    log_to_trackers,
+    print_prompt_completions_sample,
+    write_parquet,
+)
+from gruppo.trainer.entropy import EntropyControl
+from gruppo.trainer.metrics import MetricStore
+
+
+class Reporting(Trainer):
+    """The part of the trainer that reports."""
+
+    mode: str
+    algorithm: str
+    metrics: MetricStore
+    completion_logs: dict[str, CompletionLog]
+    entropy_control: EntropyControl
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add the metrics collected since the last log, then show the completions."""
+        if self.mode == "train":
+            logs.update(self.metrics.take("train"))
+        super().log(logs, start_time)
+        if self.args.log_completions and self.accelerator.is_main_process:
+            self._show_completions()
+
+    @property
+    def completions_folder(self) -> Path:
+        return Path(self.args.output_dir) / "completions"
+
+    def _show_completions(self) -> None:
+        """Console, parquet file and trackers; evaluation has files of its own."""
+        log = self.completion_logs[self.mode]
+        if not log.has_news:
+            return
+        log.has_news = False
+        columns, step = log.columns, self.state.global_step
+        print_prompt_completions_sample(
+            columns["prompt"],
+            columns["completion"],
+            columns["rewards"],
+            columns["advantages"],
+            step,
+            self.args.num_completions_to_print,
+            extra=columns["extra"],
+        )
+        table = log.table(step)
+        suffix = "" if self.mode == "train" else "_eval"
+        write_parquet(table, self.completions_folder / f"completions{suffix}_{step:05d}.parquet")
+        log_to_trackers(self.args.report_to, table, self.args.log_unique_prompts)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Six operations per weight and token, forward and backward."""
+        if not isinstance(inputs, dict) or "completion_mask" not in inputs:
+            return 0
+        tokens = int(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum())
+        return 6 * tokens * self._num_weights
+
+    @property
+    def _num_weights(self) -> int:
+        if not hasattr(self, "_counted_weights"):
+            self._counted_weights = sum(p.numel() for p in self.model.parameters())
+        return self._counted_weights
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Nothing: prompts and completions are counted when they are sampled."""
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save and folder.exists():
+            self.entropy_control.save(folder)
+            self.create_model_card(output_dir=folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.entropy_control.load(Path(checkpoint))
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write README.md into the output folder."""
+        if not self.is_world_process_zero():
+            return
+        tags = [tags] if isinstance(tags, str) else list(tags or [])
+        name = model_name or Path(self.args.output_dir).name
+        card = model_card(
+            algorithm=self.algorithm,
+            name=name,
+            model_id=self.hub_model_id or name,
+            base_model=name_of(self.model),
+            dataset=dataset_name,
+            tags=["gruppo", self.algorithm, *tags],
+            args=self.args,
+        )
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "README.md").write_text(card, encoding="utf-8")

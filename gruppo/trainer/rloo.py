@@ -1,0 +1,64 @@
+"""RLOOTrainer."""
+
+from typing import Any
+
+from torch import Tensor
+
+from gruppo.algo.advantages import Advantages, leave_one_out
+from gruppo.algo.recipes import RECIPES, Recipe
+from gruppo.config.rloo import RLOOConfig
+from gruppo.trainer import setup
+from gruppo.trainer.core import PolicyTrainer
+
+
+class RLOOTrainer(PolicyTrainer):
+    """REINFORCE leave-one-out (https://arxiv.org/abs/2402.14740): the baseline is the mean of the other completions.
+
+    Example:
+        RLOOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=my_reward, train_dataset=dataset).train()
+    """
+
+    algorithm = "rloo"
+    config_class = RLOOConfig
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        args: RLOOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ):
+        setup.reject_unavailable(quantization_config=quantization_config)
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            peft_config,
+        )
+
+    def make_recipe(self) -> Recipe:
+        return RECIPES["rloo"]
+
+    def estimate_advantages(self, rewards_BR: Tensor, group_size: int, kl_penalty_B: Tensor | None) -> Advantages:
+        clip = self.args.reward_clip_range
+        return leave_one_out(
+            rewards_BR,
+            self.reward_weights,
+            group_size,
+            kl_penalty_B=kl_penalty_B,
+            clip_range=None if clip is None else (clip[0], clip[1]),
+            normalize=self.args.normalize_advantages,
+        )

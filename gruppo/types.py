@@ -1,0 +1,137 @@
+"""The nouns of a training step, in the order in which they appear.
+
+    SampleRequest ─► Completion ─► Rollout ─► TrainBatch
+    (what to sample) (what came back) (one scored row) (padded tensors of many rows)
+
+Shape suffixes used throughout: P prompts, G completions per prompt, B = P·G rows, T completion tokens, R rewards.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Completion", "Message", "Prompt", "Rollout", "SampleRequest", "StopReason", "TrainBatch"]
+
+Message = dict[str, Any]
+
+
+class StopReason(StrEnum):
+    """Why a completion ended."""
+
+    EOS = "eos"  # the model ended it, with one of its end-of-sequence tokens
+    LENGTH = "length"  # it reached the token limit
+    UNKNOWN = "unknown"  # a custom rollout function did not say
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One dataset row, ready to be sampled from.
+
+    Example:
+        Prompt(row={"prompt": "2+2=", "answer": "4"}, text="2+2=", ids=[17, 10, 17, 28])
+    """
+
+    row: Mapping[str, Any]
+    text: str | list[Message]  # the `prompt` column: a string, or a conversation
+    ids: Sequence[int]
+    truncated: bool = False  # tokens were cut from the left to fit max_prompt_length
+
+    @property
+    def is_conversation(self) -> bool:
+        return not isinstance(self.text, str)
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Ask a backend for `count` completions of one prompt.
+
+    Example:
+        SampleRequest(prompt_ids=[17, 10, 17, 28], count=8)
+    """
+
+    prompt_ids: Sequence[int]
+    count: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation.
+
+    Example, a model that wrote two tokens, got one from an environment and ended:
+        Completion(ids=[5, 9, 40, 2], stop=StopReason.EOS, logps=[-0.1, -2.3, 0.0, -0.01], model_mask=[1, 1, 0, 1])
+    """
+
+    ids: Sequence[int]
+    stop: StopReason
+    logps: Sequence[float | None] | None = None  # of the sampled tokens, under the sampler; None where unknown
+    model_mask: Sequence[int] | None = None  # 1 = written by the model; None = all of it
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion with its prompt, decoded, as a reward function sees it.
+
+    Example:
+        Rollout(prompt=Prompt(...), completion=Completion(...), output=" 4", extra={"turns": 2})
+    """
+
+    prompt: Prompt
+    completion: Completion
+    output: str | list[Message]  # decoded text, or assistant messages when the prompt is a conversation
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of a custom rollout function
+
+
+@dataclass
+class TrainBatch:
+    """Padded tensors of several rows, from scoring to loss.
+
+    Example, two rows, prompts left-padded and completions right-padded with 0:
+        prompt_ids      [[0, 5, 6], [7, 8, 9]]     prompt_mask      [[0, 1, 1], [1, 1, 1]]
+        completion_ids  [[3, 4, 2], [3, 2, 0]]     completion_mask  [[1, 1, 1], [1, 1, 0]]
+        advantages      [0.7, -0.7]
+
+    `advantages` may be (B,) or (B, T). Optional tensors are None when a recipe does not need them. `tool_mask` is 0 on
+    tokens that an environment wrote.
+    """
+
+    prompt_ids: "Tensor"
+    prompt_mask: "Tensor"
+    completion_ids: "Tensor"
+    completion_mask: "Tensor"
+    advantages: "Tensor | None" = None
+    old_per_token_logps: "Tensor | None" = None
+    old_logps: "Tensor | None" = None  # (B,) sequence sums, the form in which RLOO hands them on
+    ref_per_token_logps: "Tensor | None" = None
+    sampling_per_token_logps: "Tensor | None" = None  # NaN where unknown
+    importance_sampling_ratio: "Tensor | None" = None  # (B, T) or (B, 1)
+    tool_mask: "Tensor | None" = None
+    num_items_in_batch: "Tensor | None" = None  # 0-d: loss tokens of the whole generation batch
+
+    def __len__(self) -> int:
+        return len(self.completion_ids)
+
+    @property
+    def loss_mask_BT(self) -> "Tensor":
+        """1 on the tokens that the loss counts."""
+        if self.tool_mask is None:
+            return self.completion_mask
+        return self.completion_mask * self.tool_mask
+
+    def to_dict(self) -> "dict[str, Tensor]":
+        """The tensors that are there, by name."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+    @classmethod
+    def from_dict(cls, tensors: "Mapping[str, Any]") -> "TrainBatch":
+        """The inverse of `to_dict`; keys that are not ours (a subclass may add some) are left behind."""
+        names = {f.name for f in fields(cls)}
+        return cls(**{name: value for name, value in tensors.items() if name in names})
+
+    def rows(self, index: "Tensor | slice") -> "TrainBatch":
+        """The rows at `index`; 0-d tensors are kept whole."""
+        picked = {name: value if value.dim() == 0 else value[index] for name, value in self.to_dict().items()}
+        return replace(self, **picked)
