@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gruppo.algo.tensors import widen
 
@@ -54,6 +55,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, index, logsumexp = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
@@ -77,6 +79,7 @@ class _Entropy(torch.autograd.Function):
         return out.squeeze(-1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         (logits,) = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)

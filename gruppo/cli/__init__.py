@@ -1,7 +1,7 @@
 """The command line: one table from a command's name to a plain function of its arguments.
 
-A new command is one function, whose docstring is its line in `gruppo --help`, and one row in COMMANDS. Functions import
-what they need when they run, so that `gruppo --help` stays instant.
+A new command is one function, whose docstring is its line in `gruppo --help`, and one row in COMMANDS. Functions
+import what they need when they run, so that `gruppo --help` stays instant.
 """
 
 import argparse

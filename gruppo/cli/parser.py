@@ -192,7 +192,7 @@ def _or_none(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _checked(action: argparse.Action, value: Any) -> Any:
-    """A value of the file as the option would have produced it; argparse itself converts a default that is a string."""
+    """A value of the file as the option would have produced it; argparse itself converts defaults that are strings."""
     if value is None:
         return None
     if action.nargs != "+":

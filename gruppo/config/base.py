@@ -14,6 +14,7 @@ from gruppo.config.loading import LoadingConfig
 from gruppo.config.logging import CompletionLoggingConfig
 from gruppo.config.objective import ObjectiveConfig, ReferenceConfig
 from gruppo.config.sampling import SamplingConfig
+from gruppo.config.types import check_json, check_types
 from gruppo.config.vllm import VLLMConfig
 from gruppo.errors import ConfigError
 
@@ -51,12 +52,14 @@ class PolicyConfig(
     def __post_init__(self) -> None:
         self._normalize()
         super().__post_init__()
+        check_types(self, [*own_fields(type(self)), *validate.BATCH_SIZES])
         self._derive_generation_batch()
         self._validate()
 
     def _normalize(self) -> None:
         """Bring the accepted spellings of a value to one form, before anything reads it."""
         resolve_aliases(self)
+        check_json(self, self._VALID_DICT_FIELDS)
         if self.bf16 is None:
             # On a machine without an accelerator float32 is the default rather than an error.
             self.bf16 = not self.fp16 and (self.use_cpu or is_torch_bf16_gpu_available())
@@ -73,7 +76,8 @@ class PolicyConfig(
 
         Both may be given as long as they agree, so that a config with derived values can be copied.
         """
-        validate.in_range(self, "per_device_train_batch_size", 1)
+        for name in validate.BATCH_SIZES:
+            validate.in_range(self, name, 1)
         per_step = self.per_device_train_batch_size * self.world_size
         if self.generation_batch_size is None:
             if self.steps_per_generation is None:

@@ -123,13 +123,10 @@ def get_quantization_config(model_args: ModelConfig) -> "BitsAndBytesConfig | No
         raise ConfigError(
             "dtype='auto' does not say in which precision 4-bit weights are multiplied; set dtype='bfloat16'."
         )
-    try:
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_compute_dtype=None if model_args.dtype is None else getattr(torch, model_args.dtype),
-            bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
-            bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
-            bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
-        )
-    except ImportError as error:  # PackageNotFoundError: transformers asks for the version of bitsandbytes
-        raise ImportError("load_in_4bit=True needs the package bitsandbytes: pip install bitsandbytes") from error
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=None if model_args.dtype is None else getattr(torch, model_args.dtype),
+        bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
+        bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
+    )

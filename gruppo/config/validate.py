@@ -46,6 +46,17 @@ MEANINGLESS = {
     "batch_eval_metrics": "evaluation reports rewards, not predictions",
 }
 
+# Fields of GenerationConfig that would break what the trainer relies on, and what to do instead.
+NOT_IN_GENERATION_KWARGS = {
+    "num_return_sequences": "the group size is set by num_generations",
+    "eos_token_id": "what ends a completion is set by tokenizer.eos_token and model.generation_config.eos_token_id",
+    "stop_strings": "what ends a completion is set by tokenizer.eos_token and model.generation_config.eos_token_id",
+    "return_dict_in_generate": "only the sampled tokens are read",
+}
+
+# Inherited fields from which the sizes of generation and evaluation batches are made.
+BATCH_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size")
+
 
 class UnknownFieldError(ConfigError, TypeError):
     """A keyword that is not a field."""
@@ -126,6 +137,7 @@ def check_inherited(config: Any) -> None:
 
 def check_sampling(config: Any) -> None:
     in_range(config, "num_generations", 2)
+    in_range(config, "num_generations_eval", 0)
     in_range(config, "max_completion_length", 1)
     in_range(config, "max_prompt_length", 1)
     in_range(config, "temperature", above=0)
@@ -133,20 +145,18 @@ def check_sampling(config: Any) -> None:
     in_range(config, "top_k", 0)
     in_range(config, "min_p", 0, 1)
     in_range(config, "repetition_penalty", above=0)
-    for name in ("generation_kwargs", "chat_template_kwargs", "model_init_kwargs"):
-        value = getattr(config, name)
-        if value is not None and not isinstance(value, dict):
-            raise ConfigError(f"{name}={value!r} must be a dict, or a JSON object as a string that starts with '{{'.")
     check_generation_kwargs(config.generation_kwargs or {})
 
 
 def check_generation_kwargs(kwargs: dict[str, Any]) -> None:
     from transformers import GenerationConfig
 
-    if kwargs.get("num_return_sequences", 1) != 1:
-        raise ConfigError("generation_kwargs['num_return_sequences']: the group size is set by num_generations.")
-    known = GenerationConfig().to_dict().keys() | {"min_new_tokens", "max_new_tokens"}
+    known = GenerationConfig().to_dict().keys()
     for name in kwargs:
+        if name in NOT_IN_GENERATION_KWARGS:
+            raise ConfigError(
+                f"generation_kwargs[{name!r}]={kwargs[name]!r} cannot be set: {NOT_IN_GENERATION_KWARGS[name]}."
+            )
         if name not in known:
             raise ConfigError(f"generation_kwargs has no field `{name}`.{nearest(name, known)}")
 

@@ -2,14 +2,9 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gruppo.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
-    ProcessingClass = PreTrainedTokenizerBase | ProcessorMixin
 
 __all__ = [
     "apply_chat_template",
@@ -19,6 +14,7 @@ __all__ = [
     "prepare_multimodal_messages",
 ]
 
+ProcessingClass = Any  # a tokenizer or a processor: what renders the chat template
 Message = dict[str, Any]
 Tool = dict[str, Any] | Callable[..., Any]
 
@@ -61,10 +57,10 @@ def is_conversational_from_value(example: dict[str, Any]) -> bool:
 
 def maybe_apply_chat_template(
     example: dict[str, Any],
-    processing_class: "ProcessingClass | None" = None,
+    processing_class: ProcessingClass | None = None,
     tools: Sequence[Tool] | None = None,
     *,
-    tokenizer: "ProcessingClass | None" = None,
+    tokenizer: ProcessingClass | None = None,
     **template_kwargs: Any,
 ) -> dict[str, Any]:
     """`apply_chat_template` for a conversational row; any other row is returned as it is."""
@@ -75,10 +71,10 @@ def maybe_apply_chat_template(
 
 def apply_chat_template(
     example: dict[str, Any],
-    processing_class: "ProcessingClass | None" = None,
+    processing_class: ProcessingClass | None = None,
     tools: Sequence[Tool] | None = None,
     *,
-    tokenizer: "ProcessingClass | None" = None,
+    tokenizer: ProcessingClass | None = None,
     **template_kwargs: Any,
 ) -> dict[str, Any]:
     """Render the conversation columns of a row as text.
@@ -117,7 +113,7 @@ def apply_chat_template(
     return rendered
 
 
-def _renderer(processing_class: "ProcessingClass | None", tokenizer: "ProcessingClass | None") -> Any:
+def _renderer(processing_class: ProcessingClass | None, tokenizer: ProcessingClass | None) -> Any:
     if tokenizer is not None:
         warnings.warn("`tokenizer` is deprecated; use `processing_class` instead.", FutureWarning, stacklevel=3)
     renderer = processing_class if processing_class is not None else tokenizer

@@ -27,10 +27,9 @@ def get_dataset(mixture_config: "DatasetMixtureConfig") -> "DatasetDict | Iterab
     parts = [_load(entry, mixture_config.streaming) for entry in mixture_config.datasets]
     fractions = [entry.fraction for entry in mixture_config.datasets if entry.fraction is not None]
     if fractions:
+        _check_rows(mixture_config.datasets, parts)
         counts = _rows_to_keep([len(part) for part in parts], fractions)
         parts = [part.select(range(count)) for part, count in zip(parts, counts, strict=True) if count]
-    if not parts:
-        raise DataError("The mixture is empty: every dataset has no rows or `fraction` leaves none.")
     joined = concatenate_datasets(parts)
     if mixture_config.streaming:
         return IterableDatasetDict({"train": joined})
@@ -54,6 +53,12 @@ def _check(config: "DatasetMixtureConfig") -> None:
         raise ConfigError("`fraction` needs the number of rows, which a stream does not know; set streaming=False.")
     if config.streaming and config.test_split_size is not None:
         raise ConfigError(f"test_split_size={config.test_split_size} cannot split a stream; set streaming=False.")
+
+
+def _check_rows(entries: "list[DatasetConfig]", parts: list[Any]) -> None:
+    empty = [entry.path for entry, part in zip(entries, parts, strict=True) if entry.fraction and not len(part)]
+    if empty:
+        raise DataError(f"{empty} has no rows, so that its `fraction` leaves nothing of the others either.")
 
 
 def _load(entry: "DatasetConfig", streaming: bool) -> Any:

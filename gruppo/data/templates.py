@@ -7,13 +7,11 @@ a known template is as good as the original.
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gruppo.data.chat import Message, prepare_multimodal_messages
+from gruppo.data.chat import Message, ProcessingClass, prepare_multimodal_messages
 from gruppo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-
-    ProcessingClass = PreTrainedTokenizerBase | ProcessorMixin
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
     "add_response_schema",
@@ -41,12 +39,15 @@ CALL: list[Message] = [
 CALL_AND_RESULT: list[Message] = [*CALL, {"role": "tool", "name": TOOL, "content": RESULT}]
 
 
-def _inner_tokenizer(processing_class: "ProcessingClass") -> "PreTrainedTokenizerBase":
-    return getattr(processing_class, "tokenizer", None) or processing_class  # type: ignore[return-value]
+def inner_tokenizer(processing_class: ProcessingClass) -> Any:
+    """The tokenizer of a processor; a tokenizer is its own (some have an attribute `tokenizer` of another kind)."""
+    from transformers import PreTrainedTokenizerBase
+
+    return processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else processing_class.tokenizer
 
 
-def _render(processing_class: "ProcessingClass", messages: list[Message], **options: Any) -> Any:
-    if hasattr(processing_class, "tokenizer"):  # a processor: its templates expect blocks
+def _render(processing_class: ProcessingClass, messages: list[Message], **options: Any) -> Any:
+    if inner_tokenizer(processing_class) is not processing_class:  # a processor: its templates expect blocks
         messages = prepare_multimodal_messages(messages)
     return processing_class.apply_chat_template(messages, **{"tokenize": False, **options})
 
@@ -58,7 +59,7 @@ def _rendering_errors() -> tuple[type[Exception], ...]:
     return (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 
-def supports_tool_calling(processing_class: "ProcessingClass") -> bool:
+def supports_tool_calling(processing_class: ProcessingClass) -> bool:
     """Whether the chat template shows a whole tool exchange: the call's name, argument and value, and the result."""
     try:
         text = _render(processing_class, CALL_AND_RESULT, add_generation_prompt=True)
@@ -67,7 +68,7 @@ def supports_tool_calling(processing_class: "ProcessingClass") -> bool:
     return all(word in text for word in (TOOL, ARGUMENT, VALUE, RESULT))
 
 
-def is_chat_template_prefix_preserving(processing_class: "ProcessingClass", chat_template: str | None = None) -> bool:
+def is_chat_template_prefix_preserving(processing_class: ProcessingClass, chat_template: str | None = None) -> bool:
     """Whether a conversation keeps its tokens when a tool message is added to it.
 
     Only then do the tokens the model wrote and those of the longer conversation agree. A template that cannot render
@@ -83,7 +84,7 @@ def is_chat_template_prefix_preserving(processing_class: "ProcessingClass", chat
     after = _render(processing_class, long, add_generation_prompt=True, **options)
     if not after.startswith(before):
         return False
-    tokenizer = _inner_tokenizer(processing_class)
+    tokenizer = inner_tokenizer(processing_class)
     before_ids = tokenizer(before, add_special_tokens=False)["input_ids"]
     after_ids = tokenizer(after, add_special_tokens=False)["input_ids"]
     return bool(after_ids[: len(before_ids)] == before_ids)
@@ -101,14 +102,14 @@ _REPAIRS = (
 )
 
 
-def get_training_chat_template(processing_class: "ProcessingClass") -> str | None:
+def get_training_chat_template(processing_class: ProcessingClass) -> str | None:
     """A version of the chat template that keeps a conversation's tokens when messages are added, or None.
 
     None means that the template does so already. A template whose fault is not known raises: change it by hand.
     """
     if is_chat_template_prefix_preserving(processing_class):
         return None
-    template = processing_class.get_chat_template()  # type: ignore[union-attr]
+    template = processing_class.get_chat_template()
     for fault, repair in _REPAIRS:
         patched = fault.sub(repair, template)
         if patched != template and is_chat_template_prefix_preserving(processing_class, patched):
@@ -128,7 +129,7 @@ def add_response_schema(processing_class: T) -> T:
     `<tool_call>` (Qwen3-Coder, Qwen3.5, Nemotron 3), and as JSON with `parameters` (Llama 3.1 and later). A template
     that is set already is kept. Returns its argument.
     """
-    tokenizer: Any = _inner_tokenizer(processing_class)  # type: ignore[arg-type]
+    tokenizer: Any = inner_tokenizer(processing_class)
     if getattr(tokenizer, "response_template", None) is not None:
         return processing_class
     turn = _assistant_turn(processing_class)
@@ -167,7 +168,7 @@ def _assistant_turn(processing_class: Any) -> _Turn | None:
         return None
     # A prompt may open the reasoning; that belongs to the message, not to the frame.
     start = prompted[len(asked) :].partition("<think>")[0]
-    end = answered.rpartition(ANSWER)[2].strip() or _inner_tokenizer(processing_class).eos_token
+    end = answered.rpartition(ANSWER)[2].strip() or inner_tokenizer(processing_class).eos_token
     if not start or not end or not called[len(asked) :].startswith(start):
         return None
     return _Turn(start, end, called[len(asked) + len(start) :])

@@ -1,25 +1,26 @@
-"""A complete GRPO job in one folder: task, tokenizer, model and reward, without network or GPU.
-
-    from gruppo import GRPOConfig, GRPOTrainer
-    from gruppo.demo import accuracy, exact_match, load_task, model_path
-
-    train, held_out = load_task()
-    args = GRPOConfig(output_dir="runs/demo", max_steps=40, learning_rate=1e-3, num_generations=8,
-                      per_device_train_batch_size=128, max_completion_length=32,
-                      bf16=False, use_cpu=True, gradient_checkpointing=False, report_to="none")
-    trainer = GRPOTrainer(model=model_path(), reward_funcs=exact_match, args=args, train_dataset=train)
-    before = accuracy(trainer.model, trainer.processing_class, held_out)
-    trainer.train()
-    after = accuracy(trainer.model, trainer.processing_class, held_out)
-    print(f"held-out accuracy: {before:.3f} -> {after:.3f}")
-"""
+"""A complete GRPO job in one folder: task, tokenizer, model and reward, without network or GPU; see EXAMPLE."""
 
 from pathlib import Path
 
 from gruppo.demo.evaluate import accuracy, greedy
 from gruppo.demo.task import exact_match, load_task
 
-__all__ = ["accuracy", "exact_match", "greedy", "load_task", "model_path"]
+__all__ = ["EXAMPLE", "accuracy", "exact_match", "greedy", "load_task", "model_path"]
+
+# The job of `gruppo demo` without its progress display; a test runs it.
+EXAMPLE = """\
+from gruppo import GRPOConfig, GRPOTrainer
+from gruppo.demo import accuracy, exact_match, load_task, model_path
+
+train, held_out = load_task()
+args = GRPOConfig("runs/demo", max_steps=40, learning_rate=2e-4, num_generations=8, per_device_train_batch_size=128,
+                  max_completion_length=32, bf16=False, use_cpu=True, gradient_checkpointing=False)
+trainer = GRPOTrainer(model=model_path(), reward_funcs=exact_match, args=args, train_dataset=train)
+before = accuracy(trainer.model, trainer.processing_class, held_out)
+trainer.train()
+after = accuracy(trainer.model, trainer.processing_class, held_out)
+print(f"held-out accuracy: {before:.3f} -> {after:.3f}")
+"""
 
 
 def model_path() -> str:

@@ -33,8 +33,7 @@ def config(output_dir: Path, steps: int, seed: int) -> "GRPOConfig":
         per_device_train_batch_size=128,
         num_generations=8,
         max_completion_length=32,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant_with_warmup",
+        learning_rate=2e-4,
         warmup_steps=3,
         bf16=False,
         use_cpu=True,
@@ -50,13 +49,18 @@ def run(output_dir: Path, steps: int = STEPS, seed: int = 0) -> tuple["Score", "
     """Train, show the progress, write the run folder, and return the held-out scores before and after."""
     from rich.console import Console
 
+    started = time.perf_counter()
+    console = Console()
+    console.print("loading ...")  # before the imports below, which take seconds
+    output_dir.mkdir(parents=True, exist_ok=True)
+
+    from transformers.utils.logging import disable_progress_bar
+
     from gruppo import GRPOTrainer
     from gruppo.demo import evaluate, report
     from gruppo.demo.progress import ProgressCallback
 
-    started = time.perf_counter()
-    console = Console()
-    output_dir.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()
     train, held_out = load_task()
     prompts, answers = list(held_out["prompt"]), list(held_out["answer"])
     trainer = GRPOTrainer(
@@ -98,7 +102,7 @@ def _train(trainer: Any, progress: "ProgressCallback") -> None:
         progress.close()
 
 
-def _positive(text: str) -> int:
+def positive_integer(text: str) -> int:
     """An integer of at least 1, for argparse."""
     value = int(text)
     if value < 1:
@@ -113,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Train a tiny model with GRPO on arithmetic word problems. No network, no GPU.",
     )
     parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"), help="run folder (default: %(default)s)")
-    parser.add_argument("--steps", type=_positive, default=STEPS, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--steps", type=positive_integer, default=STEPS, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling and shuffling (default: %(default)s)")
     options = parser.parse_args(argv)
     before, after = run(options.output_dir, options.steps, options.seed)

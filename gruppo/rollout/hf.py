@@ -28,8 +28,9 @@ def generation_config(args: Any, *, pad_token_id: int, bos_token_id: int | None,
         "repetition_penalty": args.repetition_penalty,
         "cache_implementation": args.cache_implementation,
         "use_cache": True,
+        "disable_compile": True,
     }
-    return GenerationConfig(**(settings | (args.generation_kwargs or {})), disable_compile=True)
+    return GenerationConfig(**(settings | (args.generation_kwargs or {})))
 
 
 @contextmanager

@@ -223,7 +223,7 @@ class RichProgressCallback(TrainerCallback):
             self._advance("train", state.max_steps, state.global_step)
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        loader = kwargs.get("eval_dataloader")
+        loader: Any = kwargs.get("eval_dataloader")
         if state.is_world_process_zero and has_length(loader):
             self._advance("eval", len(loader))
 
@@ -277,3 +277,5 @@ class RichProgressCallback(TrainerCallback):
             self._live.update(self.render())
             self._live.stop()
             self._live = None
+            if not self.console.is_terminal:
+                self.console.line()  # rich ends the line on a terminal only

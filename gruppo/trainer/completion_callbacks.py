@@ -14,6 +14,7 @@ from rich.text import Text
 from transformers import GenerationConfig, TrainerCallback, TrainerState
 
 from gruppo.data.chat import is_conversational, maybe_apply_chat_template
+from gruppo.data.templates import inner_tokenizer
 from gruppo.errors import ConfigError, DataError
 from gruppo.trainer.completions import log_to_trackers
 
@@ -171,7 +172,7 @@ def _sample(trainer: Any, prompts: list[Any], config: GenerationConfig | None) -
 
 def _complete(trainer: Any, model: Any, prompts: list[Any], config: GenerationConfig) -> list[tuple[str, str]]:
     processing = trainer.processing_class
-    tokenizer = getattr(processing, "tokenizer", processing)
+    tokenizer = inner_tokenizer(processing)
     options = getattr(trainer.args, "chat_template_kwargs", None) or {}
     texts = [maybe_apply_chat_template({"prompt": p}, processing, **options)["prompt"] for p in prompts]
     # A chat template writes the special tokens itself.

@@ -69,7 +69,7 @@ class MetricStore:
                 if kind is Mean:
                     num, den = micro_batch.sum(0).tolist()
                     means.setdefault(key, []).append((num, den))
-                    self.values[mode][key].append(num / den if den else math.nan)
+                    self.values[mode][key].append(num / den if den else 0.0)  # no loss token at all
                 else:
                     extreme = nanmin if kind is Min else nanmax
                     self.values[mode][key].append(extreme(micro_batch[:, 0]).item())

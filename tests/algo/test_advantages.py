@@ -88,7 +88,7 @@ def test_rewards_are_the_raw_weighted_sum():
     [
         # Scorable 1, 0, 1: mean 2/3, σ = 1/√3; (1/3) / 0.57745 = 0.5773.
         (lambda: sum_then_normalize(R2, ONES, 4, "group"), [0.5773, -1.1545, 0.5773]),
-        # z sums 0.5773, −1.1545, 0.5773 and, as row 4 is scorable, 0: σ = √(1.9994 / 3) = 0.8164; 0.5773 / 0.8165 = 0.7070.
+        # z sums 0.5773, −1.1545, 0.5773, and 0 for the scorable row 4: σ = √(1.9993 / 3) = 0.8164; 0.5773 / 0.8165.
         (lambda: normalize_then_sum(R2, ONES, 4), [0.7070, -1.4140, 0.7070]),
         # 1 − (0 + 1)/2, 0 − (1 + 1)/2, …
         (lambda: leave_one_out(R2, ONES, 4), [0.5, -1.0, 0.5]),

@@ -121,7 +121,9 @@ def test_template_that_ends_every_text_with_eos():
 
 
 def test_template_that_rewrites_the_prompt_is_refused():
-    rewrites = "{% for m in messages %}{% if loop.last %}<last>{% endif %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    rewrites = (
+        "{% for m in messages %}{% if loop.last %}<last>{% endif %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    )
     with pytest.raises(DataError, match="renders the prompt differently"):
         apply_chat_template({"prompt": [USER], "completion": [GOOD]}, tiny_tokenizer(chat_template=rewrites))
 

@@ -80,7 +80,6 @@ def test_rewards_have_names_and_can_be_sent_to_a_process(factory, arguments, nam
     copy = pickle.loads(pickle.dumps(reward))
     assert reward.__name__ == copy.__name__ == name
     assert copy == reward
-    assert copy != factory(*(a + 1 for a in arguments)) or not arguments
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+"""What every result file says about where it came from."""
+
+import importlib.metadata as metadata
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+
+def git_commit() -> str:
+    """The commit that was measured, with a mark if the tree had changes on top of it."""
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "gruppo"], capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+changes" if changed.strip() else "")
+
+
+def provenance(*packages: str) -> dict[str, Any]:
+    """Commit, date, device, versions and the command of a measurement."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "accelerate", *packages)}
+    return {
+        "commit": git_commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "device": device,
+        "python": platform.python_version(),
+        "versions": versions,
+        "command": " ".join(["python", *sys.argv]),
+    }

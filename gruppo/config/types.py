@@ -1,0 +1,60 @@
+"""Whether a value is of the type that its field declares."""
+
+import inspect
+import json
+from collections.abc import Collection
+from dataclasses import fields
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, get_args
+
+from gruppo.errors import ConfigError
+
+JSON = dict[str, Any]
+WORDS: dict[Any, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    list[float]: "a list of numbers",
+    JSON: "a dict (or a JSON object as a string that starts with '{')",
+}
+
+
+def check_types(config: Any, names: Collection[str]) -> None:
+    """Raise for a value of the wrong type, which would fail late or, like the string "false" for a bool, not at all.
+
+    Types that are not in `WORDS` (of fields that a subclass adds) are not checked.
+    """
+    # Not `f.type`: HfArgumentParser writes into it.
+    declared = {k: v for cls in reversed(type(config).__mro__) for k, v in inspect.get_annotations(cls).items()}
+    for f in fields(config):
+        value, kind = getattr(config, f.name), declared[f.name]
+        if f.name not in names or value is f.default:
+            continue
+        kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        if value is None and NoneType in kinds:
+            continue
+        kinds = tuple(k for k in kinds if k is not NoneType and not (k is str and JSON in kinds))  # it is read by now
+        if all(k in WORDS and not _is_a(value, k) for k in kinds):
+            raise ConfigError(f"{f.name}={value!r} must be {' or '.join(WORDS[k] for k in kinds)}.")
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if kind in (int, float):
+        number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        return number and bool(value == value)  # a NaN is not equal to itself
+    if kind == list[float]:
+        return isinstance(value, list | tuple) and all(_is_a(item, float) for item in value)
+    return isinstance(value, dict if kind == JSON else kind)
+
+
+def check_json(config: Any, names: Collection[str]) -> None:
+    """Raise for a string that is meant as a JSON object but is none."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, str) and value.startswith("{"):
+            try:
+                json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{name}={value!r} is not valid JSON: {error}.") from None

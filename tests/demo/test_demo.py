@@ -1,0 +1,49 @@
+"""The demo as a user runs it."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from gruppo import demo
+from gruppo.cli import main
+from gruppo.demo.run import STEPS, config
+
+LAST_LINE = re.compile(r"held-out accuracy: (0\.\d{3}|1\.000) -> (0\.\d{3}|1\.000)")
+
+
+def test_import_is_light():
+    code = "import sys, gruppo.demo; print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_example_is_short_and_asks_for_the_same_training(tmp_path):
+    assert len(demo.EXAMPLE.splitlines()) <= 12
+    args = config(tmp_path, STEPS, 0)
+    for name in ("learning_rate", "num_generations", "per_device_train_batch_size", "max_completion_length"):
+        assert float(re.search(rf"{name}=([\d.e-]+)", demo.EXAMPLE).group(1)) == getattr(args, name)
+    assert f"max_steps={STEPS}," in demo.EXAMPLE
+
+
+@pytest.mark.medium
+def test_the_example_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(demo.EXAMPLE.replace(f"max_steps={STEPS}", "max_steps=2"), {})
+    assert LAST_LINE.fullmatch(capsys.readouterr().out.rstrip("\n").splitlines()[-1])
+
+
+@pytest.mark.medium
+def test_a_few_steps_through_the_command_line(tmp_path, capsys):
+    assert main(["demo", "--steps", "3", "--seed", "1", "--output-dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.rstrip("\n").splitlines()
+    assert LAST_LINE.fullmatch(lines[-1])
+    assert sum(line.startswith("step ") for line in lines) == 3
+    assert sum(line.startswith("  before  ") for line in lines) == 3
+    record = json.loads((tmp_path / "metrics.json").read_text())
+    assert len(record["steps"]) == 3
+    assert record["before"]["accuracy"] < 0.45
+    assert f"{record['after']['accuracy']:.3f}" == lines[-1].split()[-1]
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")

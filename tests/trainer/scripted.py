@@ -1,0 +1,129 @@
+"""Runs of the real trainer on stored rollouts, so that two runs differ only in what a test varies."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from gruppo.trainer import core
+from tests.helpers import base_args, length_reward, prompts, scripted_completion, tiny_model, tiny_tokenizer
+
+G = 4
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},
+    "kl": {"loss_type": "dapo", "beta": 0.1},
+    "truncated": {"loss_type": "dapo", "mask_truncated_completions": True},
+    "rloo": {"beta": 0.05},
+    "bnpo": {"loss_type": "bnpo"},
+}
+
+
+def scripted_rollout(prompt_list: list[Any], trainer: Any) -> dict[str, Any]:
+    """Completions that depend on the prompt and on the place in its group, not on who asks."""
+    first = trainer.args.process_index * len(prompt_list)
+    tokenizer = trainer.processing_class
+    return {
+        "prompt_ids": tokenizer(prompt_list)["input_ids"],
+        "completion_ids": [scripted_completion(p, (first + i) % G) for i, p in enumerate(prompt_list)],
+        "logprobs": None,
+    }
+
+
+class ScriptedRLOO(RLOOTrainer):
+    """RLOO takes no rollout_func; its rollouts are scripted one level below."""
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        texts = [self.processing_class.decode(ids) for ids in prompt_ids]
+        return scripted_rollout(texts, self)["completion_ids"], None
+
+
+def make_trainer(
+    recipe: str, folder: Any, *, dtype: torch.dtype = torch.float64, subclass: Any = None, **kw: Any
+) -> Any:
+    """A trainer for one SGD update with learning rate 1 and no clipping."""
+    settings = base_args(
+        folder,
+        **{
+            "num_generations": G,
+            "optim": "sgd",
+            "learning_rate": 1.0,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 0.0,
+            "max_steps": 1,
+            "shuffle_dataset": False,
+            "max_completion_length": 8,
+            **RECIPES[recipe],
+            **kw,
+        },
+    )
+    is_rloo = recipe == "rloo"
+    config = (RLOOConfig if is_rloo else GRPOConfig)(**settings)
+    trainer_class = subclass or (ScriptedRLOO if is_rloo else GRPOTrainer)
+    rows = config.generation_batch_size // G
+    model = tiny_model(seed=3).to(dtype)
+    trainer = trainer_class(
+        model=model,
+        reward_funcs=length_reward,
+        args=config,
+        train_dataset=prompts(rows),
+        processing_class=tiny_tokenizer(),
+        **({} if is_rloo else {"rollout_func": scripted_rollout}),
+    )
+    if trainer.ref_model is not None:
+        # A reference that is not the policy, so that the KL has a gradient from the first update on.
+        trainer.ref_model.load_state_dict(tiny_model(seed=4).to(dtype).state_dict())
+    return trainer
+
+
+def update_of(trainer: Any) -> dict[str, Tensor]:
+    """Train, and return by how much each weight moved."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    trainer.train()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: before[name] - weight.detach() for name, weight in model.named_parameters()}
+
+
+def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest difference of any tensor, relative to its size."""
+    return max(((a[name] - b[name]).norm() / a[name].norm()).item() for name in a)
+
+
+@contextmanager
+def rows_in_order(recipe: str) -> Iterator[None]:
+    """bnpo is defined on micro-batches, so two runs of it must have the same ones: do not shuffle the rows."""
+    shuffle = core.shuffle_sequence_dict
+    if recipe == "bnpo":
+        core.shuffle_sequence_dict = lambda tensors: tensors
+    try:
+        yield
+    finally:
+        core.shuffle_sequence_dict = shuffle
+
+
+def main(folder: str) -> None:
+    """Two processes: each recipe once, with groups that straddle the processes."""
+    for recipe in RECIPES:
+        trainer = make_trainer(recipe, folder, per_device_train_batch_size=3, gradient_accumulation_steps=2)
+        with rows_in_order(recipe):
+            update = update_of(trainer)
+        if trainer.args.process_index == 0:
+            logs = {k: v for k, v in trainer.state.log_history[0].items() if "time" not in k}
+            torch.save({"update": update, "logs": logs}, Path(folder) / f"{recipe}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
