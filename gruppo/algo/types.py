@@ -87,7 +87,8 @@ class LossOutput(NamedTuple):
     loss: Tensor
     """0-d, with the entropy bonus."""
     policy_loss: Tensor
-    """0-d, detached, without the bonus, on the same scale as `loss`."""
+    """0-d, detached, without the bonus, on the same scale as `loss`: a share of the update. The loss of the nominal
+    micro-batch is `size.micro_batches` times this, averaged over ranks ("tokens": sum over ranks instead)."""
     stats: dict[str, Stat]
     """Detached and local, keyed by metric name."""
     chosen_entropy: Mean | None = None

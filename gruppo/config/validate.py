@@ -127,6 +127,11 @@ def check_inherited(config: Any) -> None:
             raise ConfigError(f"{f.name}={getattr(config, f.name)!r} has no meaning here: {MEANINGLESS[f.name]}.")
     if config.auto_find_batch_size:
         raise ConfigError("auto_find_batch_size=True would break up prompt groups; set per_device_train_batch_size.")
+    if config.use_liger_kernel and (config.liger_kernel_config or {}).get("fused_linear_cross_entropy"):
+        raise ConfigError(
+            "liger_kernel_config['fused_linear_cross_entropy']=True computes a loss over labels, which there are none "
+            "of here; remove it."
+        )
     parallelism = config.parallelism_config
     if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
         raise ConfigError(

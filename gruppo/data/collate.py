@@ -39,7 +39,10 @@ def pad(
 def _ragged(
     rows: Sequence[Sequence[Any]], value: float, side: str, dtype: torch.dtype, multiple: int | None
 ) -> Tensor:
-    return pad([torch.tensor(list(row), dtype=dtype) for row in rows], value, side, multiple)
+    tensors = [torch.tensor(list(row), dtype=dtype) for row in rows]
+    if not any(map(len, tensors)):  # a model cannot be run on no column at all
+        return torch.full((len(rows), multiple or 1), value, dtype=dtype)
+    return pad(tensors, value, side, multiple)
 
 
 def collate(

@@ -13,13 +13,21 @@ Tokenize = Callable[[list[Any]], list[list[int]]]
 IMAGE_COLUMNS = ("image", "images")
 
 
+def require_prompt(row: Mapping[str, Any]) -> None:
+    """Raise for a row without the one column that must be there."""
+    if "prompt" not in row:
+        raise DataError(
+            f"The dataset has no `prompt` column; its columns are {sorted(row)}. Rename the one that holds the "
+            "prompts to `prompt`."
+        )
+
+
 def read_prompt(row: Mapping[str, Any]) -> str | list[Message]:
     """The `prompt` of a row: a non-empty string, or a non-empty list of messages.
 
     Every row is checked, so that a dataset may mix plain prompts and conversations.
     """
-    if "prompt" not in row:
-        raise DataError(f"A row has no `prompt` column; its columns are {sorted(row)}. Rename yours to `prompt`.")
+    require_prompt(row)
     prompt = row["prompt"]
     if isinstance(prompt, str):
         if not prompt:
@@ -34,6 +42,8 @@ def read_prompt(row: Mapping[str, Any]) -> str | list[Message]:
             raise DataError(
                 f"Each message of a conversational `prompt` is a dict with `role` and `content`; found {message!r}."
             )
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise DataError(f"A message of a conversational `prompt` has neither content nor tool calls: {message!r}.")
     return list(prompt)
 
 
@@ -112,15 +122,18 @@ class PromptEncoder:
         return Prompt(row=row, text=text, ids=ids, truncated=len(ids) < length)
 
 
-def check_train_prompts(dataset: Any, encoder: PromptEncoder, sample_size: int = 256) -> None:
-    """Read and encode an evenly spaced sample of a dataset, so that bad rows are found before the run starts."""
-    if "prompt" not in dataset.column_names:
-        raise DataError(
-            f"The dataset has no `prompt` column; its columns are {sorted(dataset.column_names)}. "
-            "Rename the one that holds the prompts to `prompt`."
-        )
-    stride = max(1, len(dataset) // sample_size)
-    rows = [dataset[i] for i in range(0, len(dataset), stride)]
+def sample_rows(dataset: Any, size: int = 256) -> list[Mapping[str, Any]]:
+    """An evenly spaced sample of a dataset: about `size` rows, or all of them if there are fewer."""
+    return [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // size))]
+
+
+def check_prompts(rows: Sequence[Mapping[str, Any]], encoder: PromptEncoder | None) -> None:
+    """Read and encode some rows of a dataset, so that bad ones are found before the run starts.
+
+    Without an encoder (a custom rollout function reads the prompts) they only have to be there.
+    """
     for row in rows:
+        require_prompt(row)
         reject_images(row)
-    encoder(rows)
+    if encoder is not None:
+        encoder(rows)

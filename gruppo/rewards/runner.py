@@ -58,11 +58,11 @@ def function_name(function: Any) -> str:
 
 def unique_names(names: Sequence[str]) -> list[str]:
     """Names with _2, _3 … appended to repetitions, so that two rewards never share a metric."""
-    seen: dict[str, int] = {}
-    unique = []
+    unique: list[str] = []
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        unique.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+        taken = {*unique, *names} if name in unique else set(unique)
+        numbered = (f"{name}_{count}" for count in itertools.count(2))
+        unique.append(next(n for n in (name, *itertools.islice(numbered, len(names))) if n not in taken))
     return unique
 
 

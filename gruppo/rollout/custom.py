@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gruppo.errors import RolloutError
+from gruppo.errors import ConfigError, RolloutError
 from gruppo.types import Completion, StopReason
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
@@ -20,9 +20,11 @@ class CustomRollout:
     """
 
     def __init__(self, function: Callable[..., Mapping[str, Any]], trainer: Any):
+        if not callable(function):
+            raise ConfigError(f"rollout_func={function!r} is not callable; pass a function of (prompts, trainer).")
         self.function = function
         self.trainer = trainer
-        self.takes_trainer = len(_positional(function)) < 3
+        self.takes_trainer = _number_of_arguments(function) == 2
 
     def __call__(self, prompts: Sequence[Any]) -> tuple[list[list[int]], list[Completion], list[dict[str, Any]]]:
         """Prompt ids, completions and extra fields, one of each per prompt."""
@@ -31,44 +33,55 @@ class CustomRollout:
             output = self.function(prompts, self.trainer)
         else:
             output = self.function(prompts, self.trainer.args, self.trainer.processing_class)
-        self._check(output, len(prompts))
+        _check(output, len(prompts))
         completions = [_completion(output, i) for i in range(len(prompts))]
         extra = {name: value for name, value in output.items() if name not in RESERVED}
         return (
             [list(ids) for ids in output["prompt_ids"]],
             completions,
-            [{name: _entry(value, i, len(prompts)) for name, value in extra.items()} for i in range(len(prompts))],
+            [{name: _entry(value, i) for name, value in extra.items()} for i in range(len(prompts))],
         )
 
-    def _check(self, output: Any, expected: int) -> None:
-        if not isinstance(output, Mapping):
-            raise RolloutError(f"rollout_func must return a dict, not {type(output).__name__}.")
-        missing = [name for name in REQUIRED if name not in output]
-        if missing:
-            raise ValueError(f"rollout_func must return {', '.join(REQUIRED)}; missing: {', '.join(missing)}.")
-        for name in RESERVED:
-            value = output.get(name)
-            if value is not None and len(value) != expected:
+
+def _number_of_arguments(function: Callable[..., Any]) -> int:
+    """2 for `f(prompts, trainer)`, 3 for the older `f(prompts, args, processing_class)`."""
+    signature = inspect.signature(function)
+    for count in (2, 3):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count
+    raise ConfigError(
+        f"rollout_func takes {signature}; it is called as f(prompts, trainer), or f(prompts, args, processing_class)."
+    )
+
+
+def _check(output: Any, expected: int) -> None:
+    """Raise for an output that is not one completion per prompt."""
+    if not isinstance(output, Mapping):
+        raise RolloutError(f"rollout_func must return a dict, not {type(output).__name__}.")
+    missing = [name for name in REQUIRED if name not in output or (output[name] is None and name != "logprobs")]
+    if missing:
+        raise ValueError(f"rollout_func must return {', '.join(REQUIRED)}; missing: {', '.join(missing)}.")
+    for name, value in output.items():
+        # Fields of their own may be anything; a list among them has one entry per prompt, as the known ones have.
+        if isinstance(value, list | tuple) or (name in RESERVED and value is not None):
+            if len(value) != expected:
                 raise RolloutError(
                     f"rollout_func returned {len(value)} entries in {name!r} for {expected} prompts. It gets one "
-                    "prompt per completion and must return exactly one completion for each."
+                    "prompt per completion and must return exactly one entry for each."
                 )
-        for name in ("logprobs", "env_mask"):
-            for i, values in enumerate(output.get(name) or []):
-                if len(values) != len(output["completion_ids"][i]):
-                    raise RolloutError(
-                        f"rollout_func: {name}[{i}] has {len(values)} entries for "
-                        f"{len(output['completion_ids'][i])} completion tokens."
-                    )
-
-
-def _positional(function: Callable[..., Any]) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [
-        p.name
-        for p in inspect.signature(function).parameters.values()
-        if p.kind in kinds and p.default is inspect.Parameter.empty
-    ]
+    for i, ids in enumerate(output["prompt_ids"]):
+        if not len(ids):
+            raise RolloutError(f"rollout_func: prompt_ids[{i}] is empty, so nothing predicts the first token.")
+    for name in ("logprobs", "env_mask", "logprob_token_ids"):
+        for i, values in enumerate(output.get(name) or []):
+            if values is not None and len(values) != len(output["completion_ids"][i]):
+                raise RolloutError(
+                    f"rollout_func: {name}[{i}] has {len(values)} entries for {len(output['completion_ids'][i])} "
+                    "completion tokens."
+                )
 
 
 def _completion(output: Mapping[str, Any], i: int) -> Completion:
@@ -76,10 +89,10 @@ def _completion(output: Mapping[str, Any], i: int) -> Completion:
     logps = output["logprobs"][i] if output["logprobs"] is not None else None
     candidates = output.get("logprob_token_ids")
     if logps is not None and logps and isinstance(logps[0], list | tuple):
-        named = candidates[i] if candidates is not None else [None] * len(ids)
+        named = candidates[i] if candidates is not None and candidates[i] is not None else [None] * len(ids)
         logps = [_sampled_logp(values, tokens, token) for values, tokens, token in zip(logps, named, ids, strict=True)]
     mask = output.get("env_mask")
-    return Completion(ids, StopReason.UNKNOWN, logps, None if mask is None else list(mask[i]))
+    return Completion(ids, StopReason.UNKNOWN, logps, None if mask is None or mask[i] is None else list(mask[i]))
 
 
 def _sampled_logp(values: Sequence[float | None], tokens: Sequence[int] | None, sampled: int) -> float | None:
@@ -89,6 +102,6 @@ def _sampled_logp(values: Sequence[float | None], tokens: Sequence[int] | None, 
     return next((value for value, token in zip(values, tokens, strict=True) if token == sampled), None)
 
 
-def _entry(value: Any, i: int, count: int) -> Any:
-    """Entry i of a list with one entry per prompt; anything else is the same for all."""
-    return value[i] if isinstance(value, list | tuple) and len(value) == count else value
+def _entry(value: Any, i: int) -> Any:
+    """Entry i of a list; anything else is the same for all."""
+    return value[i] if isinstance(value, list | tuple) else value

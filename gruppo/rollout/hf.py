@@ -66,7 +66,11 @@ class TransformersBackend:
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order."""
-        rows = [torch.tensor(list(request.prompt_ids)) for request in requests for _ in range(request.count)]
+        rows = [
+            torch.tensor(list(request.prompt_ids), dtype=torch.long)
+            for request in requests
+            for _ in range(request.count)
+        ]
         if not rows:
             return []
         policy = self.policy()

@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from gruppo.algo.loss import LossInputs, LossSettings, UpdateSize, policy_loss
+from gruppo.algo.loss import LossInputs, LossOutput, LossSettings, Stat, UpdateSize, policy_loss
 from gruppo.algo.masks import entropy_threshold
 from gruppo.algo.recipes import Recipe
 from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
@@ -305,7 +305,7 @@ class PolicyTrainer(Collecting, KnownNames):
             self.loss_settings,
             self._size,
         )
-        self.metrics.defer(output.stats | self._policy_loss_stat(output.policy_loss))
+        self.metrics.defer(output.stats | self._entropy_stats(output))
         # The size is that of all processes, but DDP averages their gradients.
         return output.loss * self.accelerator.num_processes
 
@@ -317,12 +317,13 @@ class PolicyTrainer(Collecting, KnownNames):
         entropies = gather_rows(self.accelerator, entropy_BT.detach()[mask_BT.bool()])
         return entropy_threshold(entropies, share)
 
-    def _policy_loss_stat(self, policy: Tensor) -> dict[str, Any]:
-        if not self.entropy_control.enabled:
+    def _entropy_stats(self, output: LossOutput) -> dict[str, Stat]:
+        """With an entropy bonus: the loss without it, and what its controller steers by."""
+        if not self.entropy_control.enabled or output.chosen_entropy is None:
             return {}
-        world = self.accelerator.num_processes
-        scale = world if self.recipe.reduction == "tokens" else self._size.micro_batches
-        return {"policy_loss": value_stat(policy * scale)}
+        per_tokens = self.recipe.reduction == "tokens"
+        scale = self.accelerator.num_processes if per_tokens else self._size.micro_batches
+        return {"policy_loss": value_stat(output.policy_loss * scale), "_chosen_entropy": output.chosen_entropy}
 
     def _end_of_update(self) -> None:
         """Agree on the metrics of the update, and let the entropy controller act on them."""
@@ -330,7 +331,7 @@ class PolicyTrainer(Collecting, KnownNames):
         self.metrics.add("train", {"step_time": self._update_seconds})
         self._update_seconds = 0.0
         if self.entropy_control.enabled:
-            self.entropy_control.update(means.get("entropy", []))
+            self.entropy_control.update(means.get("_chosen_entropy", []))
             self.metrics.add("train", {"entropy_coef": self.entropy_control.coef})
 
     # ---- evaluation

@@ -55,7 +55,10 @@ class MetricStore:
         self._pending.append(stats)
 
     def flush(self, mode: str) -> dict[str, list[tuple[float, float]]]:
-        """Combine what was deferred; returns (numerator, denominator) per micro-batch of the means, by key."""
+        """Combine what was deferred; returns (numerator, denominator) per micro-batch of the means, by key.
+
+        Keys that begin with an underscore are returned but not logged.
+        """
         if not self._pending:
             return {}
         keys = list(self._pending[0])
@@ -69,6 +72,8 @@ class MetricStore:
                 if kind is Mean:
                     num, den = micro_batch.sum(0).tolist()
                     means.setdefault(key, []).append((num, den))
+                    if key.startswith("_"):
+                        continue
                     self.values[mode][key].append(num / den if den else 0.0)  # no loss token at all
                 else:
                     extreme = nanmin if kind is Min else nanmax

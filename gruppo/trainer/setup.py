@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from gruppo.data.prompts import PromptEncoder, check_train_prompts, read_prompt, reject_images
+from gruppo.data.prompts import PromptEncoder, check_prompts, sample_rows
 from gruppo.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ def reject_unused_hooks(trainer: Any, base: type) -> None:
             )
 
 
-def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder) -> None:
-    """The training prompts: type, columns, size, and a sample of the rows."""
+def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) -> None:
+    """The training prompts: type, columns, size, and a sample of the rows (none without an encoder)."""
     prompts = args.generation_batch_size // args.num_generations
     if dataset is None:
         raise ConfigError("train_dataset is missing: pass a datasets.Dataset with a `prompt` column.")
@@ -43,14 +43,11 @@ def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder) -> None
             raise ConfigError("An iterable train_dataset has no length: set max_steps.")
         if args.accelerator_config is not None and args.accelerator_config.dispatch_batches:
             raise ConfigError("dispatch_batches=True cannot work: every process reads its own share of the stream.")
-        row = next(iter(dataset), None)
-        if row is None:
-            raise DataError("train_dataset is empty.")
-        check_row(row, encoder)
+        check_first_row(dataset, encoder, "train_dataset")
     elif isinstance(dataset, Dataset):
         if len(dataset) == 0:
             raise DataError("train_dataset is empty.")
-        check_train_prompts(dataset, encoder)
+        check_prompts(sample_rows(dataset), encoder)
         if len(dataset) < prompts:
             raise DataError(
                 f"train_dataset has {len(dataset)} prompts, fewer than the {prompts} of one generation batch "
@@ -64,35 +61,34 @@ def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder) -> None
         )
 
 
-def check_eval_dataset(dataset: Any, args: Any, encoder: PromptEncoder) -> None:
+def check_eval_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, name: str = "eval_dataset") -> None:
     """The evaluation prompts, or a dict of them."""
     if dataset is None:
         if args.eval_strategy != "no":
             raise ConfigError(f"eval_strategy={args.eval_strategy!s} needs an eval_dataset.")
         return
     if isinstance(dataset, Mapping):
-        for part in dataset.values():
-            check_eval_dataset(part, args, encoder)
-        return
-    if isinstance(dataset, IterableDataset):
-        row = next(iter(dataset), None)
-        if row is not None:
-            check_row(row, encoder)
+        for key, part in dataset.items():
+            check_eval_dataset(part, args, encoder, f"{name}[{key!r}]")
+        if not dataset:
+            raise DataError(f"{name} is an empty dict.")
+    elif isinstance(dataset, IterableDataset):
+        check_first_row(dataset, encoder, name)
     elif not isinstance(dataset, Dataset):
         raise TypeError(
-            f"eval_dataset must be a datasets.Dataset, an IterableDataset or a dict of them, not "
-            f"{type(dataset).__name__}."
+            f"{name} must be a datasets.Dataset, an IterableDataset or a dict of them, not {type(dataset).__name__}."
         )
     elif len(dataset) == 0:
-        raise DataError("eval_dataset is empty.")
+        raise DataError(f"{name} is empty.")
     else:
-        check_train_prompts(dataset, encoder)
+        check_prompts(sample_rows(dataset), encoder)
 
 
-def check_row(row: Mapping[str, Any], encoder: PromptEncoder) -> None:
-    read_prompt(row)
-    reject_images(row)
-    encoder([row])
+def check_first_row(dataset: IterableDataset, encoder: PromptEncoder | None, name: str) -> None:
+    row = next(iter(dataset), None)
+    if row is None:
+        raise DataError(f"{name} is empty.")
+    check_prompts([row], encoder)
 
 
 def warn_combinations(args: Any) -> None:
@@ -112,12 +108,20 @@ def warn_combinations(args: Any) -> None:
             f"loss_type='cispo' caps ratios at epsilon_high={args.epsilon_high or args.epsilon} itself, not at 1 plus "
             "it: every token is cut. About 5 is the usual setting."
         )
-    if args.top_k or args.top_p < 1 or args.min_p or args.repetition_penalty != 1:
+    if biased := biased_sampling(args):
         logger.warning(
-            "top_k, top_p, min_p or repetition_penalty change what is sampled but not the training log-probs, so the "
-            "ratios are biased."
+            f"{', '.join(biased)}: this changes what is sampled but not the training log-probs, so the ratios are "
+            "biased."
         )
     if args.use_liger_kernel:
         warnings.warn("`use_liger_kernel` is deprecated for this trainer.", FutureWarning, stacklevel=4)
     if args.dataloader_num_workers:
         logger.warning("dataloader_num_workers has no effect: prompts are read directly.")
+
+
+def biased_sampling(args: Any) -> list[str]:
+    """The settings that shape what is sampled but not the training log-probs, with their values."""
+    neutral = {"temperature": args.temperature, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    overrides = args.generation_kwargs or {}
+    sampled = {name: overrides.get(name, getattr(args, name)) or 0 for name in neutral}
+    return [f"{name}={value}" for name, value in sampled.items() if value != neutral[name]]

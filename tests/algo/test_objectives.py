@@ -7,7 +7,17 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from gruppo.algo.loss import LossSettings
-from gruppo.algo.objectives import OBJECTIVES, Tokens, cispo, clip, clip_stats, gamma_weights, sapo, vespo
+from gruppo.algo.objectives import (
+    OBJECTIVE_STATS,
+    OBJECTIVES,
+    Tokens,
+    cispo,
+    clip,
+    clip_stats,
+    gamma_weights,
+    sapo,
+    vespo,
+)
 
 D = torch.float64
 
@@ -205,3 +215,23 @@ def test_clip_stats_of_a_sequence_ratio_count_sequences():
     stats = clip_stats(x, settings("clip"))
     assert (stats["clip_ratio/region_mean"].num.item(), stats["clip_ratio/region_mean"].den.item()) == (2, 3)
     torch.testing.assert_close(stats["clip_ratio/low_min"].values, torch.tensor([1.0, 0.0, math.nan]), equal_nan=True)
+
+
+def test_a_ratio_at_its_bound_is_not_clipped():
+    # r = 1 with ε = 0 sits on both bounds; cispo's cap of 1 likewise.
+    for A in (1.0, -1.0):
+        stats = clip_stats(tokens([1.0], A), settings("clip", epsilon_low=0.0, epsilon_high=0.0))
+        assert stats["clip_ratio/region_mean"].num.item() == 0
+    assert (
+        OBJECTIVE_STATS["cispo"](tokens([1.0], 1.0), settings("cispo", epsilon_high=1.0))["cispo_clip_ratio"].num == 0
+    )
+    # And its gradient passes: −A r.
+    s = settings("clip", epsilon_low=0.0, epsilon_high=0.0)
+    assert value_and_slope(clip, tokens([1.0], 1.0), s) == ([-1.0], [-1.0])
+    assert value_and_slope(clip, tokens([1.0], -1.0), s) == ([1.0], [1.0])
+
+
+def test_zero_advantage_is_never_counted_as_clipped():
+    stats = clip_stats(tokens([0.1, 9.0], 0.0), settings("clip"))
+    assert stats["clip_ratio/region_mean"].num.item() == 0
+    assert OBJECTIVE_STATS["cispo"](tokens([9.0], 0.0), settings("cispo"))["cispo_clip_ratio"].num.item() == 0
