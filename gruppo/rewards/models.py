@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from gruppo.errors import ConfigError
 
@@ -23,8 +23,17 @@ def load_reward_tokenizer(model: Any, tokenizer: Any, trust_remote_code: bool) -
                 f"The reward model {type(model).__name__} is not a PreTrainedModel, so its tokenizer is not known: "
                 "pass it in reward_processing_classes."
             )
+        if not model.config._name_or_path:
+            raise ConfigError(
+                f"The reward model {type(model).__name__} was not loaded from a name or folder, so its tokenizer is "
+                "not known: pass it in reward_processing_classes."
+            )
         tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path, trust_remote_code=trust_remote_code)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(f"reward_processing_classes must hold tokenizers, not {type(tokenizer).__name__}.")
     if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ConfigError("The reward model's tokenizer has no pad token and no eos token; set its `pad_token`.")
         tokenizer.pad_token = tokenizer.eos_token
     if hasattr(model, "config"):
         # A classifier scores the last token that is not padding, so it must know the id.

@@ -6,14 +6,13 @@ import inspect
 import logging
 import math
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from gruppo.errors import ConfigError, RewardError
 from gruppo.rewards.models import load_reward_model, load_reward_tokenizer, score_with_model, scored_text
@@ -22,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Columns that reward functions get under a name of their own, or not at all.
 OWN_COLUMNS = ("prompt", "completion", "completion_ids")
+
+LARGEST = torch.finfo(torch.float32).max  # rewards are kept in float32
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,11 @@ def unique_names(names: Sequence[str]) -> list[str]:
     """Names with _2, _3 … appended to repetitions, so that two rewards never share a metric."""
     unique: list[str] = []
     for name in names:
-        taken = {*unique, *names} if name in unique else set(unique)
-        numbered = (f"{name}_{count}" for count in itertools.count(2))
-        unique.append(next(n for n in (name, *itertools.islice(numbered, len(names))) if n not in taken))
+        candidate, count = name, 1
+        while candidate in unique:
+            count += 1
+            candidate = f"{name}_{count}"
+        unique.append(candidate)
     return unique
 
 
@@ -99,7 +102,7 @@ def resolve_rewards(
             "pass one per function (None for callables)."
         )
     tokenizers = [
-        load_reward_tokenizer(f, tokenizer, trust_remote_code) if isinstance(f, nn.Module) else None
+        load_reward_tokenizer(f, tokenizer, trust_remote_code) if is_reward_model(f) else None
         for f, tokenizer in zip(functions, tokenizers, strict=True)
     ]
     if weights is not None and len(weights) != len(functions):
@@ -142,7 +145,7 @@ class RewardRunner:
         results: dict[int, list[float]] = {}
         waiting: dict[int, Coroutine[Any, Any, Any]] = {}
         for i, (function, name) in enumerate(zip(self.functions, self.names, strict=True)):
-            if isinstance(function, nn.Module):
+            if is_reward_model(function):
                 with self.timer(name):
                     results[i] = self._score_with_model(function, self.tokenizers[i], batch)
             elif is_async(function):
@@ -194,12 +197,14 @@ class RewardRunner:
 def checked(output: Any, name: str, expected: int) -> list[float]:
     """The floats that a reward function returned, NaN for None; anything else is an error that names the function."""
     try:
-        values = list(output)
+        values = None if isinstance(output, str | bytes | Mapping | Set) else list(output)
     except TypeError:
+        values = None
+    if values is None:
         raise RewardError(
             f"The reward function '{name}' returned {type(output).__name__}; it must return a list with one number "
             "(or None) per completion."
-        ) from None
+        )
     if len(values) != expected:
         raise RewardError(
             f"The reward function '{name}' returned {len(values)} rewards for {expected} completions; it must return "
@@ -212,18 +217,17 @@ def _number(value: Any, name: str, i: int) -> float:
     if value is None:
         return math.nan
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= LARGEST:
         raise RewardError(
-            f"The reward function '{name}' returned {value!r} for completion {i}; rewards are numbers or None."
-        ) from None
-    if not math.isfinite(number):
-        raise RewardError(
-            f"The reward function '{name}' returned {number} for completion {i}; return None where it does not apply."
+            f"The reward function '{name}' returned {value!r} for completion {i}; rewards are finite numbers, or None "
+            "where the function does not apply."
         )
     return number
 
 
 def is_reward_model(function: Any) -> bool:
-    """Whether a reward is a transformers model, which the trainer prepares for its device."""
-    return isinstance(function, PreTrainedModel)
+    """Whether a reward is a model, compiled ones included, which the trainer prepares for its device."""
+    return isinstance(function, nn.Module)

@@ -65,13 +65,13 @@ def _check(output: Any, expected: int) -> None:
     if missing:
         raise ValueError(f"rollout_func must return {', '.join(REQUIRED)}; missing: {', '.join(missing)}.")
     for name, value in output.items():
-        # Fields of their own may be anything; a list among them has one entry per prompt, as the known ones have.
-        if isinstance(value, list | tuple) or (name in RESERVED and value is not None):
-            if len(value) != expected:
-                raise RolloutError(
-                    f"rollout_func returned {len(value)} entries in {name!r} for {expected} prompts. It gets one "
-                    "prompt per completion and must return exactly one entry for each."
-                )
+        # Further fields may be anything, but a list among them has one entry per prompt.
+        per_prompt = isinstance(value, list | tuple) or (name in RESERVED and value is not None)
+        if per_prompt and len(value) != expected:
+            raise RolloutError(
+                f"rollout_func returned {len(value)} entries in {name!r} for {expected} prompts. It gets one prompt "
+                "per completion and must return exactly one entry for each."
+            )
     for i, ids in enumerate(output["prompt_ids"]):
         if not len(ids):
             raise RolloutError(f"rollout_func: prompt_ids[{i}] is empty, so nothing predicts the first token.")
@@ -88,7 +88,7 @@ def _completion(output: Mapping[str, Any], i: int) -> Completion:
     ids = [int(token) for token in output["completion_ids"][i]]
     logps = output["logprobs"][i] if output["logprobs"] is not None else None
     candidates = output.get("logprob_token_ids")
-    if logps is not None and logps and isinstance(logps[0], list | tuple):
+    if logps is not None and len(logps) and isinstance(logps[0], list | tuple):
         named = candidates[i] if candidates is not None and candidates[i] is not None else [None] * len(ids)
         logps = [_sampled_logp(values, tokens, token) for values, tokens, token in zip(logps, named, ids, strict=True)]
     mask = output.get("env_mask")

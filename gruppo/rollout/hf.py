@@ -1,15 +1,17 @@
 """Sampling with transformers' own `generate`."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from gruppo.data.collate import pad
 from gruppo.errors import RolloutError
+from gruppo.policy.logprobs import position_ids
 from gruppo.types import Completion, SampleRequest, StopReason
 
 
@@ -47,7 +49,11 @@ def sampling_mode(model: nn.Module) -> Iterator[None]:
 
 
 class TransformersBackend:
-    """Generates with the training module itself, all rows in one batch."""
+    """Generates with the training module itself, all rows in one batch.
+
+    With `share_prefill` each distinct prompt is encoded once and its keys and values are copied to its completions;
+    without it, or where the cache cannot be shared, every row encodes its prompt.
+    """
 
     name = "transformers"
 
@@ -58,33 +64,60 @@ class TransformersBackend:
         *,
         stop_ids: Sequence[int],
         pad_to_multiple_of: int | None = None,
+        share_prefill: bool = True,
     ):
         self.policy = policy  # called anew each time: wrapping for training replaces the module
         self.config = config
         self.stop_ids = set(stop_ids)
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.share_prefill = share_prefill
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order."""
-        rows = [
-            torch.tensor(list(request.prompt_ids), dtype=torch.long)
-            for request in requests
-            for _ in range(request.count)
-        ]
-        if not rows:
+        if not requests:
             return []
         policy = self.policy()
         device = policy.get_input_embeddings().weight.device
-        masks = [torch.ones_like(row) for row in rows]
-        prompt_ids = pad(rows, self.config.pad_token_id, "left", self.pad_to_multiple_of).to(device)
-        prompt_mask = pad(masks, 0, "left", self.pad_to_multiple_of).to(device)
+        prompts = [torch.tensor(list(request.prompt_ids), dtype=torch.long) for request in requests]
+        masks = [torch.ones_like(prompt) for prompt in prompts]
+        ids = pad(prompts, self.config.pad_token_id, "left", self.pad_to_multiple_of).to(device)
+        mask = pad(masks, 0, "left", self.pad_to_multiple_of).to(device)
+        owner = torch.arange(len(requests)).repeat_interleave(torch.tensor([request.count for request in requests]))
+        owner = owner.to(device)  # the request that each row belongs to
         with sampling_mode(policy):
             sequences = policy.generate(
-                input_ids=prompt_ids, attention_mask=prompt_mask, generation_config=self.config
+                input_ids=ids[owner],
+                attention_mask=mask[owner],
+                past_key_values=self._prefill(policy, ids, mask, owner),
+                generation_config=self.config,
             )
-        if len(sequences) != len(rows):
-            raise RolloutError(f"generate returned {len(sequences)} sequences for {len(rows)} prompts.")
-        return [self._completion(ids) for ids in sequences[:, prompt_ids.shape[1] :].tolist()]
+        if len(sequences) != len(owner):
+            raise RolloutError(f"generate returned {len(sequences)} sequences for {len(owner)} prompts.")
+        return [self._completion(row) for row in sequences[:, ids.shape[1] :].tolist()]
+
+    def _prefill(self, policy: Any, ids: Tensor, mask: Tensor, owner: Tensor) -> Cache | None:
+        """Keys and values of every prompt but its last token, one copy per row; None lets generate do it all."""
+        if len(owner) == len(ids) or ids.shape[1] < 2 or not self._can_share(policy):
+            return None
+        cache = DynamicCache(config=policy.config)
+        policy(
+            input_ids=ids[:, :-1],
+            attention_mask=mask[:, :-1],
+            position_ids=position_ids(mask[:, :-1]),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache.batch_select_indices(owner)
+        return cache
+
+    def _can_share(self, policy: Any) -> bool:
+        config = self.config
+        plain = config.cache_implementation is None and config.num_beams in (None, 1) and config.use_cache
+        base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+        accepted = inspect.signature(type(base).forward).parameters
+        known = {"past_key_values", "position_ids", "logits_to_keep"} <= set(accepted)
+        return bool(self.share_prefill and plain and known and not getattr(base, "_is_stateful", False))
 
     def _completion(self, ids: list[int]) -> Completion:
         """Cut after the first end-of-sequence token; what follows is padding."""

@@ -1,1 +1,1 @@
-"""The trainer, from bottom to top: reporting ← feeding ← collecting ← core ← grpo, rloo."""
+"""The trainer, from bottom to top: reporting ← feeding ← collecting ← updating ← core ← grpo, rloo."""

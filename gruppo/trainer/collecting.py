@@ -170,7 +170,7 @@ class Collecting(Feeding):
     def _frozen_logps(self, model: nn.Module, batch: TrainBatch) -> Tensor:
         """Log-probs in evaluation mode: the distribution that was sampled from, without dropout."""
         with sampling_mode(model):
-            logps, _, _ = self._get_per_token_logps_and_entropies(
+            logps, *_ = self._get_per_token_logps_and_entropies(
                 self.accelerator.unwrap_model(model) if model is self.model else model,
                 torch.cat([batch.prompt_ids, batch.completion_ids], 1),
                 torch.cat([batch.prompt_mask, batch.completion_mask], 1),

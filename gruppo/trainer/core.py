@@ -5,7 +5,8 @@ An update reads top to bottom:
     get_batch_samples   takes micro-batches from a queue, and collects a new generation when the queue is empty
     collect             prompts → rollouts → rewards → advantages                        (collecting.py)
     training_step       forward, `compute_loss`, backward, for each micro-batch          (transformers.Trainer)
-    _end_of_update      metrics of the update, controllers
+    compute_loss        log-probs → ratio × objective × masks + KL → one number          (updating.py)
+    _end_of_update      metrics of the update, controllers                               (updating.py)
 """
 
 import time
@@ -19,8 +20,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from gruppo.algo.loss import LossInputs, LossOutput, LossSettings, Stat, UpdateSize, policy_loss
-from gruppo.algo.masks import entropy_threshold
+from gruppo.algo.loss import LossSettings, UpdateSize
 from gruppo.algo.recipes import Recipe
 from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
 from gruppo.data.prompts import PromptEncoder
@@ -30,13 +30,12 @@ from gruppo.rewards.runner import RewardRunner, function_name, is_reward_model, 
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import TransformersBackend, generation_config
 from gruppo.trainer import setup
-from gruppo.trainer.collecting import Collecting
 from gruppo.trainer.completions import CompletionLog, start_hub_uploads
 from gruppo.trainer.entropy import EntropyControl
-from gruppo.trainer.metrics import MetricStore, gather_rows, value_stat
+from gruppo.trainer.metrics import MetricStore
 from gruppo.trainer.names import KnownNames
 from gruppo.trainer.profiling import Timings
-from gruppo.types import TrainBatch
+from gruppo.trainer.updating import Updating
 
 
 def _identity(rows: list[Any]) -> list[Any]:
@@ -47,12 +46,7 @@ def _never_called(*args: Any, **kwargs: Any) -> Tensor:
     raise AssertionError("compute_loss is overridden, so no compute_loss_func is ever called")
 
 
-def _required(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
-
-
-class PolicyTrainer(Collecting, KnownNames):
+class PolicyTrainer(Updating, KnownNames):
     """Samples groups, scores them and updates the policy; GRPOTrainer and RLOOTrainer fill in the recipe."""
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the size of the whole update
@@ -247,19 +241,6 @@ class PolicyTrainer(Collecting, KnownNames):
         """Hook: rows to the dict of tensors that the loss reads."""
         return self.collect(inputs).to_dict()
 
-    def update_size(self, batches: Sequence[dict[str, Any]]) -> UpdateSize:
-        """Rows, loss tokens and micro-batches over all processes."""
-        parsed = [TrainBatch.from_dict(batch) for batch in batches]
-        local = torch.stack(
-            [
-                torch.tensor(float(sum(len(batch) for batch in parsed)), device=self.accelerator.device),
-                torch.stack([batch.loss_mask_BT.sum() for batch in parsed]).sum().float(),
-                torch.tensor(float(len(parsed)), device=self.accelerator.device),
-            ]
-        )
-        rows, tokens, micro_batches = self.accelerator.reduce(local.double(), reduction="sum").tolist()
-        return UpdateSize(rows=rows, tokens=tokens, micro_batches=micro_batches)
-
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         start = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -268,71 +249,6 @@ class PolicyTrainer(Collecting, KnownNames):
         if self.accelerator.sync_gradients:
             self._end_of_update()
         return loss
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Tensor:
-        """The micro-batch's share of the update's loss."""
-        if return_outputs:
-            raise ValueError("return_outputs=True is not supported: the loss comes from sampled completions.")
-        self._size = num_items_in_batch if isinstance(num_items_in_batch, UpdateSize) else self.update_size([inputs])
-        with self.timer("compute_loss"):
-            return self._compute_loss(model, inputs)
-
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Hook: the loss of one micro-batch, from the dict of tensors that scoring returned."""
-        batch = TrainBatch.from_dict(inputs)
-        logps_BT, entropy_BT, _ = self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([batch.prompt_ids, batch.completion_ids], 1),
-            torch.cat([batch.prompt_mask, batch.completion_mask], 1),
-            batch.completion_ids.shape[1],
-            compute_entropy=True,
-        )
-        output = policy_loss(
-            LossInputs(
-                logps_BT=logps_BT,
-                mask_BT=batch.loss_mask_BT,
-                advantages=_required(batch.advantages),
-                old_logps_BT=batch.old_logps if batch.old_per_token_logps is None else batch.old_per_token_logps,
-                ref_logps_BT=batch.ref_per_token_logps,
-                sampler_logps_BT=batch.sampling_per_token_logps,
-                importance_weights=batch.importance_sampling_ratio,
-                entropy_BT=entropy_BT,
-                entropy_threshold=self._entropy_threshold(_required(entropy_BT), batch.loss_mask_BT),
-                entropy_coef=self.entropy_control.active_coef,
-            ),
-            self.loss_settings,
-            self._size,
-        )
-        self.metrics.defer(output.stats | self._entropy_stats(output))
-        # The size is that of all processes, but DDP averages their gradients.
-        return output.loss * self.accelerator.num_processes
-
-    def _entropy_threshold(self, entropy_BT: Tensor, mask_BT: Tensor) -> Tensor | None:
-        """The entropy above which tokens of this micro-batch, over all processes, carry policy loss."""
-        share = getattr(self.args, "top_entropy_quantile", 1.0)
-        if share >= 1:
-            return None
-        entropies = gather_rows(self.accelerator, entropy_BT.detach()[mask_BT.bool()])
-        return entropy_threshold(entropies, share)
-
-    def _entropy_stats(self, output: LossOutput) -> dict[str, Stat]:
-        """With an entropy bonus: the loss without it, and what its controller steers by."""
-        if not self.entropy_control.enabled or output.chosen_entropy is None:
-            return {}
-        per_tokens = self.recipe.reduction == "tokens"
-        scale = self.accelerator.num_processes if per_tokens else self._size.micro_batches
-        return {"policy_loss": value_stat(output.policy_loss * scale), "_chosen_entropy": output.chosen_entropy}
-
-    def _end_of_update(self) -> None:
-        """Agree on the metrics of the update, and let the entropy controller act on them."""
-        means = self.metrics.flush("train")
-        self.metrics.add("train", {"step_time": self._update_seconds})
-        self._update_seconds = 0.0
-        if self.entropy_control.enabled:
-            self.entropy_control.update(means.get("_chosen_entropy", []))
-            self.metrics.add("train", {"entropy_coef": self.entropy_control.coef})
 
     # ---- evaluation
 

@@ -51,7 +51,13 @@ class ScriptedRLOO(RLOOTrainer):
 
 
 def make_trainer(
-    recipe: str, folder: Any, *, dtype: torch.dtype = torch.float64, subclass: Any = None, **kw: Any
+    recipe: str,
+    folder: Any,
+    *,
+    dtype: torch.dtype = torch.float64,
+    subclass: Any = None,
+    reward: Any = length_reward,
+    **kw: Any,
 ) -> Any:
     """A trainer for one SGD update with learning rate 1 and no clipping."""
     settings = base_args(
@@ -76,7 +82,7 @@ def make_trainer(
     model = tiny_model(seed=3).to(dtype)
     trainer = trainer_class(
         model=model,
-        reward_funcs=length_reward,
+        reward_funcs=reward,
         args=config,
         train_dataset=prompts(rows),
         processing_class=tiny_tokenizer(),

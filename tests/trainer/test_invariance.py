@@ -68,6 +68,44 @@ def test_the_order_of_rows_does_not_matter(recipe: str, tmp_path: Path) -> None:
     assert relative_difference(update(recipe, tmp_path, seed=1), update(recipe, tmp_path, seed=2)) < 1e-9
 
 
+class EveryRow(GRPOTrainer):
+    """The slow twin: rows with advantage 0 get a backward pass too."""
+
+    skip_zero_advantage = False
+
+
+def equal_rewards_in_the_first_group(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
+    return [1.0 if prompt == "p0:" else len(text) / 8 for prompt, text in zip(prompts, completions, strict=True)]
+
+
+@pytest.mark.parametrize("recipe", tiered(recipe for recipe in RECIPES if recipe != "rloo"))
+@pytest.mark.parametrize("all_equal", [False, True])
+def test_rows_without_advantage_need_no_backward_pass(recipe: str, all_equal: bool, tmp_path: Path) -> None:
+    reward = (
+        (lambda completions, **kwargs: [1.0] * len(completions)) if all_equal else equal_rewards_in_the_first_group
+    )
+    runs = []
+    for subclass in (GRPOTrainer, EveryRow):
+        trainer = make_trainer(recipe, tmp_path, subclass=subclass, reward=reward, **WHOLE)
+        rows: list[int] = []
+        trainer.model.register_forward_hook(
+            lambda m, a, k, o, rows=rows: rows.append(_graph_rows(o)), with_kwargs=True
+        )
+        runs.append((update_of(trainer), sum(rows), trainer.state.log_history[0]))
+    (fast, fast_rows, fast_logs), (slow, slow_rows, slow_logs) = runs
+    assert slow_rows == 16
+    moving = {"kl": 16, "truncated": 9}.get(recipe, 12)  # the KL moves every row; masked rows move nothing
+    assert fast_rows == (1 if all_equal and recipe != "kl" else moving)
+    for name in slow:
+        assert torch.allclose(fast[name], slow[name], rtol=1e-9, atol=1e-15), name
+    for key in ("entropy", "loss", "completions/mean_length", "reward"):
+        assert fast_logs[key] == pytest.approx(slow_logs[key], rel=1e-6, abs=1e-7)
+
+
+def _graph_rows(output: Any) -> int:
+    return len(output.logits) if output.logits.requires_grad else 0
+
+
 class OneRowLess(GRPOTrainer):
     """A trainer with a fault: the first row of a generation is lost."""
 
