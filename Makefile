@@ -23,15 +23,15 @@ static: $(VENV)/.ready
 	$(BIN)/mypy
 
 fast: $(VENV)/.ready
-	$(BIN)/pytest -m "not slow and not medium and not gpu" -n 2 -q
+	$(BIN)/pytest -m "not slow and not medium" -n 2 -q
 
 check: static fast
 
 test: $(VENV)/.ready
-	$(BIN)/pytest -m "not slow and not gpu" -n 2
+	$(BIN)/pytest -m "not slow" -n 2
 
 test-slow: $(VENV)/.ready
-	$(BIN)/pytest -m "slow and not gpu" -n 2
+	$(BIN)/pytest -m slow -n 2 --summary benchmarks/results/test_slow.json
 
 # The oldest supported transformers, in an environment of its own.
 .venv-tf517/.ready: constraints-tf517.txt pyproject.toml
@@ -41,7 +41,7 @@ test-slow: $(VENV)/.ready
 	touch $@
 
 test-compat: .venv-tf517/.ready
-	.venv-tf517/bin/pytest -m "not slow and not medium and not gpu" -n 2 -q
+	.venv-tf517/bin/pytest -m "not slow and not medium" -n 2 -q
 
 # What we measure ourselves against lives in its own environment and is never a dependency.
 .venv-peers/.ready:

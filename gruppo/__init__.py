@@ -34,7 +34,7 @@ _HOME = {
     "supports_tool_calling": "gruppo.data.templates",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

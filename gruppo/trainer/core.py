@@ -141,6 +141,7 @@ class PolicyTrainer(Updating, KnownNames):
         self.completion_logs = {mode: CompletionLog(args.generation_batch_size) for mode in ("train", "eval")}
         self._queue: deque[dict[str, Any]] = deque()
         self._step = 0
+        self._random_state_due: str | None = None  # the checkpoint whose random state is still to be restored
         self._update_seconds = 0.0
 
         self.reward_funcs, self.reward_processing_classes, weights = rewards
@@ -208,22 +209,29 @@ class PolicyTrainer(Updating, KnownNames):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._queue.clear()  # of an earlier call of train()
+        self._random_state_due = kwargs.get("resume_from_checkpoint")
         return super()._inner_training_loop(*args, **kwargs)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the random state once: Trainer does it only after the first rollouts of a resumed epoch."""
+        if self._random_state_due is not None:
+            self._random_state_due = None
+            super()._load_rng_state(checkpoint)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], UpdateSize | None]:
         """The micro-batches of one update and their size, the one denominator of every reduction."""
         start = time.perf_counter()
+        self._load_rng_state(self._random_state_due)
         batches = [self._next_micro_batch(step) for step in islice(epoch_iterator, num_batches)]
         self._update_seconds += time.perf_counter() - start
         return batches, self.update_size(batches) if batches else None
 
     def _next_micro_batch(self, step: Any) -> dict[str, Any]:
         """Micro-step `step` of the epoch, from the queue; a number, or rows if a subclass brings its own loader."""
-        position = step if isinstance(step, int) else self._step
         if not self._queue:
-            generation, phase = divmod(position, self.args.micro_steps_per_generation)
+            generation, phase = divmod(step if isinstance(step, int) else 0, self.args.micro_steps_per_generation)
             rows = self.rows_of(generation) if isinstance(step, int) else step
             slices = self._collect_slices(rows)
             # A run that resumes inside a generation collects it anew and goes on with the slice it had reached.

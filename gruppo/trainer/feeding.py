@@ -83,20 +83,22 @@ class Feeding(Reporting):
         if dataset is None:
             raise ValueError("Evaluation needs an eval_dataset.")
         dataset = self._keep_columns(dataset)
-        args = self.args
+        args, group = self.args, self.num_generations_eval
         return eval_loader(
             dataset,
             None if isinstance(dataset, IterableDataset) else self._get_eval_sampler(dataset),
-            group_size=self.num_generations_eval,
-            rows_per_batch=args.per_device_eval_batch_size * args.world_size,
+            group_size=group,
+            rows_per_batch=max(args.per_device_eval_batch_size * args.world_size // group, 1) * group,
             rank=args.process_index,
             world=args.world_size,
         )
 
     def _keep_columns(self, dataset: Any) -> Any:
-        if not self.args.remove_unused_columns or not isinstance(dataset, Dataset):
+        if not self.args.remove_unused_columns:
             return dataset
-        return dataset.select_columns([c for c in ("prompt", "image", "images") if c in dataset.column_names])
+        # A stream may not know its columns; then the prompt is the one it must have.
+        known = dataset.column_names or ["prompt"]
+        return dataset.select_columns([column for column in ("prompt", "image", "images") if column in known])
 
     def num_examples(self, dataloader: Any) -> int:
         """Prompts, not micro-steps."""

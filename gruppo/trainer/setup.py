@@ -65,7 +65,7 @@ def check_eval_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, n
     """The evaluation prompts, or a dict of them."""
     if dataset is None:
         if args.eval_strategy != "no":
-            raise ConfigError(f"eval_strategy={args.eval_strategy!s} needs an eval_dataset.")
+            raise ConfigError(f"eval_strategy={args.eval_strategy.value!r} needs an eval_dataset.")
         return
     if isinstance(dataset, Mapping):
         for key, part in dataset.items():

@@ -1,0 +1,443 @@
+"""Wrong settings, datasets and arguments: each is refused with an error that names the value and the fix.
+
+Rows whose builder trains or evaluates are about what shows only then; all others are refused at construction.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from gruppo.config.grpo import GRPOConfig
+from gruppo.config.rloo import RLOOConfig
+from gruppo.errors import ConfigError, DataError, RewardError, RolloutError
+from gruppo.trainer.grpo import GRPOTrainer
+from gruppo.trainer.rloo import RLOOTrainer
+from tests.helpers import base_args, chats, length_reward, prompts, tiny_model, tiny_tokenizer
+
+Build = Callable[[Path], Any]  # from the output folder to the thing that is refused
+
+EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
+SYNC = {"beta": 0.1, "sync_ref_model": True}
+FUSED = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}}
+UNBOUNDED = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None}
+
+
+# ---- configs
+
+
+def grpo(**wrong: Any) -> Build:
+    return lambda folder: GRPOConfig(**base_args(folder, **wrong))
+
+
+def rloo(**wrong: Any) -> Build:
+    return lambda folder: RLOOConfig(**base_args(folder, **wrong))
+
+
+def generating(**kwargs: Any) -> Build:
+    return grpo(generation_kwargs=kwargs)
+
+
+def evaluating(**wrong: Any) -> Build:
+    return grpo(**EVALUATE, **wrong)
+
+
+# ---- trainers
+
+
+def make_trainer(
+    folder: Path, trainer: type = GRPOTrainer, config: dict[str, Any] | None = None, **arguments: Any
+) -> Any:
+    config_class = RLOOConfig if issubclass(trainer, RLOOTrainer) else GRPOConfig
+    right = {
+        "model": tiny_model(),
+        "reward_funcs": length_reward,
+        "args": config_class(**base_args(folder, **(config or {}))),
+        "train_dataset": prompts(),
+        "processing_class": tiny_tokenizer(),
+    }
+    return trainer(**(right | arguments))
+
+
+def trainer(**wrong: Any) -> Build:
+    return lambda folder: make_trainer(folder, **wrong)
+
+
+def loading(**kwargs: Any) -> Build:
+    return trainer(model="unused", config={"model_init_kwargs": kwargs})
+
+
+def data(dataset: Any, **config: Any) -> Build:
+    return trainer(train_dataset=dataset, config=config)
+
+
+def evaluation(dataset: Any) -> Build:
+    return trainer(eval_dataset=dataset)
+
+
+def judged(tokenizer: Any) -> Build:
+    return trainer(reward_funcs=classifier(), reward_processing_classes=tokenizer)
+
+
+# ---- runs
+
+
+def train(**wrong: Any) -> Build:
+    return lambda folder: make_trainer(folder, **wrong).train()
+
+
+def evaluate(dataset: Any = "prompts", **config: Any) -> Build:
+    dataset = prompts(4) if dataset == "prompts" else dataset
+    return lambda folder: make_trainer(folder, eval_dataset=dataset, config=config).evaluate()
+
+
+def loss(**wrong: Any) -> Build:
+    return lambda folder: make_trainer(folder).compute_loss(None, {}, **wrong)
+
+
+def rewards(output: Any, trainer: type = GRPOTrainer, wrap: Callable[..., Any] = lambda function: function) -> Build:
+    """A run whose reward function returns this, whatever it is asked."""
+
+    def broken(**kwargs: Any) -> Any:
+        return output
+
+    return train(trainer=trainer, reward_funcs=wrap(broken))
+
+
+def reward(value: Any) -> Build:
+    return rewards([value] * 4)
+
+
+def partial_rewards(output: Any) -> Build:
+    return rewards(output, wrap=lambda function: functools.partial(function, extra=1))
+
+
+def rollout(drop: str | None = None, **changes: Callable[[int], Any]) -> Callable[..., Any]:
+    """A rollout function that is right but for what is dropped or changed (given the number of prompts)."""
+
+    def function(texts: list[Any], trainer: Any) -> dict[str, Any]:
+        n = len(texts)
+        output = {"prompt_ids": [[9, 9]] * n, "completion_ids": [[8, 7, 1]] * n, "logprobs": [[-0.1] * 3] * n}
+        output |= {name: change(n) for name, change in changes.items()}
+        return {name: value for name, value in output.items() if name != drop}
+
+    return function
+
+
+def rolled_out(**wrong: Any) -> Build:
+    return train(rollout_func=rollout(**wrong))
+
+
+# ---- what is passed to them
+
+
+def rows(*values: Any) -> Dataset:
+    return Dataset.from_list([{"prompt": value} for value in values])
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def unnamed() -> Dataset:
+    return prompts().rename_column("prompt", "question")
+
+
+def stream(count: int = 16) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(prompts(count)))
+
+
+def untold() -> Any:
+    return tiny_tokenizer(chat_template=None)
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+
+
+def adapted() -> Any:
+    return get_peft_model(tiny_model(), lora())
+
+
+def classifier() -> LlamaForSequenceClassification:
+    size = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    return LlamaForSequenceClassification(LlamaConfig(vocab_size=101, num_labels=1, pad_token_id=0, **size))
+
+
+class OverridesGenerate(GRPOTrainer):
+    def _generate(self, prompts: list[Any]) -> Any:
+        return prompts
+
+
+class OverridesToolLoop(GRPOTrainer):
+    def _tool_call_loop(self, *args: Any) -> Any:
+        return args
+
+
+# error -> rows of: what is wrong, how it is made, what the message says (a regular expression)
+CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
+    ConfigError: [  # settings that cannot work
+        ("field-of-the-other-recipe", rloo(loss_type="dapo"), "RLOOConfig has no field `loss_type`"),
+        ("bool-as-text", grpo(shuffle_dataset="false"), "shuffle_dataset='false' must be True or False"),
+        ("bool-as-number", grpo(log_completions=1), "log_completions=1 must be True or False"),
+        ("number-as-text", grpo(entropy_coef="high"), "entropy_coef='high' must be a number"),
+        ("number-as-bool", grpo(beta=True), "beta=True must be a number"),
+        ("fraction-of-a-token", grpo(max_completion_length=6.5), "=6.5 must be a whole number"),
+        ("text-as-number", grpo(loss_type=3), "loss_type=3 must be a string"),
+        ("one-weight-no-list", grpo(reward_weights=0.5), "reward_weights=0.5 must be a list of numbers"),
+        ("nan-weight", grpo(reward_weights=[math.nan]), r"reward_weights=\[nan\] must be a list of number"),
+        ("dict-as-text", grpo(generation_kwargs="top_p=1"), "generation_kwargs='top_p=1' must be a dict"),
+        ("broken-json", grpo(chat_template_kwargs="{a: 1"), "chat_template_kwargs='{a: 1' is not valid JSON"),
+        ("group-of-one", grpo(num_generations=1), "num_generations=1 must be at least 2"),
+        ("no-group", grpo(num_generations=None), "num_generations=None must be a number"),
+        ("rloo-group-of-one", rloo(num_generations=1), "num_generations=1 must be at least 2"),
+        ("groups-not-whole", grpo(num_generations=3), r"size=4 .*by num_generations=3.*sizes that fit: \[2, 4\]"),
+        ("generation-batch-indivisible", grpo(generation_batch_size=6), "=6 must be divisible by per_device.* = 4"),
+        (
+            "batches-contradict",
+            grpo(generation_batch_size=8, steps_per_generation=3),
+            "steps_per_generation=3 is set too",
+        ),
+        ("no-steps", grpo(steps_per_generation=0), "steps_per_generation=0 must be at least 1"),
+        ("no-accumulation", grpo(gradient_accumulation_steps=0), "accumulation_steps=0 must be at least 1"),
+        ("no-batch", grpo(per_device_train_batch_size=0), "train_batch_size=0 must be at least 1"),
+        ("no-generation-batch", grpo(generation_batch_size=0), "generation_batch_size=0 must be at least 1"),
+        ("no-iterations", grpo(num_iterations=0), "num_iterations=0 must be at least 1"),
+        ("no-padding-multiple", grpo(pad_to_multiple_of=0), "pad_to_multiple_of=0 must be at least 1"),
+        ("word-as-multiple", grpo(pad_to_multiple_of="wide"), "pad_to_multiple_of='wide' must be a whole"),
+        (
+            "eval-groups-not-whole",
+            evaluating(per_device_eval_batch_size=5),
+            r"= 5 must be divisible by .* size 2.*fit: \[5\]",
+        ),
+        ("eval-group-negative", grpo(num_generations_eval=-2), "num_generations_eval=-2 must be at least 0"),
+        ("auto-batch", grpo(auto_find_batch_size=True), "auto_find_batch_size=True would break up prompt"),
+        ("temperature-0", grpo(temperature=0.0), "temperature=0.0 must be greater than 0"),
+        ("temperature-negative", grpo(temperature=-1.0), "temperature=-1.0 must be greater than 0"),
+        ("temperature-nan", grpo(temperature=math.nan), "temperature=nan must be a number"),
+        ("top-p-0", grpo(top_p=0.0), "top_p=0.0 must be greater than 0"),
+        ("top-p-above-1", grpo(top_p=1.5), "top_p=1.5 must be at most 1"),
+        ("top-k-negative", grpo(top_k=-1), "top_k=-1 must be at least 0"),
+        ("min-p-above-1", grpo(min_p=2.0), "min_p=2.0 must be at most 1"),
+        ("no-repetition", grpo(repetition_penalty=0.0), "repetition_penalty=0.0 must be greater than 0"),
+        ("no-completion", grpo(max_completion_length=0), "max_completion_length=0 must be at least 1"),
+        ("endless-completion", grpo(max_completion_length=None), "max_completion_length=None must be a"),
+        ("no-prompt-tokens", grpo(max_prompt_length=0), "max_prompt_length=0 must be at least 1"),
+        ("unknown-generation-kwarg", generating(max_new_token=3), "no field `max_new_token`.*mean `max_new_tokens`"),
+        (
+            "sequences-per-prompt",
+            generating(num_return_sequences=4),
+            r"\['num_return_sequences'\]=4 cannot be set.*by num_generations",
+        ),
+        (
+            "own-end-token",
+            generating(eos_token_id=[7]),
+            r"\['eos_token_id'\]=\[7\] cannot be set.*config.eos_token_id",
+        ),
+        (
+            "stop-strings",
+            generating(stop_strings=["."]),
+            r"\['stop_strings'\]=\['\.'\] cannot be set.*tokenizer.eos_token",
+        ),
+        ("unknown-loss", grpo(loss_type="drgrpo"), "loss_type='drgrpo' is not one of.*mean `dr_grpo`"),
+        ("unknown-scale", grpo(scale_rewards="std"), "scale_rewards='std' is not one of batch, group, none"),
+        ("unknown-level", grpo(importance_sampling_level="seq"), "level='seq' is not one of sequence, token"),
+        ("unknown-aggregation", grpo(multi_objective_aggregation="sum"), "='sum' is not one of normalize_then_sum"),
+        ("epsilon-negative", grpo(epsilon=-0.1), "epsilon=-0.1 must be at least 0"),
+        ("epsilon-high-negative", rloo(epsilon_high=-0.1), "epsilon_high=-0.1 must be at least 0"),
+        ("beta-negative", grpo(beta=-0.1), "beta=-0.1 must be at least 0"),
+        ("delta-0", grpo(delta=0.0), "delta=0.0 must be greater than 0"),
+        ("quantile-above-1", grpo(top_entropy_quantile=1.5), "top_entropy_quantile=1.5 must be at most 1"),
+        ("sapo-temperature-0", grpo(sapo_temperature_pos=0.0), "sapo_temperature_pos=0.0 must be greater"),
+        (
+            "entropy-bounds",
+            grpo(entropy_coef_min=0.5, entropy_coef_max=0.1),
+            "coef_min=0.5 is above entropy_coef_max=0.1",
+        ),
+        ("sync-without-reference", grpo(sync_ref_model=True), "sync_ref_model=True needs .* beta > 0"),
+        ("alpha-above-1", rloo(ref_model_mixup_alpha=1.5), "ref_model_mixup_alpha=1.5 must be at most 1"),
+        ("sync-never", rloo(ref_model_sync_steps=0), "ref_model_sync_steps=0 must be at least 1"),
+        ("clip-range-reversed", rloo(reward_clip_range=[1.0, -1.0]), "must be .low, high. with low < high"),
+        ("clip-range-of-three", rloo(reward_clip_range=[0.0, 1.0, 2.0]), r"reward_clip_range=\[0.0, 1.0, 2"),
+        ("clip-range-of-one", rloo(reward_clip_range=3.0), "reward_clip_range=3.0 must be a list"),
+        ("label-smoothing", grpo(label_smoothing_factor=0.1), "label_smoothing_factor=0.1 has no meaning"),
+        ("hub-repo-of-nothing", grpo(log_completions_hub_repo="a/b"), "'a/b' needs log_completions=True"),
+        ("fused-cross-entropy", grpo(**FUSED), r"\['fused_linear_cross_entropy'\]=True.*remove it"),
+        (
+            "truncate-without-bound",
+            grpo(**UNBOUNDED),
+            "'token_truncate' needs a bound: set vllm_importance_sampling_clip_max",
+        ),
+        ("bounds-crossed", grpo(vllm_importance_sampling_clip_min=5.0), "clip_min=5.0 must be below .*=3.0"),
+        ("unknown-correction", grpo(vllm_importance_sampling_mode="clip"), "mode='clip' is not one of"),
+        (
+            "bad-dtype",
+            loading(dtype="float33"),
+            r"model_init_kwargs\['dtype'\]='float33' is no torch dtype; use 'auto'",
+        ),
+        ("no-eos", trainer(processing_class=tiny_tokenizer(eos_token=None)), "Set `tokenizer.eos_token`"),
+        (
+            "tokenizer-too-large",
+            trainer(model=tiny_model(vocab_size=50)),
+            "101 tokens .* embeds only 50.*resize_token_emb",
+        ),
+        ("peft-twice", trainer(model=adapted(), peft_config=lora()), "has adapters already.*PeftModel alone"),
+        ("no-reward", trainer(reward_funcs=None), "There is no reward: pass at least one"),
+        ("empty-rewards", trainer(reward_funcs=[]), "There is no reward: pass at least one"),
+        ("reward-not-callable", trainer(reward_funcs=[length_reward, 3]), "reward_funcs contains 3, which is neither"),
+        ("weights-too-many", trainer(config={"reward_weights": [1.0, 2.0]}), "has 2 entries for 1 reward functions"),
+        (
+            "tokenizers-too-many",
+            trainer(reward_processing_classes=[None, None]),
+            "has 2 entries for 1 reward functions",
+        ),
+        (
+            "reward-model-alone",
+            trainer(reward_funcs=classifier()),
+            "not loaded from a name.*in reward_processing_classes",
+        ),
+        (
+            "reward-tokenizer-without-pad",
+            judged(tiny_tokenizer(pad_token=None, eos_token=None)),
+            "set its `pad_token`",
+        ),
+        ("no-dataset", data(None), "train_dataset is missing: pass a datasets.Dataset"),
+        ("iterable-without-end", data(stream(), max_steps=-1), "has no length: set max_steps"),
+        (
+            "iterable-dispatched",
+            data(stream(), accelerator_config={"dispatch_batches": True}),
+            "dispatch_batches=True c",
+        ),
+        ("eval-without-dataset", trainer(config=EVALUATE), "eval_strategy='steps' needs an eval_dataset"),
+        ("rollout-not-callable", trainer(rollout_func="mine"), "rollout_func='mine' is not callable"),
+        ("rollout-of-one-argument", trainer(rollout_func=lambda prompts: {}), r"takes \(prompts\); it is called as"),
+        ("evaluate-groups-not-whole", evaluate(num_generations_eval=3), "= 8 must be divisible by .* group size 3"),
+    ],
+    TypeError: [  # things of the wrong kind
+        ("unknown-field", grpo(num_generation=4), "no field `num_generation`. Did you mean `num_generations`"),
+        ("tokenizer-of-another-kind", trainer(processing_class="gpt2"), "must be a PreTrainedTokenizerBase.*str"),
+        (
+            "peft-config-of-another-kind",
+            trainer(peft_config={"r": 8}),
+            "peft_config must be a peft.PeftConfig, not dict",
+        ),
+        (
+            "reward-tokenizer-of-another-kind",
+            judged("gpt2"),
+            "reward_processing_classes must hold tokenizers, not str",
+        ),
+        ("list-as-dataset", data([{"prompt": "a"}] * 8), "not list. A list of dicts becomes one with"),
+        ("splits-as-dataset", data({"train": prompts()}), "or IterableDataset, not dict"),
+        ("eval-list", evaluation([{"prompt": "a"}]), "eval_dataset must be a datasets.Dataset.*not list"),
+    ],
+    NotImplementedError: [  # features that are not there yet
+        ("vllm", grpo(use_vllm=True), "use_vllm=True: generation with vLLM is not available yet"),
+        ("quantised-argument", trainer(quantization_config={"bits": 4}), "`quantization_config` is not available"),
+        ("tools", trainer(tools=[len]), "`tools` is not available yet; leave it out"),
+        ("environments", trainer(environment_factory=dict), "`environment_factory` is not available"),
+        ("hook-generate", trainer(trainer=OverridesGenerate), "OverridesGenerate overrides `_generate`.*rollout_func"),
+        ("hook-tool-loop", trainer(trainer=OverridesToolLoop), "overrides `_tool_call_loop`"),
+        ("quantised-loading", loading(quantization_config={}), r"model_init_kwargs\['quantization_config'\]"),
+        ("router-loss-of-dense-model", trainer(config={"router_aux_loss_coef": 0.1}), "router_aux_loss_coef=0.1"),
+        ("sync-with-adapters", trainer(peft_config=lora(), config=SYNC), "sync_ref_model=True with adapters"),
+        ("images", data(prompts(8, images=[["x.png"]] * 8)), r"images \(column `images`\)"),
+        ("image", data(prompts(8, image=["x.png"] * 8)), r"images \(column `image`\)"),
+    ],
+    DataError: [  # datasets
+        ("empty-dataset", data(prompts(0)), "train_dataset is empty"),
+        ("no-prompt-column", data(unnamed()), r"no `prompt` column; its columns are \['answer', 'question'\]. Rename"),
+        ("too-few-prompts", data(prompts(3), gradient_accumulation_steps=2), "3 prompts, fewer than the 4 of one gen"),
+        ("empty-prompt", data(rows("a", "b", "", "d")), "empty `prompt`. Remove it"),
+        ("number-as-prompt", data(rows(1, 2, 3)), "must be a non-empty string or .* has 1"),
+        ("none-as-prompt", data(rows("a", None, "b")), "but a row has None"),
+        ("no-messages", data(rows(chat("a"), [])), r"non-empty list of messages.* has \[\]"),
+        ("message-without-role", data(rows([{"content": "a"}])), "with `role` and `content`; found {'content': 'a'}"),
+        (
+            "message-without-content",
+            data(rows([{"role": "user", "text": "a"}])),
+            "neither content nor tool calls: {'role'",
+        ),
+        ("message-as-text", data(rows(["a"], ["b"])), "found 'a'"),
+        (
+            "no-chat-template",
+            trainer(train_dataset=chats(), processing_class=untold()),
+            "Set `tokenizer.chat_template`, or use",
+        ),
+        ("prompt-too-long", data(rows("a", "b" * 128)), "has 128 tokens.*of 128. Shorten or filter it, or"),
+        ("iterable-empty", data(stream(0)), "train_dataset is empty"),
+        ("iterable-without-prompt", data(unnamed().to_iterable_dataset()), "no `prompt` column"),
+        ("eval-empty", evaluation(prompts(0)), "eval_dataset is empty"),
+        ("eval-no-sets", evaluation({}), "eval_dataset is an empty dict"),
+        (
+            "eval-one-set-empty",
+            evaluation({"easy": prompts(4), "hard": prompts(0)}),
+            r"eval_dataset\['hard'\] is empty",
+        ),
+        ("eval-iterable-empty", evaluation(stream(0)), "eval_dataset is empty"),
+        ("eval-no-prompt-column", evaluation(unnamed()), "no `prompt` column"),
+        ("iterable-too-short", train(train_dataset=stream(1)), "ended after fewer than 2 prompts.*Lower"),
+    ],
+    RewardError: [  # rewards, while it runs
+        ("rewards-too-few", rewards([1.0]), "'broken' returned 1 rewards for 4 completions"),
+        ("rewards-too-many", rewards([1.0] * 9), "'broken' returned 9 rewards for 4 completions"),
+        ("reward-not-a-list", rewards(1.0), "'broken' returned float; it must return a list"),
+        ("reward-none", rewards(None), "'broken' returned NoneType; it must return a list"),
+        ("reward-digits", rewards("1234"), "'broken' returned str; it must return a list"),
+        ("reward-dict", rewards({0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}), "'broken' returned dict"),
+        ("reward-nan", reward(math.nan), "'broken' returned nan for completion 0.*or None"),
+        ("reward-inf", reward(-math.inf), "'broken' returned -inf for completion 0"),
+        ("reward-beyond-float32", reward(1e39), r"'broken' returned 1e\+39 for completion 0"),
+        ("reward-text", reward("0.5"), "'broken' returned '0.5' for completion 0"),
+        ("reward-list", reward([1.0, 2.0]), r"'broken' returned \[1.0, 2.0\] for completion 0"),
+        ("partial-reward-named", partial_rewards(None), "'broken' returned NoneType; it must return a list"),
+        ("rloo-rewards-too-few", rewards([1.0], RLOOTrainer), "'broken' returned 1 rewards for 4 completions"),
+    ],
+    RolloutError: [  # rollout functions, while it runs
+        (
+            "rollout-no-dict",
+            train(rollout_func=lambda prompts, trainer: [1]),
+            "rollout_func must return a dict, not list",
+        ),
+        (
+            "rollout-count",
+            rolled_out(completion_ids=lambda n: [[1]] * (n - 2)),
+            "2 entries in 'completion_ids' for 4 prompts",
+        ),
+        ("rollout-logprobs", rolled_out(logprobs=lambda n: [[-0.1]] * n), r"logprobs\[0\] has 1 entries for 3"),
+        ("rollout-env-mask", rolled_out(env_mask=lambda n: [[1, 0]] * n), r"env_mask\[0\] has 2 entries for 3"),
+        ("rollout-extra-count", rolled_out(turns=lambda n: [1] * (n - 1)), "3 entries in 'turns' for 4 prompts"),
+        ("rollout-empty-prompt", rolled_out(prompt_ids=lambda n: [[]] * n), r"prompt_ids\[0\] is empty"),
+    ],
+    ValueError: [  # values, while it runs
+        ("rollout-keys", rolled_out(drop="logprobs"), "must return .*; missing: logprobs"),
+        ("rollout-none", rolled_out(completion_ids=lambda n: None), "missing: completion_ids"),
+        ("evaluate-without-dataset", evaluate(dataset=None), "Evaluation needs an eval_dataset"),
+        ("outputs-of-a-loss", loss(return_outputs=True), "return_outputs=True is not supported"),
+    ],
+}
+
+
+def test_the_table_is_as_long_as_promised():
+    names = [name for table in CASES.values() for name, _, _ in table]
+    assert len(names) == len(set(names)) >= 60
+
+
+@pytest.mark.parametrize(
+    ("error", "build", "message"),
+    [pytest.param(error, *row[1:], id=row[0]) for error, table in CASES.items() for row in table],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_bad_input_is_refused_with_a_reason(error, build, message, tmp_path):
+    with pytest.raises(error, match=message):
+        build(tmp_path)
+
+
+def test_what_the_table_starts_from_is_right(tmp_path):
+    assert make_trainer(tmp_path, config={"max_steps": 1}).train().global_step == 1
+    assert make_trainer(tmp_path, config={"max_steps": 1}, rollout_func=rollout()).train().global_step == 1

@@ -1,0 +1,42 @@
+"""The trainer on a CUDA device: the same update as on the CPU, and the default precision."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from tests.helpers import base_args, length_reward, prompts, tiny_model, tiny_tokenizer
+from tests.trainer.scripted import RECIPES, make_trainer, relative_difference, update_of
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_cuda_makes_the_same_update_as_the_cpu(recipe: str, tmp_path: Path) -> None:
+    whole = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    on_cpu = update_of(make_trainer(recipe, tmp_path, **whole))
+    on_cuda = update_of(make_trainer(recipe, tmp_path, use_cpu=False, **whole))
+    assert next(iter(on_cuda.values())).is_cuda
+    assert relative_difference(on_cpu, {name: change.cpu() for name, change in on_cuda.items()}) < 1e-9
+
+
+@pytest.mark.parametrize(("trainer", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
+def test_default_precision_trains(trainer: Any, config: Any, tmp_path: Path) -> None:
+    """float32 weights under bfloat16 autocast, checkpointing on, as a user who sets nothing gets them."""
+    settings = base_args(tmp_path, use_cpu=False, bf16=None, gradient_checkpointing=True, max_steps=3, beta=0.04)
+    args = config(**settings)
+    assert args.bf16
+    run = trainer(
+        model=tiny_model(),
+        reward_funcs=length_reward,
+        args=args,
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+    )
+    before = run.model.lm_head.weight.detach().cpu().clone()
+    run.train()
+    assert run.model.lm_head.weight.dtype == torch.float32
+    assert (run.model.lm_head.weight.cpu() - before).abs().max() > 0
+    assert all(torch.isfinite(weight).all() for weight in run.model.parameters())
