@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
@@ -48,6 +49,23 @@ def tiny_model(seed: int = 0, **kwargs: Any) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**(settings | kwargs)))
     torch.random.set_rng_state(state)
+    return model
+
+
+def tiny_gpt2(seed: int = 0, **kwargs: Any) -> GPT2LMHeadModel:
+    """A random GPT-2: its positions are learned, so a row that is padded on the left must be told where it begins."""
+    size = dict(vocab_size=len(SPECIAL) + len(CHARACTERS), n_positions=64, n_embd=16, n_layer=2, n_head=2)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(GPT2Config(**(size | dict(pad_token_id=0, eos_token_id=1, bos_token_id=None) | kwargs)))
+
+
+def sharp(model: Any, factor: float = 8.0) -> Any:
+    """The model in float64 with larger weights, so that every token and every position shows in the output."""
+    with torch.no_grad():
+        for module in model.double().eval().modules():
+            if isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D":
+                module.weight.mul_(factor)
     return model
 
 

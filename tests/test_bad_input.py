@@ -92,9 +92,8 @@ def train(**wrong: Any) -> Build:
     return lambda folder: make_trainer(folder, **wrong).train()
 
 
-def evaluate(dataset: Any = "prompts", **config: Any) -> Build:
-    dataset = prompts(4) if dataset == "prompts" else dataset
-    return lambda folder: make_trainer(folder, eval_dataset=dataset, config=config).evaluate()
+def evaluate(dataset: Any) -> Build:
+    return lambda folder: make_trainer(folder, eval_dataset=dataset).evaluate()
 
 
 def loss(**wrong: Any) -> Build:
@@ -317,7 +316,6 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("eval-without-dataset", trainer(config=EVALUATE), "eval_strategy='steps' needs an eval_dataset"),
         ("rollout-not-callable", trainer(rollout_func="mine"), "rollout_func='mine' is not callable"),
         ("rollout-of-one-argument", trainer(rollout_func=lambda prompts: {}), r"takes \(prompts\); it is called as"),
-        ("evaluate-groups-not-whole", evaluate(num_generations_eval=3), "= 8 must be divisible by .* group size 3"),
     ],
     TypeError: [  # things of the wrong kind
         ("unknown-field", grpo(num_generation=4), "no field `num_generation`. Did you mean `num_generations`"),

@@ -74,6 +74,7 @@ class PromptEncoder:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], tokenize: Tokenize | None = None) -> list[Prompt]:
         """Encode rows in order; a row object that occurs several times (one per completion) is encoded once."""
+        rows = list(rows)  # ids are those of objects that live
         distinct = {id(row): row for row in rows}
         ids = (tokenize or self.token_ids)([read_prompt(row) for row in distinct.values()])
         encoded = {key: self._fit(row, i) for (key, row), i in zip(distinct.items(), ids, strict=True)}

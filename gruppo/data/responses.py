@@ -27,7 +27,7 @@ def decode(
 
 def has_response_parser(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer knows how to take a response apart (reasoning, tool calls)."""
-    return bool(getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None))
+    return bool(getattr(tokenizer, "response_template", None))
 
 
 def parse_response(

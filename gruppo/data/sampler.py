@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from gruppo.errors import ConfigError, DataError
+from gruppo.errors import DataError
 
 Row = Mapping[str, Any]
 
@@ -187,7 +187,8 @@ class _EvalBatches(IterableDataset[list[Row]]):
 
     def __init__(self, dataset: Any, sampler: Any, group_size: int, rows_per_batch: int, rank: int, world: int):
         self.dataset, self.sampler = dataset, sampler
-        self.group_size, self.rows_per_batch = group_size, rows_per_batch
+        self.group_size = group_size
+        self.rows_per_batch = max(rows_per_batch, -(-world // group_size) * group_size)  # a row for every process
         self.rank, self.world = rank, world
 
     def _rows(self) -> Iterator[Row]:
@@ -220,9 +221,4 @@ def eval_loader(
     dataset: Any, sampler: Any, *, group_size: int, rows_per_batch: int, rank: int, world: int
 ) -> "DataLoader[Any]":
     """A loader of row batches for evaluation; nothing is dropped, nothing is padded with rows seen before."""
-    if rows_per_batch % group_size:
-        raise ConfigError(
-            f"per_device_eval_batch_size × processes = {rows_per_batch} must be divisible by the evaluation group "
-            f"size {group_size} (num_generations_eval, else num_generations)."
-        )
     return DataLoader(_EvalBatches(dataset, sampler, group_size, rows_per_batch, rank, world), batch_size=None)

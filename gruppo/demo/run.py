@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gruppo.demo.progress import ProgressCallback
     from gruppo.demo.report import Score
 
-__all__ = ["config", "main", "run"]
+__all__ = ["config", "main", "run", "settings"]
 
 STEPS = 40
 EVALUATE_EVERY = 5
@@ -23,11 +23,9 @@ SMALL_SAMPLE = 100
 SAMPLES_SHOWN = 3
 
 
-def config(output_dir: Path, steps: int, seed: int) -> "GRPOConfig":
+def settings(output_dir: Path, steps: int, seed: int) -> dict[str, Any]:
     """The demo's training settings: 16 prompts × 8 completions an update, float32 on the CPU."""
-    from gruppo import GRPOConfig
-
-    return GRPOConfig(
+    return dict(
         output_dir=str(output_dir),
         seed=seed,
         max_steps=steps,
@@ -43,6 +41,13 @@ def config(output_dir: Path, steps: int, seed: int) -> "GRPOConfig":
         report_to="none",
         disable_tqdm=True,
     )
+
+
+def config(output_dir: Path, steps: int, seed: int) -> "GRPOConfig":
+    """The settings as a config."""
+    from gruppo import GRPOConfig
+
+    return GRPOConfig(**settings(output_dir, steps, seed))
 
 
 def run(output_dir: Path, steps: int = STEPS, seed: int = 0) -> tuple["Score", "Score"]:
@@ -120,8 +125,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive_integer, default=STEPS, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling and shuffling (default: %(default)s)")
     options = parser.parse_args(argv)
-    # Read by OpenMP when torch is loaded: threads that wait asleep rather than spinning. Nothing is lost on an idle
-    # machine, and beside other work a step takes a fraction of the time.
+    # Read by OpenMP when torch is loaded: threads wait asleep, not spinning. That costs a few per cent on an idle
+    # machine; beside other work a step takes a third of the time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     before, after = run(options.output_dir, options.steps, options.seed)
     print(f"held-out accuracy: {before.accuracy:.3f} -> {after.accuracy:.3f}", flush=True)

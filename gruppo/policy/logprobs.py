@@ -1,13 +1,12 @@
-"""Log-probs and entropies of completions under a model: the slow, obvious way.
-
-Every row is padded, every position of a completion gets its full vector of logits.
-"""
+"""Log-probs and entropies of completions under a model: padded rows, a full vector of logits for every position."""
 
 import inspect
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from gruppo.algo.logprobs import entropy_from_logits, selective_log_softmax
 
@@ -32,29 +31,57 @@ def score_tokens(
     *,
     temperature: float = 1.0,
     batch_size: int | None = None,
+    by_length: bool = True,
     entropy: bool = False,
     entropy_gradient: bool = False,
 ) -> TokenScores:
     """Score the last `logits_to_keep` tokens of each row under the tempered distribution of the model.
 
-    Rows are run `batch_size` at a time. Positions that the mask excludes score exactly 0.
+    Rows are run in pieces, each as wide as its longest row: at most `batch_size` rows at a time, and rows of similar
+    length together unless `by_length` is off. Positions that the mask excludes score exactly 0.
     """
-    batch_size = batch_size or len(input_ids)
-    parts = [
-        _score_rows(
-            model,
-            input_ids[start : start + batch_size],
-            attention_mask[start : start + batch_size],
-            logits_to_keep,
-            temperature,
-            entropy,
-            entropy_gradient,
+    prompt_width = input_ids.shape[1] - logits_to_keep
+    prompts = attention_mask[:, :prompt_width].sum(1).tolist()
+    completions = attention_mask[:, prompt_width:].sum(1).tolist()
+    pieces = _pieces(prompts, completions, batch_size, by_length, input_ids.device.type)
+    logps, entropies = [], []
+    for rows in pieces:
+        index = torch.tensor(rows, device=input_ids.device)
+        width = max(1, max(completions[row] for row in rows))
+        used = slice(prompt_width - max(prompts[row] for row in rows), prompt_width + width)
+        scores = _score_rows(
+            model, input_ids[index, used], attention_mask[index, used], width, temperature, entropy, entropy_gradient
         )
-        for start in range(0, len(input_ids), batch_size)
-    ]
-    logps = torch.cat([part.logps_BT for part in parts])
-    entropies = [part.entropy_BT for part in parts if part.entropy_BT is not None]
-    return TokenScores(logps, torch.cat(entropies) if entropies else None)
+        logps.append(functional.pad(scores.logps_BT, (0, logits_to_keep - width)))
+        if scores.entropy_BT is not None:
+            entropies.append(functional.pad(scores.entropy_BT, (0, logits_to_keep - width)))
+    back = torch.tensor([row for rows in pieces for row in rows], device=input_ids.device).argsort()
+    return TokenScores(torch.cat(logps)[back], torch.cat(entropies)[back] if entropies else None)
+
+
+# What one more forward pass costs, in tokens that could have been padding instead.
+_PASS_COST = {"cpu": 256, "cuda": 2048}
+
+
+def _pieces(
+    prompts: list[int], completions: list[int], batch_size: int | None, by_length: bool, device: str
+) -> list[list[int]]:
+    """Rows in the order of their length, cut into the number of pieces that costs least."""
+    order = list(range(len(prompts)))
+    fewest = 1 if batch_size is None else -(-len(order) // batch_size)
+
+    def cut(count: int) -> list[list[int]]:
+        bounds = [len(order) * i // count for i in range(count + 1)]
+        return [order[start:stop] for start, stop in pairwise(bounds)]
+
+    def cost(pieces: list[list[int]]) -> int:
+        tokens = (len(p) * (max(prompts[r] for r in p) + max(completions[r] for r in p)) for p in pieces)
+        return sum(tokens) + len(pieces) * _PASS_COST.get(device, 2048)
+
+    if not by_length:
+        return cut(fewest)
+    order.sort(key=lambda row: (completions[row], prompts[row]))
+    return min((cut(n) for n in (fewest, 2 * fewest, 4 * fewest) if n <= len(order)), key=cost)
 
 
 def _score_rows(

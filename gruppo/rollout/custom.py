@@ -28,11 +28,11 @@ class CustomRollout:
 
     def __call__(self, prompts: Sequence[Any]) -> tuple[list[list[int]], list[Completion], list[dict[str, Any]]]:
         """Prompt ids, completions and extra fields, one of each per prompt."""
-        prompts = copy.deepcopy(list(prompts))
+        copies = [copy.deepcopy(prompt) for prompt in prompts]  # one by one: members of a group share their prompt
         if self.takes_trainer:
-            output = self.function(prompts, self.trainer)
+            output = self.function(copies, self.trainer)
         else:
-            output = self.function(prompts, self.trainer.args, self.trainer.processing_class)
+            output = self.function(copies, self.trainer.args, self.trainer.processing_class)
         _check(output, len(prompts))
         completions = [_completion(output, i) for i in range(len(prompts))]
         extra = {name: value for name, value in output.items() if name not in RESERVED}

@@ -210,6 +210,8 @@ class Collecting(Feeding):
                 logits_to_keep,
                 temperature=self.args.temperature,
                 batch_size=batch_size,
+                # A wrapped model communicates in its forward, so that all processes must run it equally often.
+                by_length=model is self.accelerator.unwrap_model(model),
                 entropy=compute_entropy,
                 entropy_gradient=self._entropy_needs_gradient,
             )

@@ -111,7 +111,7 @@ def print_prompt_completions_sample(
     table = Table(show_header=True, header_style="bold", expand=True)
     columns = {"Prompt": prompts, "Completion": completions, **rewards, "Advantage": advantages, **(extra or {})}
     for name in columns:
-        table.add_column(name, justify="left" if name in ("Prompt", "Completion") else "right")
+        table.add_column(Text(name), justify="left" if name in ("Prompt", "Completion") else "right")
     for i in chosen:
         table.add_row(*(_cell(list(values)[i]) for values in columns.values()))
         table.add_section()
@@ -119,15 +119,30 @@ def print_prompt_completions_sample(
 
 
 def write_parquet(table: Mapping[str, Sequence[Any]], path: Path) -> None:
-    """Write columns to a parquet file; what arrow cannot type (messages of unequal form) is kept as JSON text."""
-    columns = {}
-    for name, values in table.items():
-        try:
-            columns[name] = pa.array(list(values))
-        except (pa.ArrowInvalid, pa.ArrowTypeError):
-            columns[name] = pa.array([json.dumps(value, default=str, ensure_ascii=False) for value in values])
+    """Write columns to a parquet file; what it cannot hold (messages of unequal form) is kept as JSON text."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), path)
+    pq.write_table(pa.table({name: _column(list(values)) for name, values in table.items()}), path)
+
+
+def _column(values: list[Any]) -> pa.Array:
+    try:
+        column = pa.array(values)
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):
+        return pa.array([None if value is None else _as_text(value) for value in values])
+    if _has_empty_struct(column.type):
+        return pa.array([None if value is None else _as_text(value) for value in values])
+    return column
+
+
+def _has_empty_struct(kind: pa.DataType) -> bool:
+    """Whether a type contains a struct without fields (an empty dict), which parquet cannot hold."""
+    children = [kind.field(i).type for i in range(kind.num_fields)]
+    return (pa.types.is_struct(kind) and not children) or any(map(_has_empty_struct, children))
+
+
+def _as_text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no text
 
 
 def log_to_trackers(trackers: Sequence[str], table: Mapping[str, Sequence[Any]], unique_prompts: bool) -> None:

@@ -77,6 +77,7 @@ def make(
     callbacks: Any = None,
     peft_config: Any = None,
     rollout_func: Any = None,
+    reward_processing_classes: Any = None,
     **settings: Any,
 ) -> Any:
     """A trainer of `trainer_class` with `base_args` and the settings given."""
@@ -88,6 +89,7 @@ def make(
         train_dataset=prompts(8) if dataset is None else dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer or tiny_tokenizer(),
+        reward_processing_classes=reward_processing_classes,
         callbacks=callbacks,
         peft_config=peft_config,
         **({} if rollout_func is None else {"rollout_func": rollout_func}),

@@ -19,7 +19,8 @@ def test_cuda_makes_the_same_update_as_the_cpu(recipe: str, tmp_path: Path) -> N
     on_cpu = update_of(make_trainer(recipe, tmp_path, **whole))
     on_cuda = update_of(make_trainer(recipe, tmp_path, use_cpu=False, **whole))
     assert next(iter(on_cuda.values())).is_cuda
-    assert relative_difference(on_cpu, {name: change.cpu() for name, change in on_cuda.items()}) < 1e-9
+    # Rewards, advantages and rotary angles are float32 whatever the weights are, and round differently there.
+    assert relative_difference(on_cpu, {name: change.cpu() for name, change in on_cuda.items()}) < 2e-6
 
 
 @pytest.mark.parametrize(("trainer", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])

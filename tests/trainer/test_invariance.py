@@ -44,8 +44,10 @@ def test_the_split_over_accumulation_does_not_matter(recipe: str, tmp_path: Path
 
 @pytest.mark.parametrize("recipe", ["grpo", "dapo", "gspo", "rloo"])
 def test_the_split_does_not_matter_in_float32(recipe: str, tmp_path: Path) -> None:
-    whole = update(recipe, tmp_path, torch.float32)
-    split = update(recipe, tmp_path, torch.float32, per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    # Without the KL in RLOO's reward: rounding there moves the advantages themselves.
+    settings = {"dtype": torch.float32, "beta": 0.0}
+    whole = update(recipe, tmp_path, **settings)
+    split = update(recipe, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=4, **settings)
     assert relative_difference(whole, split) < TOLERANCE[torch.float32]
 
 

@@ -1,0 +1,124 @@
+"""Token ids to what a reward function reads."""
+
+import pytest
+
+from gruppo.data.responses import decode, has_response_parser, parse_response
+from gruppo.types import Prompt
+from tests.helpers import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text)["input_ids"]
+
+
+class Parser:
+    """A tokenizer whose `parse_response` gives back (or raises) what it is told, and keeps what it was asked."""
+
+    response_template = "some"
+    eos_token = "<eos>"
+
+    def __init__(self, result):
+        self.result = result
+        self.asked = []
+
+    def parse_response(self, response, **kwargs):
+        self.asked.append((list(response), kwargs))
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+    def decode(self, token_ids, **kwargs):
+        return TOKENIZER.decode(token_ids, **kwargs)
+
+    def batch_decode(self, rows, **kwargs):
+        return TOKENIZER.batch_decode(rows, **kwargs)
+
+
+PLAIN = Prompt(row={}, text="q", ids=[9])
+CHAT = Prompt(row={}, text=[{"role": "user", "content": "q"}], ids=[2, 9, 1, 3])
+
+
+def test_text_for_strings_and_a_message_for_conversations():
+    outputs = decode(TOKENIZER, [PLAIN, CHAT], [ids("ab<eos>"), ids("cd<eos>")])
+    assert outputs == ["ab", [{"role": "assistant", "content": "cd"}]]
+
+
+def test_an_empty_completion_is_empty_text():
+    assert decode(TOKENIZER, [PLAIN, CHAT], [[], []]) == ["", [{"role": "assistant", "content": ""}]]
+
+
+def test_only_conversations_are_parsed_and_with_their_prompt_as_prefix():
+    parser = Parser({"role": "assistant", "content": "parsed"})
+    outputs = decode(parser, [PLAIN, CHAT], [ids("ab"), ids("cd")])
+    assert outputs == ["ab", [{"role": "assistant", "content": "parsed"}]]
+    assert parser.asked == [(ids("cd"), {"prefix": [2, 9, 1, 3], "tools": None})]
+
+
+def test_a_tokenizer_without_a_response_template_does_not_parse():
+    legacy = tiny_tokenizer()
+    legacy.response_schema = {"type": "object"}  # a form that transformers no longer reads
+    assert not has_response_parser(legacy)
+    assert decode(legacy, [CHAT], [ids("cd")]) == [[{"role": "assistant", "content": "cd"}]]
+    assert has_response_parser(Parser(None))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        ValueError("no match"),
+        TypeError("bad"),
+        None,
+        {},
+        {"content": "x", "tool_calls": [{"function": {"name": None}}]},
+        {"content": "x", "tool_calls": [{"function": {"name": "f"}}, {"type": "function"}]},
+        {"content": "x", "tool_calls": ["f"]},
+    ],
+    ids=repr,
+)
+def test_what_does_not_parse_is_kept_as_text(result):
+    assert parse_response(Parser(result), ids("ab<eos>")) == {"role": "assistant", "content": "ab"}
+
+
+def test_other_errors_are_not_hidden():
+    with pytest.raises(ZeroDivisionError):
+        parse_response(Parser(ZeroDivisionError()), ids("ab"))
+
+
+@pytest.mark.parametrize(
+    ("content", "cleaned"),
+    [("ab<eos>", "ab"), ("ab<eos><eos>", "ab<eos>"), ("ab", "ab"), ("", ""), (None, ""), (["a"], "['a']")],
+)
+def test_content_is_a_string_without_its_end_token(content, cleaned):
+    assert parse_response(Parser({"content": content}), ids("x")) == {"role": "assistant", "content": cleaned}
+
+
+def test_missing_content_becomes_empty_and_other_fields_are_kept():
+    message = parse_response(Parser({"reasoning_content": "hm"}), ids("x"))
+    assert message == {"role": "assistant", "reasoning_content": "hm", "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("call", "completed"),
+    [
+        ({"function": {"name": "f"}}, {"function": {"name": "f", "arguments": {}}}),
+        ({"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "f", "arguments": {"a": 1}}}),
+        ({"name": "f"}, {"name": "f", "arguments": {}}),
+    ],
+)
+def test_tool_calls_have_arguments(call, completed):
+    message = parse_response(Parser({"content": "x", "tool_calls": [call]}), ids("x"))
+    assert message["tool_calls"] == [completed]
+
+
+def test_a_real_response_template():
+    tokenizer = tiny_tokenizer()
+    tokenizer.response_template = {
+        "start_anchor": "<assistant>",
+        "fields": {"reasoning_content": {"open": "[", "close": "]"}, "content": {"close": "<eos>"}},
+    }
+    (thought,), (plain,), (empty,) = decode(tokenizer, [CHAT] * 3, [ids("[hm]ab<eos>"), ids("ab"), []])
+    assert thought == {"role": "assistant", "reasoning_content": "hm", "content": "ab"}
+    assert plain == {"role": "assistant", "content": "ab"}
+    assert empty == {"role": "assistant", "content": ""}

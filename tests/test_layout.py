@@ -1,0 +1,159 @@
+"""The shape of the source: which part may import which, and how long things may get."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1] / "gruppo"
+FILES = sorted(path for path in ROOT.rglob("*.py"))
+
+# Each part and the parts it may import, itself aside. What is not listed may not be imported.
+ALLOWED: dict[str, set[str]] = {
+    "types": set(),
+    "errors": set(),
+    "algo": {"types", "errors"},
+    "config": {"types", "errors", "algo.recipes"},
+    "data": {"types", "errors"},
+    "policy": {"types", "errors", "algo", "config", "data"},
+    "rollout": {"types", "errors", "algo", "config", "data", "policy"},
+    "rewards": {"types", "errors"},
+    "trainer": {"types", "errors", "algo", "config", "data", "policy", "rollout", "rewards"},
+}
+ON_TOP = {"cli", "demo", "__init__", "__main__"}  # these see everything
+
+# Annotations only: nothing is imported when the program runs.
+ALLOWED_FOR_TYPES = {"data": {"config"}}
+
+# The trainer itself is a chain; each link knows those before it.
+CHAIN = ("reporting", "feeding", "collecting", "updating", "core", "grpo", "rloo")
+
+NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "urllib", "urllib3", "websockets"}
+TELEMETRY = {"analytics", "opentelemetry", "posthog", "segment", "sentry_sdk"}
+# The one door to the network, opened by log_completions_hub_repo.
+HUB = {"trainer/completions.py": {"huggingface_hub"}}
+
+LINES_PER_FILE = 400
+LINES_PER_FUNCTION = 60
+LONGER: dict[str, int] = {}  # "file:function" and its length, where splitting would not help the reader
+
+
+class Import(NamedTuple):
+    module: str
+    line: int
+    for_types: bool
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def part(path: Path) -> str:
+    """The top-level folder or module of a file."""
+    return path.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def imports(path: Path) -> Iterator[Import]:
+    """Everything a file imports, inside functions too, with full names."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    guarded = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, node in guarded)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name(path)}:{node.lineno}: relative import"
+            for alias in node.names:
+                yield Import(f"{node.module}.{alias.name}", node.lineno, node in guarded)
+
+
+def ours(path: Path) -> Iterator[tuple[Import, str]]:
+    """The imports of gruppo's own parts: the import, and its name without `gruppo.`."""
+    for item in imports(path):
+        if item.module.split(".")[0] == "gruppo":
+            yield item, item.module.partition(".")[2]
+
+
+def within(target: str, allowed: set[str]) -> bool:
+    return any(target == prefix or target.startswith(f"{prefix}.") for prefix in allowed)
+
+
+def test_every_part_has_its_place() -> None:
+    assert {part(path) for path in FILES} == set(ALLOWED) | ON_TOP
+
+
+def test_imports_point_one_way() -> None:
+    wrong = []
+    for path in FILES:
+        own = part(path)
+        for item, target in ours(path):
+            allowed = (
+                ALLOWED.get(own, set()) | {own} | (ALLOWED_FOR_TYPES.get(own, set()) if item.for_types else set())
+            )
+            if own not in ON_TOP and not within(target, allowed):
+                wrong.append(f"{name(path)}:{item.line} imports gruppo.{target}")
+    assert not wrong
+
+
+def test_only_the_top_knows_the_trainer() -> None:
+    users = {part(path) for path in FILES for _, target in ours(path) if within(target, {"trainer"})}
+    assert users <= {"trainer", *ON_TOP}
+
+
+def test_the_links_of_the_trainer_know_those_before_them() -> None:
+    for position, link in enumerate(CHAIN):
+        path = ROOT / "trainer" / f"{link}.py"
+        later = {f"trainer.{other}" for other in CHAIN[position:]}
+        found = [target for _, target in ours(path) if within(target, later)]
+        assert not found, f"{link} imports {found}"
+    helpers = [path for path in (ROOT / "trainer").glob("*.py") if path.stem not in CHAIN]
+    for path in helpers:
+        found = [target for _, target in ours(path) if within(target, {f"trainer.{link}" for link in CHAIN})]
+        assert not found, f"{name(path)} imports {found}"
+
+
+def test_the_lazy_table_points_at_modules_that_exist() -> None:
+    from gruppo import _HOME
+
+    for public, module in _HOME.items():
+        path = ROOT.parent / (module.replace(".", "/") + ".py")
+        assert path.exists(), f"{public}: {module}"
+
+
+def test_nothing_talks_to_the_network() -> None:
+    wrong = []
+    for path in FILES:
+        watched = (NETWORK | TELEMETRY | {"huggingface_hub"}) - HUB.get(name(path), set())
+        wrong += [
+            f"{name(path)}:{i.line} imports {i.module}" for i in imports(path) if i.module.split(".")[0] in watched
+        ]
+    assert not wrong
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Every function of a file and its number of lines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+def test_files_and_functions_stay_short() -> None:
+    lengths = {name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {file: length for file, length in lengths.items() if length > LINES_PER_FILE} == {}
+    measured = {f"{name(path)}:{function}": length for path in FILES for function, length in functions(path)}
+    too_long = {key: length for key, length in measured.items() if length > LONGER.get(key, LINES_PER_FUNCTION)}
+    assert too_long == {}
+    assert set(LONGER) <= set(measured)
+
+
+def test_these_tests_see_the_whole_library() -> None:
+    assert len(FILES) > 60
+    everything = [item.module for path in FILES for item in imports(path)]
+    assert "gruppo.trainer.callbacks.SyncRefModelCallback" in everything, "imported inside a function"
