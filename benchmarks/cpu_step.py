@@ -3,8 +3,9 @@
     make bench-peers
     .venv-peers/bin/python benchmarks/cpu_step.py --out benchmarks/results/cpu_step.json
 
-Both train the demo's model on the demo's task with the demo's settings on the CPU. Rounds alternate between the two,
-so that a busy machine slows both; the ratio is that of the medians over all steps but each round's first.
+Both run the demo's training (model, task, settings, all steps) on the CPU, in turns, so that a busy machine slows both.
+Ratios are of medians over steps: of wall seconds, and of processor seconds, which other work on the machine hardly
+changes.
 """
 
 import argparse
@@ -15,14 +16,20 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Threads that wait must not spin: on a machine with other work, spinning slows down whoever is being measured.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from transformers import TrainerCallback
 
 from benchmarks.common import provenance
 from gruppo.demo import model_path
@@ -30,25 +37,40 @@ from gruppo.demo.run import settings
 from gruppo.demo.task import exact_match, load_task
 
 
-def step_seconds(library: Any, steps: int, seed: int) -> list[float]:
-    """The `step_time` of every step but the first of a short run."""
+class Clock(TrainerCallback):
+    """Wall and processor seconds at the end of every step."""
+
+    def __init__(self) -> None:
+        self.ticks: list[tuple[float, float]] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ticks.append((time.perf_counter(), time.process_time()))
+
+    def steps(self) -> list[tuple[float, float]]:
+        """(wall, processor) seconds of every step but the first."""
+        return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(self.ticks)]
+
+
+def measure(library: Any, steps: int, seed: int) -> list[tuple[float, float]]:
+    """A run of the demo; (wall, processor) seconds of its steps."""
     train, _ = load_task()
+    clock = Clock()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        trainer = library.GRPOTrainer(
+        library.GRPOTrainer(
             model=str(model_path()),
             reward_funcs=exact_match,
             args=library.GRPOConfig(**settings(Path(folder), steps, seed)),
             train_dataset=train,
-        )
-        trainer.train()
-    return [entry["step_time"] for entry in trainer.state.log_history if "step_time" in entry][1:]
+            callbacks=[clock],
+        ).train()
+    return clock.steps()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -58,17 +80,19 @@ def main() -> None:
 
     import gruppo
 
-    seconds: dict[str, list[float]] = {"trl": [], "gruppo": []}
+    measured: dict[str, list[tuple[float, float]]] = {"trl": [], "gruppo": []}
     for seed in range(options.rounds):
         for name, library in (("trl", trl), ("gruppo", gruppo)):
-            seconds[name] += step_seconds(library, options.steps, seed)
-            print(f"{name:7s} round {seed}: {statistics.median(seconds[name]):.3f} s a step so far", flush=True)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    ratio = medians["trl"] / medians["gruppo"]
-    print(f"gruppo {medians['gruppo']:.3f} s, TRL {medians['trl']:.3f} s: {ratio:.2f} times faster")
+            measured[name] += measure(library, options.steps, seed)
+    result: dict[str, Any] = provenance("trl", "gruppo")
+    for i, kind in enumerate(("wall", "processor")):
+        medians = {name: statistics.median(step[i] for step in steps) for name, steps in measured.items()}
+        ratio = medians["trl"] / medians["gruppo"]
+        print(f"{kind} seconds a step: gruppo {medians['gruppo']:.3f}, TRL {medians['trl']:.3f}; ratio {ratio:.2f}")
+        result[f"{kind}_seconds"] = {name: round(value, 4) for name, value in medians.items()}
+        result[f"{kind}_ratio"] = round(ratio, 3)
     if options.out:
-        result = {**provenance("trl", "gruppo"), "median_seconds": medians, "ratio": ratio, "seconds": seconds}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        options.out.write_text(json.dumps({**result, "steps": len(measured["gruppo"])}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

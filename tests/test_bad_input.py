@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForSequenceClassification, TrainingArguments
 
 from gruppo.config.grpo import GRPOConfig
 from gruppo.config.rloo import RLOOConfig
@@ -131,6 +131,10 @@ def rollout(drop: str | None = None, **changes: Callable[[int], Any]) -> Callabl
 
 def rolled_out(**wrong: Any) -> Build:
     return train(rollout_func=rollout(**wrong))
+
+
+def rolled_out_on(dataset: Any) -> Build:
+    return trainer(rollout_func=rollout(), train_dataset=dataset)
 
 
 # ---- what is passed to them
@@ -419,6 +423,22 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("outputs-of-a-loss", loss(return_outputs=True), "return_outputs=True is not supported"),
     ],
 }
+
+# The class of args, datasets of rollout functions, models without a name.
+CASES[TypeError] += [
+    ("trainer-config", trainer(args=TrainingArguments("unused", use_cpu=True)), "a GRPOConfig, not Train"),
+    ("other-config", trainer(args=RLOOConfig("unused", use_cpu=True)), "a GRPOConfig, not RLOOConfig"),
+    ("rloo-other-config", lambda f: make_trainer(f, RLOOTrainer, args=grpo()(f)), "a RLOOConfig, not GR"),
+    ("model-of-another-kind", trainer(model=None), "model must be a .*PreTrainedModel"),
+]
+CASES[ConfigError] += [
+    ("rollout-no-dataset", rolled_out_on(None), "train_dataset is missing"),
+    ("nameless-model", trainer(processing_class=None), "LlamaForCausalLM .*processing_class"),
+]
+CASES[DataError] += [
+    ("rollout-too-few-prompts", rolled_out_on(prompts(1)), "1 prompts, fewer than the 2"),
+    ("rollout-no-prompt-column", rolled_out_on(unnamed()), "no `prompt` column"),
+]
 
 
 def test_the_table_is_as_long_as_promised():

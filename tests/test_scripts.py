@@ -88,7 +88,6 @@ def test_rloo_with_evaluation_callback_and_reward_model(
     assert "final eval reward is a number: True" in printed
 
 
-@pytest.mark.xfail(strict=True, reason="core: model.training is False while the first generation is collected")
 def test_grpo_with_rollout_function_async_reward_and_subclass(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from gruppo.config.fields import option
+from gruppo.errors import ConfigError
 
 # old name -> the name to use instead
 ALIASES = {
@@ -31,6 +32,8 @@ def resolve_aliases(config: Any) -> None:
     for old, new in ALIASES.items():
         if old not in defaults or getattr(config, old) == defaults[old]:
             continue
+        if getattr(config, new) not in (defaults.get(new), getattr(config, old)):
+            raise ConfigError(f"`{old}` is the old name of `{new}`, and both are set to different values.")
         warnings.warn(f"`{old}` is deprecated; use `{new}` instead.", FutureWarning, stacklevel=4)
         setattr(config, new, getattr(config, old))
         # The old name goes back to its default, so that a copy of this config does not warn or override again.

@@ -91,7 +91,7 @@ def trim(tensors: dict[str, Any], pad_to_multiple_of: int | None = None) -> dict
 
     Every 2-D tensor as wide as the completions is cut with them, also those that a subclass added.
     """
-    prompt_width = _used_width(tensors["prompt_mask"], pad_to_multiple_of)
+    prompt_width = _used_width(tensors["prompt_mask"].flip(1), pad_to_multiple_of)
     width = _used_width(tensors["completion_mask"], pad_to_multiple_of)
     full_width = tensors["completion_ids"].shape[1]
     cut = dict(tensors)
@@ -104,7 +104,9 @@ def trim(tensors: dict[str, Any], pad_to_multiple_of: int | None = None) -> dict
 
 
 def _used_width(mask: Tensor, multiple: int | None) -> int:
-    width = max(1, int(mask.sum(1).max()))
+    """Columns up to the last one that is used by some row; a mask may have holes before it."""
+    used = mask.any(0).nonzero()
+    width = int(used.max()) + 1 if len(used) else 1
     if multiple is not None:
         width = min(-(-width // multiple) * multiple, mask.shape[1])
     return width

@@ -38,14 +38,18 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
 
 
 def add_reference_adapter(model: Any) -> None:
-    """Keep a frozen copy of the adapter as it is now, to score the reference with."""
-    config = model.peft_config["default"]
-    model.add_adapter(REFERENCE_ADAPTER, config)
+    """Keep a frozen copy of the active adapter as it is now, to score the reference with."""
+    active = model.active_adapter
+    if not isinstance(active, str):
+        raise ConfigError(f"The model has several active adapters ({active}); activate the one to train.")
+    if REFERENCE_ADAPTER in model.peft_config:
+        model.delete_adapter(REFERENCE_ADAPTER)  # an earlier trainer's
+    model.add_adapter(REFERENCE_ADAPTER, model.peft_config[active])
+    model.set_adapter(active)
     weights = dict(model.named_parameters())
     for name, weight in weights.items():
-        if ".default." in name:
-            copy = weights[name.replace(".default.", f".{REFERENCE_ADAPTER}.")]
-            copy.data.copy_(weight.data)
+        if f".{active}." in name:
+            weights[name.replace(f".{active}.", f".{REFERENCE_ADAPTER}.")].data.copy_(weight.data)
     for name, weight in weights.items():
         if f".{REFERENCE_ADAPTER}." in name:
             weight.requires_grad_(False)
@@ -70,6 +74,16 @@ def use_adapter(model: Any, adapter_name: str | None) -> Iterator[None]:
         # set_adapter makes what it activates trainable; a frozen adapter must come back frozen.
         for name, weight in model.named_parameters():
             weight.requires_grad_(trainable[name])
+
+
+def reload_trained_adapter(model: Any, checkpoint: str) -> None:
+    """Load the trained adapter from a checkpoint that also holds the reference's.
+
+    peft keeps the adapter called `default` in the folder itself and every other one in a folder of its own; resuming
+    reads only the latter as soon as there is one.
+    """
+    if REFERENCE_ADAPTER in model.peft_config and model.active_adapter == "default":
+        model.load_adapter(checkpoint, "default", is_trainable=True)
 
 
 @contextmanager

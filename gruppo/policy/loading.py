@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from gruppo.errors import ConfigError
+from gruppo.policy.adapters import is_peft_model
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 def load_policy(model: str | PreTrainedModel, args: Any, distributed_type: Any = None) -> PreTrainedModel:
     """The policy itself: an object is used as it is, a name or folder is loaded (in float32 unless told otherwise)."""
     if not isinstance(model, str):
+        if not isinstance(model, PreTrainedModel) and not is_peft_model(model):
+            raise TypeError(f"model must be a name, a PreTrainedModel or a PeftModel, not {type(model).__name__}.")
         if args.model_init_kwargs:
             logger.warning("model_init_kwargs is ignored: the model was passed as an object, not by name.")
         return model
@@ -65,6 +68,11 @@ def model_class(name: str, kwargs: dict[str, Any]) -> Any:
 def load_tokenizer(processing_class: Any, model: PreTrainedModel, args: Any) -> PreTrainedTokenizerBase:
     """The tokenizer, padded on the left and with a pad token."""
     if processing_class is None:
+        if not model_name(model):
+            raise ConfigError(
+                f"The {type(model).__name__} was not loaded from anywhere, so its tokenizer is not known: pass it as "
+                "processing_class."
+            )
         revision = (args.model_init_kwargs or {}).get("revision", "main")
         processing_class = AutoProcessor.from_pretrained(
             model_name(model),

@@ -41,8 +41,8 @@ def score_tokens(
     length together unless `by_length` is off. Positions that the mask excludes score exactly 0.
     """
     prompt_width = input_ids.shape[1] - logits_to_keep
-    prompts = attention_mask[:, :prompt_width].sum(1).tolist()
-    completions = attention_mask[:, prompt_width:].sum(1).tolist()
+    prompts = _used_columns(attention_mask[:, :prompt_width].flip(1))
+    completions = _used_columns(attention_mask[:, prompt_width:])
     pieces = _pieces(prompts, completions, batch_size, by_length, input_ids.device.type)
     logps, entropies = [], []
     for rows in pieces:
@@ -57,6 +57,12 @@ def score_tokens(
             entropies.append(functional.pad(scores.entropy_BT, (0, logits_to_keep - width)))
     back = torch.tensor([row for rows in pieces for row in rows], device=input_ids.device).argsort()
     return TokenScores(torch.cat(logps)[back], torch.cat(entropies)[back] if entropies else None)
+
+
+def _used_columns(mask: Tensor) -> list[int]:
+    """For each row, the columns up to its last one that is on; there may be holes before it."""
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (mask.bool() * columns).amax(1).tolist() if mask.shape[1] else [0] * len(mask)
 
 
 # What one more forward pass costs, in tokens that could have been padding instead.
@@ -114,8 +120,8 @@ def _score_rows(
 def _forward_arguments(model: Any) -> set[str]:
     # A wrapper (DDP, an adapter, accelerate's autocast) hides the signature of the model inside.
     inner = model
-    while hasattr(inner, "module"):
-        inner = inner.module
+    while hasattr(inner, "module") or hasattr(inner, "_orig_mod"):
+        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
     if hasattr(inner, "get_base_model"):
         inner = inner.get_base_model()
     return set(inspect.signature(type(inner).forward).parameters)

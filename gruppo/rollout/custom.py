@@ -19,11 +19,12 @@ class CustomRollout:
     Two signatures are known: `f(prompts, trainer)` and the older `f(prompts, args, processing_class)`.
     """
 
-    def __init__(self, function: Callable[..., Mapping[str, Any]], trainer: Any):
+    def __init__(self, function: Callable[..., Mapping[str, Any]], trainer: Any, vocabulary_size: int | None = None):
         if not callable(function):
             raise ConfigError(f"rollout_func={function!r} is not callable; pass a function of (prompts, trainer).")
         self.function = function
         self.trainer = trainer
+        self.vocabulary_size = vocabulary_size
         self.takes_trainer = _number_of_arguments(function) == 2
 
     def __call__(self, prompts: Sequence[Any]) -> tuple[list[list[int]], list[Completion], list[dict[str, Any]]]:
@@ -34,6 +35,7 @@ class CustomRollout:
         else:
             output = self.function(copies, self.trainer.args, self.trainer.processing_class)
         _check(output, len(prompts))
+        self._check_vocabulary(output["prompt_ids"], output["completion_ids"])
         completions = [_completion(output, i) for i in range(len(prompts))]
         extra = {name: value for name, value in output.items() if name not in RESERVED}
         return (
@@ -41,6 +43,18 @@ class CustomRollout:
             completions,
             [{name: _entry(value, i) for name, value in extra.items()} for i in range(len(prompts))],
         )
+
+    def _check_vocabulary(self, *parts: Sequence[Sequence[int]]) -> None:
+        """An id that the model has no embedding for fails far from here, on a GPU without a reason."""
+        if self.vocabulary_size is None:
+            return
+        for i, ids in ((i, ids) for part in parts for i, ids in enumerate(part)):
+            for token in ids:
+                if not 0 <= token < self.vocabulary_size:
+                    raise RolloutError(
+                        f"rollout_func returned the token id {token} in row {i}, but the model's vocabulary has "
+                        f"{self.vocabulary_size} tokens."
+                    )
 
 
 def _number_of_arguments(function: Callable[..., Any]) -> int:

@@ -14,7 +14,7 @@ from gruppo.algo.recipes import Recipe
 from gruppo.data.collate import collate
 from gruppo.data.prompts import PromptEncoder, reject_images
 from gruppo.data.responses import decode
-from gruppo.errors import RolloutError
+from gruppo.errors import RewardError, RolloutError
 from gruppo.policy.adapters import reference_policy
 from gruppo.policy.logprobs import score_tokens
 from gruppo.rewards.runner import RewardRunner, Scored
@@ -225,6 +225,9 @@ class Collecting(Feeding):
 
     def reward(self, rollouts: Sequence[Rollout]) -> Tensor:
         """Rewards (B, R) of all processes, in group order."""
+        self._extra_columns: dict[str, list[Any]] = {}
+        self._extra_metrics: dict[str, list[float]] = {}
+        self._rows_scored = len(rollouts)
         return self._calculate_rewards(
             [{**rollout.prompt.row, **rollout.extra} for rollout in rollouts],
             [rollout.prompt.text for rollout in rollouts],
@@ -236,8 +239,6 @@ class Collecting(Feeding):
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> Tensor:
         """Hook: rewards (B, R) gathered from all processes, NaN where a function abstained."""
-        self._extra_columns: dict[str, list[Any]] = {}
-        self._extra_metrics: dict[str, list[float]] = {}
         with self.timer("_calculate_rewards"):
             rewards_BR = self.reward_runner.score(
                 Scored(inputs, prompts, completions, completion_ids_list),
@@ -249,7 +250,12 @@ class Collecting(Feeding):
 
     def _log_completion_extra(self, column: str, values: Sequence[Any]) -> None:
         """Given to reward functions as `log_extra`: a further column of the completions table."""
-        self._extra_columns[column] = list(values)
+        values = list(values)
+        if len(values) != self._rows_scored:
+            raise RewardError(
+                f"log_extra({column!r}) got {len(values)} values for {self._rows_scored} completions; pass one each."
+            )
+        self._extra_columns[column] = values
 
     def _log_metric(self, name: str, value: float) -> None:
         """Given to reward functions as `log_metric`: a further metric, averaged over processes."""

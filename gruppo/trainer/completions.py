@@ -49,7 +49,7 @@ class CompletionLog:
         self.columns["advantages"].extend(advantages)
         for name, values in rewards.items():
             self.columns["rewards"][name].extend(values)
-        for name in {*extra, *self.columns["extra"]}:
+        for name in sorted({*extra, *self.columns["extra"]}):
             if name not in self.columns["extra"]:
                 self.columns["extra"][name].extend([None] * known)  # earlier rows did not have this column
             self.columns["extra"][name].extend(extra.get(name, [None] * len(prompts)))

@@ -24,7 +24,6 @@ from gruppo.algo.loss import LossSettings, UpdateSize
 from gruppo.algo.recipes import Recipe
 from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
 from gruppo.data.prompts import PromptEncoder
-from gruppo.errors import ConfigError
 from gruppo.policy import adapters, loading
 from gruppo.rewards.runner import RewardRunner, function_name, is_reward_model, resolve_rewards, unique_names
 from gruppo.rollout.custom import CustomRollout
@@ -71,11 +70,7 @@ class PolicyTrainer(Updating, KnownNames):
         if args is None:
             name = model if isinstance(model, str) else loading.model_name(model)
             args = self.config_class(f"{name.rstrip('/').split('/')[-1] or 'model'}-{self.algorithm.upper()}")
-        if args.n_gpu > 1:
-            raise ConfigError(
-                f"{args.n_gpu} GPUs are visible to one process. Launch one process per GPU (accelerate launch or "
-                "torchrun), or set CUDA_VISIBLE_DEVICES to one of them."
-            )
+        setup.check_config(args, self.config_class)
         setup.warn_combinations(args)
         set_seed(args.seed)  # before the model is made: adapters are initialised at random
         policy = loading.load_policy(model, args, args.distributed_state and args.distributed_state.distributed_type)
@@ -90,9 +85,9 @@ class PolicyTrainer(Updating, KnownNames):
             context_length=loading.context_length(policy),
             chat_template_kwargs=args.chat_template_kwargs,
         )
-        if rollout_func is None:
-            setup.check_train_dataset(train_dataset, args, self.prompt_encoder)
-            setup.check_eval_dataset(eval_dataset, args, self.prompt_encoder)
+        encoder = self.prompt_encoder if rollout_func is None else None  # such a function renders prompts itself
+        setup.check_train_dataset(train_dataset, args, encoder)
+        setup.check_eval_dataset(eval_dataset, args, encoder)
         super().__init__(
             model=policy,
             args=args,
@@ -161,7 +156,11 @@ class PolicyTrainer(Updating, KnownNames):
             timer=self.timer,
         )
         self.ref_model = self._make_reference()
-        self.custom_rollout = CustomRollout(rollout_func, self) if rollout_func is not None else None
+        if rollout_func is None:
+            self.custom_rollout = None
+        else:
+            vocabulary_size = self.model.get_input_embeddings().weight.shape[0]
+            self.custom_rollout = CustomRollout(rollout_func, self, vocabulary_size)
         self.generation_config = generation_config(
             args,
             pad_token_id=self.processing_class.pad_token_id,
@@ -223,6 +222,7 @@ class PolicyTrainer(Updating, KnownNames):
     ) -> tuple[list[dict[str, Any]], UpdateSize | None]:
         """The micro-batches of one update and their size, the one denominator of every reduction."""
         start = time.perf_counter()
+        self.model.train()  # as in the update itself, whatever an evaluation left behind
         self._load_rng_state(self._random_state_due)
         batches = [self._next_micro_batch(step) for step in islice(epoch_iterator, num_batches)]
         self._update_seconds += time.perf_counter() - start
@@ -230,8 +230,10 @@ class PolicyTrainer(Updating, KnownNames):
 
     def _next_micro_batch(self, step: Any) -> dict[str, Any]:
         """Micro-step `step` of the epoch, from the queue; a number, or rows if a subclass brings its own loader."""
+        generation, phase = divmod(step if isinstance(step, int) else 0, self.args.micro_steps_per_generation)
+        if isinstance(step, int) and phase == 0:
+            self._queue.clear()  # of an epoch that was stopped early
         if not self._queue:
-            generation, phase = divmod(step if isinstance(step, int) else 0, self.args.micro_steps_per_generation)
             rows = self.rows_of(generation) if isinstance(step, int) else step
             slices = self._collect_slices(rows)
             # A run that resumes inside a generation collects it anew and goes on with the slice it had reached.
@@ -274,9 +276,10 @@ class PolicyTrainer(Updating, KnownNames):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's loop, with the metrics of the sampled completions beside its loss."""
+        prefix = self._eval_prefix = kwargs.get("metric_key_prefix", "eval")
+        self.completion_logs["eval"] = CompletionLog(self.args.generation_batch_size)
         self._rows_evaluated = 0
         output = super().evaluation_loop(*args, **kwargs)
-        prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics.update({f"{prefix}_{key}": value for key, value in self.metrics.take("eval").items()})
         return output._replace(num_samples=self._rows_evaluated)
 

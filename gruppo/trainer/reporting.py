@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
+from gruppo.policy.adapters import is_peft_model, reload_trained_adapter
 from gruppo.policy.loading import model_name as name_of
 from gruppo.trainer.card import model_card
 from gruppo.trainer.completions import (
@@ -23,6 +24,7 @@ class Reporting(Trainer):
     """The part of the trainer that reports."""
 
     mode: str
+    _eval_prefix = "eval"  # of the evaluation set at hand: eval, or eval_<name> when there are several
     algorithm: str
     metrics: MetricStore
     completion_logs: dict[str, CompletionLog]
@@ -57,7 +59,7 @@ class Reporting(Trainer):
             extra=columns["extra"],
         )
         table = log.table(step)
-        suffix = "" if self.mode == "train" else "_eval"
+        suffix = "" if self.mode == "train" else f"_{self._eval_prefix}"
         write_parquet(table, self.completions_folder / f"completions{suffix}_{step:05d}.parquet")
         log_to_trackers(self.args.report_to, table, self.args.log_unique_prompts)
 
@@ -83,6 +85,12 @@ class Reporting(Trainer):
         if self.args.should_save and folder.exists():
             self.entropy_control.save(folder)
             self.create_model_card(output_dir=folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        policy = self.accelerator.unwrap_model(model or self.model)
+        if is_peft_model(policy):
+            reload_trained_adapter(policy, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -23,6 +23,17 @@ def reject_unavailable(**features: Any) -> None:
             raise NotImplementedError(f"`{name}` is not available yet; leave it out.")
 
 
+def check_config(args: Any, config_class: Any) -> None:
+    """The settings must be those of the trainer at hand."""
+    if not isinstance(args, config_class):
+        raise TypeError(f"args must be a {config_class.__name__}, not {type(args).__name__}.")
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"{args.n_gpu} GPUs are visible to one process. Launch one process per GPU (accelerate launch or "
+            "torchrun), or set CUDA_VISIBLE_DEVICES to one of them."
+        )
+
+
 def reject_unused_hooks(trainer: Any, base: type) -> None:
     """Raise for overridden methods that are never called here."""
     for name in UNUSED_HOOKS:

@@ -132,6 +132,15 @@ def test_trim_keeps_a_multiple_but_never_grows(multiple, width):
     assert trim(batch_of([1, 3], [1, 3]), multiple)["prompt_ids"].shape == (2, width)
 
 
+def test_trim_keeps_what_is_behind_a_hole_in_a_mask():
+    full = batch_of([3, 4], [2, 3])
+    full["completion_mask"][:, :2] = 0
+    full["prompt_mask"][:, -1] = 0
+    cut = trim(full)
+    assert cut["completion_mask"].tolist() == [[0, 0, 1, 0], [0, 0, 1, 1]]
+    assert cut["prompt_mask"].tolist() == [[0, 1, 0], [1, 1, 0]]
+
+
 def test_trim_leaves_a_column_for_rows_that_are_all_masked():
     assert trim(batch_of([0, 0], [1, 1]))["completion_ids"].shape == (2, 1)
 

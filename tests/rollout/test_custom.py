@@ -207,3 +207,12 @@ def test_a_trainer_takes_masks_and_extra_fields_from_it(tmp_path):
     assert batch.loss_mask_BT.sum() == 8
     assert batch.sampling_per_token_logps.tolist() == [[-0.5] * 4] * 4
     assert [round(a, 3) for a in batch.advantages.tolist()] == [-0.707, 0.707, -0.707, 0.707]
+
+
+def test_a_token_outside_the_vocabulary_is_named():
+    def far(prompts, trainer):
+        return {"prompt_ids": [[5]] * len(prompts), "completion_ids": [[7, 101]] * len(prompts), "logprobs": None}
+
+    with pytest.raises(RolloutError, match="token id 101 in row 0.* 101 tokens"):
+        CustomRollout(far, None, vocabulary_size=101)(["p"])
+    assert CustomRollout(far, None, vocabulary_size=102)(["p"])[1][0].ids == [7, 101]

@@ -153,7 +153,6 @@ class StopEpoch(TrainerCallback):
         control.should_epoch_stop = state.global_step == 1
 
 
-@pytest.mark.xfail(strict=True, reason="core: slices of an epoch that was stopped are used in the next one")
 def test_an_epoch_that_a_callback_stops_leaves_nothing_behind(tmp_path: Path) -> None:
     settings = {"steps_per_generation": 2, "shuffle_dataset": False, "max_steps": -1, "num_train_epochs": 2}
     trainer = run(tmp_path, callbacks=[StopEpoch()], **settings)

@@ -27,7 +27,6 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 # ---- methods
 
 
-@pytest.mark.xfail(strict=True, reason="collecting: what log_extra fills is only made in _calculate_rewards itself")
 @BOTH
 def test_calculate_rewards_may_be_replaced(trainer_class: Any, tmp_path: Path) -> None:
     class OwnRewards(trainer_class):  # type: ignore[misc]
@@ -385,7 +384,6 @@ def test_attributes_of_grpo_alone(tmp_path: Path) -> None:
     assert trainer.ref_model is None
 
 
-@pytest.mark.xfail(strict=True, reason="core: model.training is False while a first generation is collected")
 def test_metrics_of_a_subclass_are_logged_in_their_mode(tmp_path: Path) -> None:
     """Subclasses read the mode from the model, which comes from from_pretrained, or an evaluation, in eval mode."""
 

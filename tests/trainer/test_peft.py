@@ -132,12 +132,7 @@ def test_plain_peft_loads_a_checkpoint(trainer_class: Any, kind: str, tmp_path: 
         assert {n: w.tolist() for n, w in adapter(loaded).items()} == {n: w.tolist() for n, w in trained.items()}
 
 
-LOST = pytest.mark.xfail(
-    strict=True, reason="reporting: Trainer resumes `ref`, in a folder of its own, but not `default`"
-)
-
-
-@pytest.mark.parametrize(("kind", "beta"), [("config", 0.1), ("model", 0.0), pytest.param("model", 0.1, marks=LOST)])
+@pytest.mark.parametrize(("kind", "beta"), [("config", 0.1), ("model", 0.0), ("model", 0.1)])
 def test_a_resumed_run_goes_on_with_the_trained_adapter(kind: str, beta: float, tmp_path: Path) -> None:
     settings = {"beta": beta, "learning_rate": 0.1, "max_steps": 3, "optim": "sgd"}
     straight = run(tmp_path, **policy_of(kind), callbacks=[SaveAt(2)], **settings)
@@ -159,14 +154,12 @@ def test_modules_that_are_trained_in_full_are_part_of_the_reference(tmp_path: Pa
         assert logps == pytest.approx(slow_scores(start, prompt, ids)[0], abs=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="policy.adapters: the copy is made of the adapter called `default` only")
 def test_an_adapter_of_another_name(tmp_path: Path) -> None:
     trainer = run(tmp_path, model=adapted(name="policy"), beta=0.1, max_steps=2, learning_rate=0.1)
     assert logs(trainer)[1]["kl"] > 1e-6
     assert trainer.model.active_adapter == "policy"
 
 
-@pytest.mark.xfail(strict=True, reason="policy.adapters: a second trainer on the same PeftModel cannot add `ref`")
 def test_a_second_trainer_takes_the_adapter_as_it_is_then(tmp_path: Path) -> None:
     model = adapted()
     run(tmp_path, model=model, beta=0.1, max_steps=2, learning_rate=0.1)

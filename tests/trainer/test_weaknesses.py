@@ -63,7 +63,6 @@ def test_2_a_micro_batch_is_no_wider_than_its_rows(tmp_path: Path) -> None:
     assert {longest for _, longest in widths} >= {1, 2, 28, 18}
 
 
-@pytest.mark.xfail(strict=True, reason="data.collate: trim counts the mask's ones instead of finding its last one")
 def test_2_trimming_keeps_tokens_behind_a_hole_in_the_mask(tmp_path: Path) -> None:
     """A subclass may take single tokens out of the loss."""
     seen: list[Tensor] = []

@@ -1,0 +1,40 @@
+"""What the README shows is true: its code runs, its numbers are those of the result files."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.readme import fill
+from gruppo.demo import EXAMPLE
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_table_holds_the_committed_results() -> None:
+    assert fill(README) == README, "run `python benchmarks/readme.py`"
+
+
+def test_the_snippet_is_the_demo_example() -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert snippet.strip() == EXAMPLE.strip()
+    assert len([line for line in snippet.splitlines() if line.strip()]) <= 12
+
+
+@pytest.mark.medium
+def test_the_snippet_prints_what_the_readme_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(EXAMPLE, "README", "exec"), {})
+    printed = re.search(r"held-out accuracy: ([\d.]+) -> ([\d.]+)", capsys.readouterr().out)
+    shown = re.search(r"held-out accuracy: ([\d.]+) -> ([\d.]+)", README)
+    assert printed is not None
+    assert shown is not None
+    assert float(printed[1]) == pytest.approx(float(shown[1]), abs=0.005)
+    assert float(printed[2]) == pytest.approx(float(shown[2]), abs=0.05)
+
+
+@pytest.mark.parametrize("target", re.findall(r"\]\(([^)]+)\)", README))
+def test_links_lead_somewhere(target: str) -> None:
+    assert (Path(__file__).parents[1] / target).exists()
