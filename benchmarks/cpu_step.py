@@ -3,7 +3,7 @@
     make bench-peers
     .venv-peers/bin/python benchmarks/cpu_step.py --out benchmarks/results/cpu_step.json
 
-Both run the demo's training (model, task, settings, all steps) on the CPU, in turns, so that a busy machine slows both.
+Both run the demo's training (model, task, settings, all steps) on the CPU, in turns: a busy machine slows both.
 Ratios are of medians over steps: of wall seconds, and of processor seconds, which other work on the machine hardly
 changes.
 """

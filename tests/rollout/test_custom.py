@@ -213,6 +213,6 @@ def test_a_token_outside_the_vocabulary_is_named():
     def far(prompts, trainer):
         return {"prompt_ids": [[5]] * len(prompts), "completion_ids": [[7, 101]] * len(prompts), "logprobs": None}
 
-    with pytest.raises(RolloutError, match="token id 101 in row 0.* 101 tokens"):
+    with pytest.raises(RolloutError, match=r"token id 101 in row 0.* 101 tokens"):
         CustomRollout(far, None, vocabulary_size=101)(["p"])
     assert CustomRollout(far, None, vocabulary_size=102)(["p"])[1][0].ids == [7, 101]

@@ -151,8 +151,11 @@ def test_each_of_several_eval_sets_keeps_its_completions(tmp_path: Path) -> None
     halves = {"low": prompts(4).select([0, 1]), "high": prompts(4).select([2, 3])}
     trainer = make(tmp_path, eval_dataset=halves, per_device_eval_batch_size=4, **SHOW)
     trainer.evaluate()
-    found = {p for path in (tmp_path / "completions").iterdir() for p in read(path)["prompt"]}
-    assert found == {"p0:", "p1:", "p2:", "p3:"}
+    found = {path.name: sorted(set(read(path)["prompt"])) for path in (tmp_path / "completions").iterdir()}
+    assert found == {
+        "completions_eval_low_00000.parquet": ["p0:", "p1:"],
+        "completions_eval_high_00000.parquet": ["p2:", "p3:"],
+    }
 
 
 def test_extra_columns(tmp_path: Path) -> None:

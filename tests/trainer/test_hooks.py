@@ -154,6 +154,25 @@ def test_compute_loss_may_be_extended(trainer_class: Any, tmp_path: Path) -> Non
         assert difference({n: 2 * w for n, w in plain.items()}, doubled) < 1e-6
 
 
+@BOTH
+def test_checkpointing_does_not_change_the_update(trainer_class: Any, tmp_path: Path) -> None:
+    settings = {**SGD, "beta": 0.1, "num_iterations": 2, "max_steps": 2, "learning_rate": 0.1}
+    plain = update_of(make(tmp_path, trainer_class, **settings))
+    saved = update_of(make(tmp_path, trainer_class, gradient_checkpointing=True, **settings))
+    assert difference(plain, saved) < 1e-7
+
+
+@BOTH
+def test_mixed_precision_is_the_same_in_all_passes(trainer_class: Any, tmp_path: Path) -> None:
+    """Sampling policy, reference and loss agree to the bit at the first update."""
+    trainer = run(tmp_path, trainer_class, bf16=True, beta=0.1, num_iterations=2, max_steps=2)
+    first = logs(trainer)[0]
+    assert first["kl"] == 0.0
+    assert first["clip_ratio/region_mean"] == 0.0
+    assert first["grad_norm"] > 0
+    assert trainer.model.dtype == torch.float32
+
+
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     """Written from the dict of tensors and the scoring hook, as it has always been done."""
 

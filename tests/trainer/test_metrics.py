@@ -156,6 +156,20 @@ def test_a_log_averages_what_came_since_the_last_one(tmp_path: Path) -> None:
     assert [log["reward"] for log in logs(trainer, "reward")] == [2.0, 7.0]
 
 
+def test_values_that_are_not_known_are_left_out_of_the_average(tmp_path: Path) -> None:
+    """One score has no deviation; a key without any known value is logged as None."""
+    rounds = iter([[2.0, None, None, None], [1.0, 3.0, None, None], [4.0, None, None, None]])
+
+    def sparse(completions: Sequence[str], **kwargs: Any) -> list[float | None]:
+        return next(rounds)
+
+    trainer = stored_run(tmp_path, rewards=sparse, max_steps=3, logging_steps=2)
+    both, last = logs(trainer, "reward")
+    assert both["reward_std"] == both["rewards/sparse/std"] == pytest.approx(std([1.0, 3.0]))
+    assert both["reward"] == pytest.approx(mean([2.0, 2.0]))
+    assert last["reward_std"] is None
+
+
 def test_the_share_of_truncated_prompts(tmp_path: Path) -> None:
     dataset = Dataset.from_dict({"prompt": ["abc", "abcdef"]})
     log = logs(run(tmp_path, dataset=dataset, max_prompt_length=4, max_steps=1))[0]
@@ -357,16 +371,25 @@ def test_sapo_has_no_clip_ratio(tmp_path: Path) -> None:
 # ---- the entropy bonus
 
 
-@pytest.mark.parametrize(("loss_type", "per_update"), [("dapo", 2), ("grpo", 1)])
-def test_policy_loss_is_the_loss_without_the_bonus(loss_type: str, per_update: int, tmp_path: Path) -> None:
-    """Of a micro-batch: dapo's are parts of the update's loss and add up to it, grpo's are averaged."""
+class Lifted(RecordedGRPO):
+    """Advantages that do not cancel, so that the loss is not 0."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        tensors = super()._generate_and_score_completions(inputs)
+        tensors["advantages"] = tensors["advantages"] + 1.0
+        return tensors
+
+
+@pytest.mark.parametrize(("loss_type", "parts"), [("dapo", 2), ("grpo", 1), ("bnpo", 1), ("luspo", 1)])
+def test_policy_loss_is_the_loss_without_the_bonus(loss_type: str, parts: int, tmp_path: Path) -> None:
+    """Of a micro-batch: dapo's are parts of the update's loss and add up to it, the others are averaged."""
     settings = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "loss_type": loss_type}
-    rewards = {"rewards": [first, spread]}
-    log = logs(stored_run(tmp_path, entropy_coef=0.1, **settings, **rewards))[0]
-    plain = logs(stored_run(tmp_path, **settings, **rewards))[0]
+    log = logs(stored_run(tmp_path, Lifted, entropy_coef=0.1, **settings))[0]
+    plain = logs(stored_run(tmp_path, Lifted, **settings))[0]
+    assert abs(plain["loss"]) > 0.5
     assert "policy_loss" not in plain
-    assert per_update * log["policy_loss"] == pytest.approx(plain["loss"], abs=1e-6)
-    assert log["loss"] == pytest.approx(per_update * log["policy_loss"] - 0.1 * log["entropy"], abs=1e-4)
+    assert parts * log["policy_loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert log["loss"] == pytest.approx(parts * log["policy_loss"] - 0.1 * log["entropy"], rel=1e-4)
     assert log["entropy_coef"] == 0.1
     assert "entropy_coef" not in plain
 

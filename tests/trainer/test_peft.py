@@ -1,15 +1,17 @@
 """Adapters: what is trained, what the reference is, and what a checkpoint holds."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
 from gruppo import GRPOTrainer, RLOOTrainer
-from tests.helpers import prompts, tiny_model
+from tests.helpers import length_reward, prompts, tiny_model
 from tests.trainer.runs import RecordedGRPO, RecordedRLOO, SaveAt, logs, make, run, slow_scores
 
 peft = pytest.importorskip("peft")
@@ -144,6 +146,40 @@ def test_a_resumed_run_goes_on_with_the_trained_adapter(kind: str, beta: float, 
         for name, weight in adapter(straight.model, "ref").items():
             assert torch.equal(adapter(resumed.model, "ref")[name], weight), name
         assert not any(w.requires_grad for n, w in resumed.model.named_parameters() if ".ref." in n)
+
+
+@pytest.mark.parametrize("kind", ["config", "model"])
+def test_the_best_adapter_is_loaded_at_the_end(kind: str, tmp_path: Path) -> None:
+    adapters: dict[int, dict[str, Tensor]] = {}
+
+    class Snapshots(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            adapters[state.global_step] = adapter(model)
+
+    def staged(completions: Sequence[str], trainer_state: Any, **kwargs: Any) -> list[float]:
+        in_evaluation = len(completions) == 2
+        return [float(trainer_state.global_step == 2)] * 2 if in_evaluation else length_reward(list(completions))
+
+    trainer = run(
+        tmp_path,
+        **policy_of(kind),
+        rewards=staged,
+        callbacks=[Snapshots()],
+        beta=0.1,
+        eval_dataset=prompts(1),
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_reward",
+        per_device_eval_batch_size=2,
+        max_steps=3,
+        learning_rate=0.1,
+    )
+    final = adapter(trainer.model)
+    assert all(torch.equal(final[name], weight) for name, weight in adapters[2].items())
+    assert not all(torch.equal(final[name], weight) for name, weight in adapters[3].items())
 
 
 def test_modules_that_are_trained_in_full_are_part_of_the_reference(tmp_path: Path) -> None:
