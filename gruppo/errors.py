@@ -9,7 +9,7 @@ The policy:
 
 1. A user's mistake raises at construction, with the offending value and the fix in the message.
 2. An unfinished or unscorable completion is data: it is counted in the metrics and training goes on.
-3. Everything else propagates. There is no broad `except` outside the reward runner and the rollout loop.
+3. Everything else propagates; nothing is caught broadly.
 """
 
 __all__ = ["ConfigError", "DataError", "RewardError", "RolloutError"]

@@ -1,9 +1,10 @@
 """The nouns of a training step, in the order in which they appear.
 
-    SampleRequest ─► Completion ─► Rollout ─► TrainBatch
-    (what to sample) (what came back) (one scored row) (padded tensors of many rows)
+    Prompt ─► SampleRequest ─► Completion ─► Rollout ─► TrainBatch
+    (a row)   (what to sample) (what came back) (both, decoded) (padded tensors of many rows)
 
-Shape suffixes used throughout: P prompts, G completions per prompt, B = P·G rows, T completion tokens, R rewards.
+Shape suffixes used throughout: P prompts, G completions per prompt, B = P·G rows, T completion tokens, R rewards; N
+rows of all processes together where that matters.
 """
 
 from collections.abc import Mapping, Sequence

@@ -69,6 +69,17 @@ def sharp(model: Any, factor: float = 8.0) -> Any:
     return model
 
 
+def in_double(model: Any) -> Any:
+    """The model in float64 throughout: transformers' own norms would round to float32 on the way."""
+    for parent in list(model.modules()):
+        for name, norm in list(parent.named_children()):
+            if type(norm).__name__ == "LlamaRMSNorm":
+                exact = torch.nn.RMSNorm(norm.weight.shape[0], eps=norm.variance_epsilon)
+                exact.weight.data.copy_(norm.weight.data)
+                setattr(parent, name, exact)
+    return model.double()
+
+
 def prompts(count: int = 16, **columns: Any) -> Dataset:
     """Plain prompts `p0:` … with the columns `answer` and whatever is given."""
     return Dataset.from_dict(

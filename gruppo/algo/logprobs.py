@@ -36,9 +36,9 @@ def selective_log_softmax(
     return out.squeeze(-1) if one_per_row else out
 
 
-def entropy_from_logits(logits: Tensor, chunk_size: int = _CHUNK) -> Tensor:
-    """Entropy in nats of softmax(logits), `chunk_size` rows at a time: logits (…, V), result (…)."""
-    return cast(Tensor, _Entropy.apply(logits, chunk_size))
+def entropy_from_logits(logits: Tensor, chunk_size: int = _CHUNK, temperature: float = 1.0) -> Tensor:
+    """Entropy in nats of softmax(logits / temperature), `chunk_size` rows at a time: logits (…, V), result (…)."""
+    return cast(Tensor, _Entropy.apply(logits, chunk_size, temperature))
 
 
 class _SelectiveLogSoftmax(torch.autograd.Function):
@@ -70,12 +70,12 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
 
 class _Entropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, chunk_size: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, chunk_size: int, temperature: float) -> Tensor:
         out = logits.new_empty((*logits.shape[:-1], 1))
         for x, o in _blocks(chunk_size, logits, out):
-            o.copy_(_surprise(x)[1])
+            o.copy_(_surprise(x, temperature)[1])
         ctx.save_for_backward(logits)
-        ctx.chunk_size = chunk_size
+        ctx.chunk_size, ctx.temperature = chunk_size, temperature
         return out.squeeze(-1)
 
     @staticmethod
@@ -84,15 +84,15 @@ class _Entropy(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         for x, g, into in _blocks(ctx.chunk_size, logits, grads[0].unsqueeze(-1), grad_logits):
-            surprise, entropy, p = _surprise(x)
-            block = p.mul_(surprise.sub_(entropy)).mul_(widen(g))
+            surprise, entropy, p = _surprise(x, ctx.temperature)
+            block = p.mul_(surprise.sub_(entropy)).mul_(widen(g) / ctx.temperature)
             into.copy_(block.masked_fill_(g == 0, 0.0))
-        return grad_logits, None
+        return grad_logits, None, None
 
 
-def _surprise(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _surprise(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """−log p with 0 for an impossible token (it adds nothing to the entropy), the entropy, and p."""
-    log_p = widen(logits).log_softmax(-1)
+    log_p = (widen(logits) / temperature).log_softmax(-1)
     p = log_p.exp()
     surprise = log_p.neg_().masked_fill_(p == 0, 0.0)
     return surprise, (p * surprise).sum(-1, keepdim=True), p

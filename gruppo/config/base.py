@@ -61,7 +61,7 @@ class PolicyConfig(
         resolve_aliases(self)
         check_json(self, self._VALID_DICT_FIELDS)
         if self.bf16 is None:
-            # On a machine without an accelerator float32 is the default rather than an error.
+            # Without an accelerator bfloat16 must be asked for by use_cpu=True; float32 is the default there.
             self.bf16 = not self.fp16 and (self.use_cpu or is_torch_bf16_gpu_available())
         if isinstance(self.pad_to_multiple_of, str):
             spelled = self.pad_to_multiple_of.lower()
@@ -104,6 +104,17 @@ class PolicyConfig(
         validate.check_sampling(self)
         validate.check_batches(self)
         validate.check_objective(self)
+
+    @property
+    def upper_clip(self) -> float:
+        """Upper clip width: epsilon_high, or epsilon where that is not set."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def eval_group_size(self) -> int:
+        """Completions per prompt in evaluation."""
+        assert self.num_generations is not None
+        return self.num_generations_eval or self.num_generations
 
     @property
     def micro_steps_per_generation(self) -> int:

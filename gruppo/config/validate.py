@@ -34,7 +34,6 @@ NOT_YET = {
     "transformers_continuous_batching_config": "continuous batching",
     "ds3_gather_for_generation": "DeepSpeed ZeRO-3",
     "max_tool_calling_iterations": "tools",
-    "router_aux_loss_coef": "mixture-of-experts models",
     "cast_lm_head_to_fp32": "a float32 head",
     "log_multimodal": "vision-language models",
 }

@@ -128,6 +128,20 @@ def sample_rows(dataset: Any, size: int = 256) -> list[Mapping[str, Any]]:
     return [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // size))]
 
 
+# Names under which reward functions get something of their own; a column of that name could not reach them.
+REWARD_ARGUMENTS = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
+
+
+def reject_reserved_columns(row: Mapping[str, Any]) -> None:
+    """Raise for columns that collide with an argument of every reward function."""
+    for column in REWARD_ARGUMENTS:
+        if column in row:
+            raise DataError(
+                f"The dataset has a column `{column}`, but reward functions get something else under that name. "
+                "Rename the column."
+            )
+
+
 def check_prompts(rows: Sequence[Mapping[str, Any]], encoder: PromptEncoder | None) -> None:
     """Read and encode some rows of a dataset, so that bad ones are found before the run starts.
 
@@ -136,5 +150,6 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], encoder: PromptEncoder | No
     for row in rows:
         require_prompt(row)
         reject_images(row)
+        reject_reserved_columns(row)
     if encoder is not None:
         encoder(rows)

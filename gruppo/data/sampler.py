@@ -127,14 +127,15 @@ class IterableStream:
         self.prompts, self.group_size = prompts, group_size
         self.rank, self.world = rank, world
         self._next_generation = 0
+        self._chunk: list[Row] = []
         self._passes = 0
         self._iterator: Iterator[Row] = iter(())
 
     def rows(self, epoch: int, generation: int) -> list[Row]:
         while self._next_generation <= generation:  # a resumed run reads past what it has already seen
-            chunk = self._next_chunk()
+            self._chunk = self._next_chunk()
             self._next_generation += 1
-        repeated = [row for row in chunk for _ in range(self.group_size)]
+        repeated = [row for row in self._chunk for _ in range(self.group_size)]
         return split_for_rank(repeated, self.rank, self.world)
 
     def _next_chunk(self) -> list[Row]:

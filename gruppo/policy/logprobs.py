@@ -1,6 +1,5 @@
 """Log-probs and entropies of completions under a model: padded rows, a full vector of logits for every position."""
 
-import inspect
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gruppo.algo.logprobs import entropy_from_logits, selective_log_softmax
+from gruppo.policy.prefix import SharedPrompts, forward_arguments, position_ids
 
 
 class TokenScores(NamedTuple):
@@ -16,11 +16,6 @@ class TokenScores(NamedTuple):
 
     logps_BT: Tensor
     entropy_BT: Tensor | None
-
-
-def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions as if each row stood alone: padding on the left does not count."""
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def score_tokens(
@@ -31,26 +26,38 @@ def score_tokens(
     *,
     temperature: float = 1.0,
     batch_size: int | None = None,
-    by_length: bool = True,
+    shortcuts: bool = True,
     entropy: bool = False,
     entropy_gradient: bool = False,
 ) -> TokenScores:
     """Score the last `logits_to_keep` tokens of each row under the tempered distribution of the model.
 
-    Rows are run in pieces, each as wide as its longest row: at most `batch_size` rows at a time, and rows of similar
-    length together unless `by_length` is off. Positions that the mask excludes score exactly 0.
+    Rows are run in pieces of at most `batch_size`. With `shortcuts`, rows of similar length share a piece and rows of
+    one prompt share its encoding; without them, every row is run in full (the slow twin). Positions that the mask
+    excludes score exactly 0.
     """
     prompt_width = input_ids.shape[1] - logits_to_keep
     prompts = _used_columns(attention_mask[:, :prompt_width].flip(1))
     completions = _used_columns(attention_mask[:, prompt_width:])
-    pieces = _pieces(prompts, completions, batch_size, by_length, input_ids.device.type)
+    pieces = _pieces(prompts, completions, batch_size, shortcuts, input_ids.device.type)
+    padding = prompt_width - max(prompts)
+    input_ids, attention_mask, prompt_width = input_ids[:, padding:], attention_mask[:, padding:], max(prompts)
+    shared = None
+    if shortcuts:
+        shared = SharedPrompts.encode(model, input_ids[:, :prompt_width], attention_mask[:, :prompt_width])
     logps, entropies = [], []
     for rows in pieces:
         index = torch.tensor(rows, device=input_ids.device)
         width = max(1, max(completions[row] for row in rows))
-        used = slice(prompt_width - max(prompts[row] for row in rows), prompt_width + width)
-        scores = _score_rows(
-            model, input_ids[index, used], attention_mask[index, used], width, temperature, entropy, entropy_gradient
+        used = slice(0 if shared else prompt_width - max(prompts[row] for row in rows), prompt_width + width)
+        logits = _logits(model, input_ids[index, used], attention_mask[index, used], width, shared, index)
+        scores = _scores(
+            logits,
+            input_ids[index, prompt_width : prompt_width + width],
+            attention_mask[index, prompt_width : prompt_width + width].bool(),
+            temperature,
+            entropy,
+            entropy_gradient,
         )
         logps.append(functional.pad(scores.logps_BT, (0, logits_to_keep - width)))
         if scores.entropy_BT is not None:
@@ -90,38 +97,37 @@ def _pieces(
     return min((cut(n) for n in (fewest, 2 * fewest, 4 * fewest) if n <= len(order)), key=cost)
 
 
-def _score_rows(
+def _logits(
     model: nn.Module,
     input_ids: Tensor,
     attention_mask: Tensor,
-    logits_to_keep: int,
-    temperature: float,
-    entropy: bool,
-    entropy_gradient: bool,
-) -> TokenScores:
-    accepted = _forward_arguments(model)
-    kwargs: dict[str, Any] = {"attention_mask": attention_mask}
+    width: int,
+    shared: SharedPrompts | None,
+    index: Tensor,
+) -> Tensor:
+    """Logits that predict the last `width` tokens: those of the positions before them."""
+    accepted = forward_arguments(model)
+    kwargs: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": shared is not None}
     if "position_ids" in accepted:
         kwargs["position_ids"] = position_ids(attention_mask)
     if "logits_to_keep" in accepted:
         # One more than the completion: its first token is predicted from the prompt's last position.
-        kwargs["logits_to_keep"] = logits_to_keep + 1
-    logits = model(input_ids=input_ids, use_cache=False, **kwargs).logits
-    logits = logits[:, -logits_to_keep - 1 : -1]
-    mask = attention_mask[:, -logits_to_keep:].bool()
-    logps = selective_log_softmax(logits, input_ids[:, -logits_to_keep:], temperature=temperature)
+        kwargs["logits_to_keep"] = width + 1
+    if shared is not None:
+        # Only the prompt's last token and the completion are left to run.
+        input_ids = input_ids[:, -width - 1 :]
+        kwargs["position_ids"] = kwargs["position_ids"][:, -width - 1 :]
+        kwargs["past_key_values"] = shared.for_rows(index)
+    logits: Tensor = model(input_ids=input_ids, **kwargs).logits
+    return logits[:, -width - 1 : -1]
+
+
+def _scores(
+    logits: Tensor, tokens: Tensor, mask: Tensor, temperature: float, entropy: bool, entropy_gradient: bool
+) -> TokenScores:
+    logps = selective_log_softmax(logits, tokens, temperature=temperature)
     entropies = None
     if entropy:
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropies = entropy_from_logits(logits / temperature).masked_fill(~mask, 0.0)
+            entropies = entropy_from_logits(logits, temperature=temperature).masked_fill(~mask, 0.0)
     return TokenScores(logps.masked_fill(~mask, 0.0), entropies)
-
-
-def _forward_arguments(model: Any) -> set[str]:
-    # A wrapper (DDP, an adapter, accelerate's autocast) hides the signature of the model inside.
-    inner = model
-    while hasattr(inner, "module") or hasattr(inner, "_orig_mod"):
-        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
-    if hasattr(inner, "get_base_model"):
-        inner = inner.get_base_model()
-    return set(inspect.signature(type(inner).forward).parameters)

@@ -26,11 +26,13 @@ LARGEST = torch.finfo(torch.float32).max  # rewards are kept in float32
 
 
 @dataclass(frozen=True)
-class Scored:
+class RewardInputs:
     """What reward functions are shown, one entry per completion of this process.
 
     Example:
-        Scored(rows=[{"prompt": "2+2=", "answer": "4"}], prompts=["2+2="], completions=[" 4"], completion_ids=[[4, 2]])
+        RewardInputs(
+            rows=[{"prompt": "2+2=", "answer": "4"}], prompts=["2+2="], completions=[" 4"], completion_ids=[[4, 2]]
+        )
     """
 
     rows: Sequence[dict[str, Any]]
@@ -133,7 +135,7 @@ class RewardRunner:
         self.timer = timer
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def score(self, batch: Scored, **shared: Any) -> Tensor:
+    def score(self, batch: RewardInputs, **shared: Any) -> Tensor:
         """Rewards (B, R) in float32, NaN where a function abstained. `shared` goes to every function."""
         kwargs = {
             **batch.columns(),
@@ -161,7 +163,7 @@ class RewardRunner:
         self._warn_unscorable(rewards_BR, batch)
         return rewards_BR
 
-    def _score_with_model(self, model: nn.Module, tokenizer: Any, batch: Scored) -> list[float]:
+    def _score_with_model(self, model: nn.Module, tokenizer: Any, batch: RewardInputs) -> list[float]:
         texts = [
             scored_text(tokenizer, prompt, completion, self.chat_template_kwargs)
             for prompt, completion in zip(batch.prompts, batch.completions, strict=True)
@@ -183,7 +185,7 @@ class RewardRunner:
 
         return asyncio.run_coroutine_threadsafe(all_of_them(), self._loop).result()
 
-    def _warn_unscorable(self, rewards_BR: Tensor, batch: Scored) -> None:
+    def _warn_unscorable(self, rewards_BR: Tensor, batch: RewardInputs) -> None:
         unscorable = rewards_BR.isnan().all(dim=1).nonzero()
         if len(unscorable):
             i = int(unscorable[0])

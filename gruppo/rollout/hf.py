@@ -1,17 +1,16 @@
 """Sampling with transformers' own `generate`."""
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from gruppo.data.collate import pad
 from gruppo.errors import RolloutError
-from gruppo.policy.logprobs import position_ids
+from gruppo.policy.modes import sampling_mode
+from gruppo.policy.prefix import can_continue_from_cache, position_ids
 from gruppo.types import Completion, SampleRequest, StopReason
 
 
@@ -33,19 +32,6 @@ def generation_config(args: Any, *, pad_token_id: int, bos_token_id: int | None,
         "disable_compile": True,
     }
     return GenerationConfig(**(settings | (args.generation_kwargs or {})))
-
-
-@contextmanager
-def sampling_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients: no dropout, no checkpointing. Every module's mode comes back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 class TransformersBackend:
@@ -114,10 +100,7 @@ class TransformersBackend:
     def _can_share(self, policy: Any) -> bool:
         config = self.config
         plain = config.cache_implementation is None and config.num_beams in (None, 1) and config.use_cache
-        base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-        accepted = inspect.signature(type(base).forward).parameters
-        known = {"past_key_values", "position_ids", "logits_to_keep"} <= set(accepted)
-        return bool(self.share_prefill and plain and known and not getattr(base, "_is_stateful", False))
+        return bool(self.share_prefill and plain and can_continue_from_cache(policy))
 
     def _completion(self, ids: list[int]) -> Completion:
         """Cut after the first end-of-sequence token; what follows is padding."""

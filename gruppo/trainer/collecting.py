@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from gruppo.data.responses import decode
 from gruppo.errors import RewardError, RolloutError
 from gruppo.policy.adapters import reference_policy
 from gruppo.policy.logprobs import score_tokens
-from gruppo.rewards.runner import RewardRunner, Scored
+from gruppo.policy.modes import sampling_mode
+from gruppo.rewards.runner import RewardInputs, RewardRunner
 from gruppo.rollout.base import RolloutBackend, group_requests
 from gruppo.rollout.custom import CustomRollout
-from gruppo.rollout.hf import sampling_mode
 from gruppo.trainer.feeding import Feeding
 from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics
 from gruppo.trainer.profiling import profiling_context
@@ -44,9 +45,11 @@ class Collecting(Feeding):
     reward_weights: Tensor
     ref_model: nn.Module | None
     eos_token_ids: list[int]
+    beta: float
+    scoring_shortcuts = True  # score rows of one prompt and of similar length together; False is the slow twin
 
-    def estimate_advantages(self, rewards_BR: Tensor, group_size: int, kl_penalty_B: Tensor | None) -> Advantages:
-        """Rewards of whole groups to advantages; the two trainers differ here."""
+    def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
+        """Rewards of whole groups, of all processes, to advantages; the two trainers differ here."""
         raise NotImplementedError
 
     def timer(self, name: str) -> AbstractContextManager[None]:
@@ -55,21 +58,19 @@ class Collecting(Feeding):
     @property
     def group_size(self) -> int:
         """G in the current mode."""
-        if self.mode == "eval" and self.args.num_generations_eval:
-            return int(self.args.num_generations_eval)
-        return int(self.args.num_generations)
+        return int(self.args.num_generations if self.mode == "train" else self.args.eval_group_size)
 
     @torch.no_grad()
     def collect(self, rows: Sequence[Row]) -> TrainBatch:
         """Sample a completion for each row, score it, and compare it with its group."""
         rollouts = self.rollout(rows)
-        batch, truncated = self.to_tensors(rollouts)
-        self._log_lengths(rollouts, truncated)
-        batch, kl_penalty_B = self.add_logps(batch)
-        rewards_BR = self.reward(rollouts)
-        advantages = self.estimate_advantages(rewards_BR, self.group_size, kl_penalty_B)
+        self._log_lengths(rollouts)
+        batch = self.to_tensors(rollouts)
+        kl_penalty_N = self.add_logps(batch)
+        rewards_NR = self.reward(rollouts)
+        advantages = self.estimate_advantages(rewards_NR, self.group_size, kl_penalty_N)
         batch.advantages = own_rows(self.accelerator, advantages.advantages_B, len(batch)).float()
-        self._log_rewards(rollouts, rewards_BR, advantages)
+        self._log_rewards(rollouts, rewards_NR, advantages)
         return batch
 
     # ---- sampling
@@ -81,29 +82,31 @@ class Collecting(Feeding):
         extras: Sequence[Mapping[str, Any]] = [{}] * len(rows)
         if self.custom_rollout is not None:
             prompt_ids, completions, extras = self.custom_rollout([row["prompt"] for row in rows])
+            completions = [replace(completion, stop=self._stop(completion.ids)) for completion in completions]
             prompts = [Prompt(row=row, text=row["prompt"], ids=ids) for row, ids in zip(rows, prompt_ids, strict=True)]
         else:
             prompts = self.prompt_encoder(rows, tokenize=lambda texts: self._tokenize_prompts(texts)[0])
-            completions = self._sample(prompts)
+            completions = self._sample([list(prompt.ids) for prompt in prompts])
         outputs = decode(self.processing_class, prompts, [completion.ids for completion in completions])
         return [
             Rollout(prompt=prompt, completion=completion, output=output, extra=extra)
             for prompt, completion, output, extra in zip(prompts, completions, outputs, extras, strict=True)
         ]
 
-    def _sample(self, prompts: Sequence[Prompt]) -> list[Completion]:
-        completion_ids, logps = self._generate_single_turn([list(prompt.ids) for prompt in prompts])
-        if len(completion_ids) != len(prompts):
-            raise RolloutError(f"{len(completion_ids)} completions came back for {len(prompts)} prompts.")
-        stops = set(self.eos_token_ids)
-        return [
-            Completion(
-                ids,
-                StopReason.EOS if len(ids) and ids[-1] in stops else StopReason.LENGTH,
-                None if logps is None else logps[i],
-            )
-            for i, ids in enumerate(completion_ids)
-        ]
+    def _sample(self, prompt_ids: list[list[int]]) -> list[Completion]:
+        """One completion per prompt, from the backend, or from the hook of a subclass that overrides it."""
+        if type(self)._generate_single_turn is Collecting._generate_single_turn:
+            with self.timer(f"{self.backend.name}.generate"):
+                return self.backend.sample(group_requests(prompt_ids))
+        ids, logps = self._generate_single_turn(prompt_ids)
+        if len(ids) != len(prompt_ids):
+            raise RolloutError(f"{len(ids)} completions came back for {len(prompt_ids)} prompts.")
+        return [Completion(row, self._stop(row), None if logps is None else logps[i]) for i, row in enumerate(ids)]
+
+    def _stop(self, completion_ids: Sequence[int]) -> StopReason:
+        """Why completions ended whose maker did not say."""
+        ended = {*self.eos_token_ids, self.processing_class.pad_token_id}
+        return StopReason.LENGTH if is_truncated([completion_ids], ended)[0] else StopReason.EOS
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
         """Hook: token ids of prompts, images (None) and multimodal fields (none)."""
@@ -124,45 +127,43 @@ class Collecting(Feeding):
 
     # ---- tensors
 
-    def to_tensors(self, rollouts: Sequence[Rollout]) -> tuple[TrainBatch, Tensor]:
-        """Padded tensors, and which rows did not end by themselves."""
-        device = self.accelerator.device
-        pad_id = self.processing_class.pad_token_id
-        batch = collate(rollouts, pad_id, device, self.args.pad_to_multiple_of)
-        ended = {*self.eos_token_ids, pad_id}
-        truncated_B = torch.tensor(is_truncated([r.completion.ids for r in rollouts], ended), device=device)
+    def to_tensors(self, rollouts: Sequence[Rollout]) -> TrainBatch:
+        """Padded tensors; rows that did not end by themselves are masked if the config asks for it."""
+        batch = collate(
+            rollouts, self.processing_class.pad_token_id, self.accelerator.device, self.args.pad_to_multiple_of
+        )
         if self.args.mask_truncated_completions:
-            batch.completion_mask = drop_rows(batch.completion_mask, truncated_B)
+            truncated = [rollout.completion.stop is not StopReason.EOS for rollout in rollouts]
+            batch.completion_mask = drop_rows(batch.completion_mask, truncated)
             if batch.tool_mask is not None:
-                batch.tool_mask = drop_rows(batch.tool_mask, truncated_B)
+                batch.tool_mask = drop_rows(batch.tool_mask, truncated)
+        # Not read here: subclasses that compute their own loss look for it in the dict.
         batch.num_items_in_batch = self.accelerator.reduce(batch.loss_mask_BT.sum(), reduction="sum")
-        return batch, truncated_B
+        return batch
 
-    def add_logps(self, batch: TrainBatch) -> tuple[TrainBatch, Tensor | None]:
-        """Log-probs under the sampling weights and the reference, where the recipe needs them.
+    def add_logps(self, batch: TrainBatch) -> Tensor | None:
+        """Add log-probs under the sampling weights and the reference to the batch, where the recipe needs them.
 
-        Also returns the KL penalty of each completion of all processes, for recipes that charge it to the reward.
+        Returns the KL penalty of each completion of all processes, for recipes that charge it to the reward.
         """
-        kl_penalty_B = None
         off_policy = self.mode == "train" and not self.args.rollouts_stay_on_policy
-        charge_kl = self.args.beta != 0 and self.recipe.kl == "reward"
+        charge_kl = self.beta != 0 and self.recipe.kl == "reward"
         if off_policy or charge_kl:
             old_BT = self._frozen_logps(self.model, batch)
         if off_policy and self.recipe.ratio == "sequence_sum":
-            batch.old_logps = (old_BT * batch.completion_mask).sum(1)
+            batch.old_logps = (old_BT * batch.loss_mask_BT).sum(1)
         elif off_policy:
             batch.old_per_token_logps = old_BT
-            self._log_sampler_drift(batch)
         if charge_kl:
-            kl_penalty_B = self.args.beta * self._kl_in_reward(batch, old_BT - self._reference_logps(batch))
-        elif self.args.beta != 0:
+            return self.beta * self._kl_in_reward(batch, old_BT - self._reference_logps(batch))
+        if self.beta != 0:
             batch.ref_per_token_logps = self._reference_logps(batch)
-        return batch, kl_penalty_B
+        return None
 
     def _kl_in_reward(self, batch: TrainBatch, log_ratio_BT: Tensor) -> Tensor:
         """The KL estimate Σ_t (ℓ_old − ℓ_ref) of each completion of all processes; logs its mean per token."""
-        kl_B = (log_ratio_BT * batch.completion_mask).sum(1)
-        local = torch.stack([kl_B.sum(), batch.completion_mask.sum().to(kl_B)])
+        kl_B = (log_ratio_BT * batch.loss_mask_BT).sum(1)
+        local = torch.stack([kl_B.sum(), batch.loss_mask_BT.sum().to(kl_B)])
         total, tokens = self.accelerator.reduce(local, reduction="sum").tolist()
         self.metrics.add(self.mode, {"kl": total / max(tokens, 1)})
         return gather_rows(self.accelerator, kl_B)
@@ -211,20 +212,16 @@ class Collecting(Feeding):
                 temperature=self.args.temperature,
                 batch_size=batch_size,
                 # A wrapped model communicates in its forward, so that all processes must run it equally often.
-                by_length=model is self.accelerator.unwrap_model(model),
+                shortcuts=self.scoring_shortcuts and model is self.accelerator.unwrap_model(model),
                 entropy=compute_entropy,
-                entropy_gradient=self._entropy_needs_gradient,
+                entropy_gradient=self.entropy_control.enabled,
             )
         return scores.logps_BT, scores.entropy_BT, None
-
-    @property
-    def _entropy_needs_gradient(self) -> bool:
-        return bool(getattr(self.args, "entropy_coef", 0) or getattr(self.args, "use_adaptive_entropy", False))
 
     # ---- rewards
 
     def reward(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Rewards (B, R) of all processes, in group order."""
+        """Rewards (N, R) of all processes, in group order."""
         self._extra_columns: dict[str, list[Any]] = {}
         self._extra_metrics: dict[str, list[float]] = {}
         self._rows_scored = len(rollouts)
@@ -238,10 +235,10 @@ class Collecting(Feeding):
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> Tensor:
-        """Hook: rewards (B, R) gathered from all processes, NaN where a function abstained."""
+        """Hook: rewards (N, R) gathered from all processes, NaN where a function abstained."""
         with self.timer("_calculate_rewards"):
             rewards_BR = self.reward_runner.score(
-                Scored(inputs, prompts, completions, completion_ids_list),
+                RewardInputs(inputs, prompts, completions, completion_ids_list),
                 trainer_state=self.state,
                 log_extra=self._log_completion_extra,
                 log_metric=self._log_metric,
@@ -263,40 +260,29 @@ class Collecting(Feeding):
 
     # ---- what is logged about a generation
 
-    def _log_lengths(self, rollouts: Sequence[Rollout], truncated_B: Tensor) -> None:
-        device = truncated_B.device
-        model_tokens = [sum(r.completion.model_mask or [1] * len(r.completion.ids)) for r in rollouts]
-        prompt_tokens = [len(r.prompt.ids) for r in rollouts]
-        cut = [int(r.prompt.truncated) for r in rollouts]
-        local = torch.tensor([model_tokens, prompt_tokens, cut], device=device).T
-        lengths = gather_rows(self.accelerator, torch.cat([local, truncated_B[:, None].to(local)], 1)).cpu()
-        self.metrics.add(self.mode, length_metrics(lengths[:, 0], lengths[:, 3]))
+    def _log_lengths(self, rollouts: Sequence[Rollout]) -> None:
+        counts = [
+            [
+                sum(r.completion.model_mask or [1] * len(r.completion.ids)),
+                len(r.prompt.ids),
+                r.completion.stop is not StopReason.EOS,
+                r.prompt.truncated,
+            ]
+            for r in rollouts
+        ]
+        local = torch.tensor(counts, dtype=torch.long, device=self.accelerator.device)
+        lengths, prompt_lengths, unfinished, cut = gather_rows(self.accelerator, local).cpu().unbind(1)
+        self.metrics.add(self.mode, length_metrics(lengths, unfinished))
         if self.args.max_prompt_length is not None:
-            self.metrics.add(self.mode, {"prompts/truncated_ratio": lengths[:, 2].float().mean().item()})
+            self.metrics.add(self.mode, {"prompts/truncated_ratio": cut.float().mean().item()})
         if self.mode == "train":
-            self.state.num_input_tokens_seen += int(lengths[:, :2].sum())
+            self.state.num_input_tokens_seen += int(lengths.sum() + prompt_lengths.sum())
             self.metrics.values["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
 
-    def _log_sampler_drift(self, batch: TrainBatch) -> None:
-        """How far the sampler's own log-probs are from the trainer's."""
-        if batch.sampling_per_token_logps is None or batch.old_per_token_logps is None:
-            return
-        drift = (batch.old_per_token_logps - batch.sampling_per_token_logps).abs()
-        known = drift[batch.loss_mask_BT.bool() & ~drift.isnan()]
-        local = torch.stack([known.mean(), known.max()]) if len(known) else drift.new_zeros(2)
-        gathered = self.accelerator.gather(local.unsqueeze(0))
-        self.metrics.add(
-            self.mode,
-            {
-                "sampling/sampling_logp_difference/mean": gathered[:, 0].mean().item(),
-                "sampling/sampling_logp_difference/max": gathered[:, 1].max().item(),
-            },
-        )
-
-    def _log_rewards(self, rollouts: Sequence[Rollout], rewards_BR: Tensor, advantages: Advantages) -> None:
+    def _log_rewards(self, rollouts: Sequence[Rollout], rewards_NR: Tensor, advantages: Advantages) -> None:
         names = self.reward_func_names
         zero_std = frac_zero_std(advantages.std_B)
-        self.metrics.add(self.mode, reward_metrics(names, rewards_BR, advantages.rewards_B, zero_std))
+        self.metrics.add(self.mode, reward_metrics(names, rewards_NR, advantages.rewards_B, zero_std))
         metrics, columns = self._gather_user_logs(len(rollouts))
         self.metrics.add(self.mode, metrics)
         texts = [(rollout.prompt.text, rollout.output) for rollout in rollouts]
@@ -304,7 +290,7 @@ class Collecting(Feeding):
         self.completion_logs[self.mode].extend(
             [prompt for prompt, _ in texts],
             [output for _, output in texts],
-            {name: rewards_BR[:, i].tolist() for i, name in enumerate(names)},
+            {name: rewards_NR[:, i].tolist() for i, name in enumerate(names)},
             advantages.advantages_B.tolist(),
             columns,
         )

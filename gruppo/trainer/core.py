@@ -45,7 +45,7 @@ def _never_called(*args: Any, **kwargs: Any) -> Tensor:
     raise AssertionError("compute_loss is overridden, so no compute_loss_func is ever called")
 
 
-class PolicyTrainer(Updating, KnownNames):
+class PolicyTrainer(KnownNames, Updating):
     """Samples groups, scores them and updates the policy; GRPOTrainer and RLOOTrainer fill in the recipe."""
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the size of the whole update
@@ -127,6 +127,7 @@ class PolicyTrainer(Updating, KnownNames):
         """Everything that needs the accelerator, which exists once Trainer is initialised."""
         args = self.args
         self.model.add_model_tags(["gruppo", self.algorithm])
+        self._beta = args.beta
         self.recipe = self.make_recipe()
         self.loss_settings = self.make_loss_settings()
         self.mode = "train"
@@ -196,13 +197,16 @@ class PolicyTrainer(Updating, KnownNames):
         raise NotImplementedError
 
     def make_loss_settings(self) -> LossSettings:
-        """The recipe with its numbers: every setting that the config has a field for."""
-        args, recipe = self.args, self.recipe
-        own = {name: getattr(args, name) for name in LossSettings.__dataclass_fields__ if hasattr(args, name)}
-        own |= {"objective": recipe.objective, "ratio": recipe.ratio, "reduction": recipe.reduction}
-        own |= {"epsilon_low": args.epsilon, "epsilon_high": self.epsilon_high}
-        own["beta"] = args.beta if recipe.kl == "loss" else 0.0
-        return LossSettings(**own)
+        """The recipe with its numbers."""
+        return LossSettings(
+            objective=self.recipe.objective,
+            ratio=self.recipe.ratio,
+            reduction=self.recipe.reduction,
+            epsilon_low=self.args.epsilon,
+            epsilon_high=self.args.upper_clip,
+            beta=self.beta if self.recipe.kl == "loss" else 0.0,
+            max_completion_length=self.args.max_completion_length,
+        )
 
     # ---- an update
 
@@ -242,7 +246,7 @@ class PolicyTrainer(Updating, KnownNames):
 
     def _collect_slices(self, rows: Sequence[Any]) -> list[dict[str, Any]]:
         """Collect a generation, shuffle its rows and cut it into micro-batches, each no wider than it needs to be."""
-        with self.timer("_prepare_inputs"):
+        with self.timer("_prepare_inputs"):  # the name under which dashboards know this phase
             tensors = shuffle_sequence_dict(self._generate_and_score_completions(list(rows)))
             slices = split_tensor_dict(tensors, self.args.steps_per_generation)
             return [trim(part, self.args.pad_to_multiple_of) for part in slices]

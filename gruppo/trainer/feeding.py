@@ -21,7 +21,6 @@ from gruppo.trainer.reporting import Reporting
 class Feeding(Reporting):
     """The part of the trainer that feeds: prompt streams and loaders."""
 
-    num_generations_eval: int
     _stream: PromptStream
 
     def rows_of(self, generation: int) -> list[Mapping[str, Any]]:
@@ -48,7 +47,7 @@ class Feeding(Reporting):
         )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        return RepeatSampler(eval_dataset, mini_repeat_count=self.num_generations_eval, seed=self.args.seed)
+        return RepeatSampler(eval_dataset, mini_repeat_count=self.args.eval_group_size, seed=self.args.seed)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """A loader of micro-step numbers; the prompts themselves come from a stream that knows epoch and position."""
@@ -83,7 +82,7 @@ class Feeding(Reporting):
         if dataset is None:
             raise ValueError("Evaluation needs an eval_dataset.")
         dataset = self._keep_columns(dataset)
-        args, group = self.args, self.num_generations_eval
+        args, group = self.args, self.args.eval_group_size
         return eval_loader(
             dataset,
             None if isinstance(dataset, IterableDataset) else self._get_eval_sampler(dataset),

@@ -1,12 +1,14 @@
 """GRPOTrainer."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from gruppo.algo import masks, objectives
 from gruppo.algo.advantages import Advantages, normalize_then_sum, sum_then_normalize
+from gruppo.algo.loss import LossSettings
 from gruppo.algo.recipes import LOSS_TYPES, Recipe
 from gruppo.config.grpo import GRPOConfig
 from gruppo.trainer import setup
@@ -77,10 +79,25 @@ class GRPOTrainer(PolicyTrainer):
             reduction=reduction,
         )
 
-    def estimate_advantages(self, rewards_BR: Tensor, group_size: int, kl_penalty_B: Tensor | None) -> Advantages:
+    def make_loss_settings(self) -> LossSettings:
+        args = self.args
+        return replace(
+            super().make_loss_settings(),
+            delta=args.delta,
+            sapo_temperature_pos=args.sapo_temperature_pos,
+            sapo_temperature_neg=args.sapo_temperature_neg,
+            vespo_k_pos=args.vespo_k_pos,
+            vespo_lambda_pos=args.vespo_lambda_pos,
+            vespo_k_neg=args.vespo_k_neg,
+            vespo_lambda_neg=args.vespo_lambda_neg,
+            use_bias_correction_kl=args.use_bias_correction_kl,
+            off_policy_mask_threshold=args.off_policy_mask_threshold,
+        )
+
+    def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
         if self.args.multi_objective_aggregation == "normalize_then_sum":
-            return normalize_then_sum(rewards_BR, self.reward_weights, group_size)
-        return sum_then_normalize(rewards_BR, self.reward_weights, group_size, self.recipe.scale)
+            return normalize_then_sum(rewards_NR, self.reward_weights, group_size)
+        return sum_then_normalize(rewards_NR, self.reward_weights, group_size, self.recipe.scale)
 
     # ---- formulas that subclasses call by these names
 

@@ -52,13 +52,13 @@ class RLOOTrainer(PolicyTrainer):
     def make_recipe(self) -> Recipe:
         return RECIPES["rloo"]
 
-    def estimate_advantages(self, rewards_BR: Tensor, group_size: int, kl_penalty_B: Tensor | None) -> Advantages:
+    def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
         clip = self.args.reward_clip_range
         return leave_one_out(
-            rewards_BR,
+            rewards_NR,
             self.reward_weights,
             group_size,
-            kl_penalty_B=kl_penalty_B,
+            kl_penalty_B=kl_penalty_N,
             clip_range=None if clip is None else (clip[0], clip[1]),
             normalize=self.args.normalize_advantages,
         )

@@ -114,9 +114,9 @@ def warn_combinations(args: Any) -> None:
             f"importance_sampling_level='sequence' with loss_type={loss_type!r} weights sequences by their length; "
             "GSPO is loss_type='grpo' with it."
         )
-    if loss_type == "cispo" and (args.epsilon_high or args.epsilon) <= 1:
+    if loss_type == "cispo" and args.upper_clip <= 1:
         logger.warning(
-            f"loss_type='cispo' caps ratios at epsilon_high={args.epsilon_high or args.epsilon} itself, not at 1 plus "
+            f"loss_type='cispo' caps ratios at epsilon_high={args.upper_clip} itself, not at 1 plus "
             "it: every token is cut. About 5 is the usual setting."
         )
     if biased := biased_sampling(args):

@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from gruppo.algo.loss import LossInputs, LossOutput, LossSettings, Stat, UpdateSize, policy_loss
+from gruppo.algo.loss import LossInputs, LossOutput, LossSettings, Max, Mean, Stat, UpdateSize, policy_loss
 from gruppo.algo.masks import entropy_threshold
 from gruppo.trainer.collecting import Collecting
 from gruppo.trainer.metrics import gather_rows, value_stat
@@ -73,7 +73,7 @@ class Updating(Collecting):
             self.loss_settings,
             self._size,
         )
-        self.metrics.defer(output.stats | self._entropy_stats(output))
+        self.metrics.defer(output.stats | self._entropy_stats(output) | self._sampler_drift(batch, logps_BT))
         # The size is that of all processes, but DDP averages their gradients.
         return output.loss * self.accelerator.num_processes
 
@@ -131,6 +131,19 @@ class Updating(Collecting):
         per_tokens = self.recipe.reduction == "tokens"
         scale = self.accelerator.num_processes if per_tokens else self._size.micro_batches
         return {"policy_loss": value_stat(output.policy_loss * scale), "_chosen_entropy": output.chosen_entropy}
+
+    def _sampler_drift(self, batch: TrainBatch, logps_BT: Tensor) -> dict[str, Stat]:
+        """How far the sampler's own log-probs are from the trainer's at the same weights."""
+        sampled_BT = batch.sampling_per_token_logps
+        if sampled_BT is None:
+            return {}
+        trained_BT = logps_BT.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
+        drift_BT = (trained_BT - sampled_BT).abs()
+        drift = drift_BT[batch.loss_mask_BT.bool() & ~drift_BT.isnan()]
+        return {
+            "sampling/sampling_logp_difference/mean": Mean(drift.sum(), drift.new_tensor(float(len(drift)))),
+            "sampling/sampling_logp_difference/max": Max(drift if len(drift) else drift.new_tensor([torch.nan])),
+        }
 
     def _end_of_update(self) -> None:
         """Agree on the metrics of the update, and let the entropy controller act on them."""

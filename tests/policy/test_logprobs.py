@@ -8,7 +8,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from gruppo.policy.logprobs import _forward_arguments, position_ids, score_tokens
+from gruppo.policy.logprobs import score_tokens
+from gruppo.policy.prefix import forward_arguments, position_ids
 from tests.helpers import sharp, tiny_gpt2, tiny_model
 
 PROMPTS = [[9, 10, 11, 12, 13], [20], [30, 31, 32], [40, 41]]
@@ -86,14 +87,14 @@ def test_positions_do_not_count_padding():
     assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2], [0, 0, 1, 2, 2]]
 
 
-@pytest.mark.parametrize("by_length", [True, False])
+@pytest.mark.parametrize("shortcuts", [True, False])
 @pytest.mark.parametrize("batch_size", [None, 1, 3, 9])
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_are_those_of_each_row_alone(name, batch_size, by_length):
+def test_scores_are_those_of_each_row_alone(name, batch_size, shortcuts):
     model = sharp(MODELS[name]())
     with torch.no_grad():
         logps, entropies = score_tokens(
-            model, *padded(), WIDTH, batch_size=batch_size, by_length=by_length, entropy=True
+            model, *padded(), WIDTH, batch_size=batch_size, shortcuts=shortcuts, entropy=True
         )
         expected_logps, expected_entropies = alone(model)
     torch.testing.assert_close(logps, expected_logps, rtol=0, atol=1e-10)
@@ -132,12 +133,12 @@ def test_what_is_masked_is_exactly_zero_whatever_stands_there():
     torch.testing.assert_close(first.logps_BT, second.logps_BT, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("by_length", [True, False])
-def test_tokens_behind_a_hole_in_the_mask_are_scored(by_length):
+@pytest.mark.parametrize("shortcuts", [True, False])
+def test_tokens_behind_a_hole_in_the_mask_are_scored(shortcuts):
     model, (ids, mask) = sharp(tiny_model()), padded()
     mask[:, -WIDTH] = 0
     with torch.no_grad():
-        found = score_tokens(model, ids, mask, WIDTH, by_length=by_length).logps_BT
+        found = score_tokens(model, ids, mask, WIDTH, shortcuts=shortcuts).logps_BT
         logits = model(input_ids=ids, attention_mask=mask, position_ids=position_ids(mask)).logits
     expected = logits[:, -WIDTH - 1 : -1].log_softmax(-1).gather(2, ids[:, -WIDTH:, None]).squeeze(2)
     torch.testing.assert_close(found, expected * mask[:, -WIDTH:], rtol=0, atol=1e-10)
@@ -172,29 +173,29 @@ def test_entropies_are_left_out_unless_asked_for():
         assert score_tokens(tiny_model(), *padded(), WIDTH).entropy_BT is None
 
 
-@pytest.mark.parametrize("by_length", [True, False])
-def test_only_the_logits_that_are_needed_are_made(by_length):
+@pytest.mark.parametrize("shortcuts", [True, False])
+def test_only_the_logits_that_are_needed_are_made(shortcuts):
     model, shapes = tiny_model(), []
     model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
-    score_tokens(model, *padded(), WIDTH, batch_size=3, by_length=by_length)
+    score_tokens(model, *padded(), WIDTH, batch_size=3, shortcuts=shortcuts)
     assert sum(rows for rows, _, _ in shapes) == 4
     assert max(rows for rows, _, _ in shapes) <= 3
     assert max(width for _, width, _ in shapes) == WIDTH + 1
 
 
 def test_a_wrapper_does_not_hide_what_the_model_accepts():
-    bare = _forward_arguments(tiny_gpt2())
+    bare = forward_arguments(tiny_gpt2())
     assert {"position_ids", "logits_to_keep"} <= bare
-    assert _forward_arguments(Hidden(Hidden(tiny_gpt2()))) == bare
+    assert forward_arguments(Hidden(Hidden(tiny_gpt2()))) == bare
     assert (
-        _forward_arguments(get_peft_model(tiny_gpt2(), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)))
+        forward_arguments(get_peft_model(tiny_gpt2(), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)))
         == bare
     )
-    assert "position_ids" not in _forward_arguments(Bare(tiny_gpt2()))
+    assert "position_ids" not in forward_arguments(Bare(tiny_gpt2()))
 
 
 def test_compiling_does_not_hide_what_the_model_accepts():
-    assert _forward_arguments(torch.compile(tiny_gpt2())) == _forward_arguments(tiny_gpt2())
+    assert forward_arguments(torch.compile(tiny_gpt2())) == forward_arguments(tiny_gpt2())
 
 
 def test_a_model_may_return_logits_of_half_precision():

@@ -19,8 +19,8 @@ from gruppo.config.grpo import GRPOConfig
 from gruppo.errors import ConfigError, RewardError
 from gruppo.rewards.models import load_reward_tokenizer, score_with_model, scored_text
 from gruppo.rewards.runner import (
+    RewardInputs,
     RewardRunner,
-    Scored,
     checked,
     function_name,
     is_async,
@@ -32,7 +32,7 @@ from gruppo.trainer.grpo import GRPOTrainer
 from tests.helpers import base_args, chats, prompts, sharp, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
-BATCH = Scored(
+BATCH = RewardInputs(
     rows=[{"prompt": "p", "answer": "1", "level": 3}, {"prompt": "q", "answer": "2", "completion": "x"}],
     prompts=["p", "q"],
     completions=["a", "bc"],
@@ -82,7 +82,7 @@ def test_every_keyword_of_the_protocol():
 
 
 def test_a_column_that_only_later_rows_have_is_given_too():
-    batch = Scored([{"prompt": "p"}, {"prompt": "q", "hint": "h"}], ["p", "q"], ["a", "b"], [[1], [1]])
+    batch = RewardInputs([{"prompt": "p"}, {"prompt": "q", "hint": "h"}], ["p", "q"], ["a", "b"], [[1], [1]])
     assert batch.columns() == {"hint": [None, "h"]}
 
 
@@ -94,7 +94,7 @@ def test_columns_called_like_arguments_of_ours_do_not_shadow_them():
         seen.update(kwargs)
         return [0.0]
 
-    runner(reward).score(Scored(rows, ["p"], ["a"], [[1]]), trainer_state="state")
+    runner(reward).score(RewardInputs(rows, ["p"], ["a"], [[1]]), trainer_state="state")
     assert (seen["prompts"], seen["completions"], seen["trainer_state"]) == (["p"], ["a"], "state")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.trainer import core
-from tests.helpers import base_args, length_reward, prompts, scripted_completion, tiny_model, tiny_tokenizer
+from tests.helpers import base_args, in_double, length_reward, prompts, scripted_completion, tiny_model, tiny_tokenizer
 
 G = 4
 
@@ -50,6 +50,11 @@ class ScriptedRLOO(RLOOTrainer):
         return scripted_rollout(texts, self)["completion_ids"], None
 
 
+def policy(seed: int, dtype: torch.dtype) -> Any:
+    model = tiny_model(seed=seed)
+    return in_double(model) if dtype == torch.float64 else model.to(dtype)
+
+
 def make_trainer(
     recipe: str,
     folder: Any,
@@ -79,7 +84,7 @@ def make_trainer(
     config = (RLOOConfig if is_rloo else GRPOConfig)(**settings)
     trainer_class = subclass or (ScriptedRLOO if is_rloo else GRPOTrainer)
     rows = config.generation_batch_size // G
-    model = tiny_model(seed=3).to(dtype)
+    model = policy(3, dtype)
     trainer = trainer_class(
         model=model,
         reward_funcs=reward,
@@ -90,7 +95,7 @@ def make_trainer(
     )
     if trainer.ref_model is not None:
         # A reference that is not the policy, so that the KL has a gradient from the first update on.
-        trainer.ref_model.load_state_dict(tiny_model(seed=4).to(dtype).state_dict())
+        trainer.ref_model.load_state_dict(policy(4, dtype).state_dict())
     return trainer
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gruppo import GRPOTrainer
-from tests.trainer.scripted import RECIPES, make_trainer, relative_difference, rows_in_order, update_of
+from tests.trainer.scripted import RECIPES, ScriptedRLOO, make_trainer, relative_difference, rows_in_order, update_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 FAST = ("grpo", "dapo", "rloo")
@@ -70,7 +70,13 @@ def test_the_order_of_rows_does_not_matter(recipe: str, tmp_path: Path) -> None:
     assert relative_difference(update(recipe, tmp_path, seed=1), update(recipe, tmp_path, seed=2)) < 1e-9
 
 
-class EveryRow(GRPOTrainer):
+class FullRows(GRPOTrainer):
+    """Every row is scored with its own prompt, in one piece."""
+
+    scoring_shortcuts = False
+
+
+class EveryRow(FullRows):
     """The slow twin: rows with advantage 0 get a backward pass too."""
 
     skip_zero_advantage = False
@@ -87,7 +93,7 @@ def test_rows_without_advantage_need_no_backward_pass(recipe: str, all_equal: bo
         (lambda completions, **kwargs: [1.0] * len(completions)) if all_equal else equal_rewards_in_the_first_group
     )
     runs = []
-    for subclass in (GRPOTrainer, EveryRow):
+    for subclass in (FullRows, EveryRow):
         trainer = make_trainer(recipe, tmp_path, subclass=subclass, reward=reward, **WHOLE)
         rows: list[int] = []
         trainer.model.register_forward_hook(
@@ -102,6 +108,27 @@ def test_rows_without_advantage_need_no_backward_pass(recipe: str, all_equal: bo
         assert torch.allclose(fast[name], slow[name], rtol=1e-9, atol=1e-15), name
     for key in ("entropy", "loss", "completions/mean_length", "reward"):
         assert fast_logs[key] == pytest.approx(slow_logs[key], rel=1e-6, abs=1e-7)
+
+
+class PlainRLOO(ScriptedRLOO):
+    scoring_shortcuts = False
+
+
+@pytest.mark.parametrize("recipe", tiered(RECIPES))
+def test_sharing_prompts_changes_the_work_but_not_the_update(recipe: str, tmp_path: Path) -> None:
+    """Each prompt once for its rows, rows of similar length together; two passes, so that old log-probs count too."""
+    rloo = recipe == "rloo"
+    runs = []
+    for subclass in (ScriptedRLOO, PlainRLOO) if rloo else (GRPOTrainer, FullRows):
+        trainer = make_trainer(
+            recipe, tmp_path, subclass=subclass, num_iterations=2, max_steps=2, learning_rate=0.1, **WHOLE
+        )
+        tokens: list[int] = []
+        trainer.model.model.embed_tokens.register_forward_hook(lambda m, a, o, seen=tokens: seen.append(a[0].numel()))
+        runs.append((update_of(trainer), sum(tokens)))
+    (shared, few), (full, many) = runs
+    assert relative_difference(full, shared) < TOLERANCE[torch.float64]
+    assert few < 0.95 * many
 
 
 def _graph_rows(output: Any) -> int:

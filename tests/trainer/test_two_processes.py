@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from tests.helpers import length_reward, prompts
 from tests.trainer.runs import RecordedGRPO, SaveAt, logs, make
@@ -125,3 +126,6 @@ def test_the_worked_example_on_two_processes(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    torch.distributed.barrier()
+    # Gloo's threads now and then abort an interpreter that ends in the ordinary way, after all is done.
+    os._exit(0)
