@@ -19,7 +19,7 @@ from gruppo.config.rloo import RLOOConfig
 from gruppo.errors import ConfigError, DataError, RewardError, RolloutError
 from gruppo.trainer.grpo import GRPOTrainer
 from gruppo.trainer.rloo import RLOOTrainer
-from tests.helpers import base_args, chats, length_reward, prompts, tiny_model, tiny_tokenizer
+from tests.helpers import base_args, chats, length_reward, prompts, tiny_gpt2, tiny_model, tiny_tokenizer
 
 Build = Callable[[Path], Any]  # from the output folder to the thing that is refused
 
@@ -371,7 +371,11 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
             trainer(train_dataset=chats(), processing_class=untold()),
             "Set `tokenizer.chat_template`, or use",
         ),
-        ("prompt-too-long", data(rows("a", "b" * 128)), "has 128 tokens.*of 128. Shorten or filter it, or"),
+        (
+            "prompt-too-long",
+            data(rows("a", "b" * 128)),
+            "has 128 tokens.*of 128. Shorten or filter it, set max_prompt",
+        ),
         ("iterable-empty", data(stream(0)), "train_dataset is empty"),
         ("iterable-without-prompt", data(unnamed().to_iterable_dataset()), "no `prompt` column"),
         ("eval-empty", evaluation(prompts(0)), "eval_dataset is empty"),
@@ -426,16 +430,31 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
 
 # The class of args, datasets of rollout functions, models without a name.
 CASES[TypeError] += [
-    ("trainer-config", trainer(args=TrainingArguments("unused", use_cpu=True)), "a GRPOConfig, not Train"),
-    ("other-config", trainer(args=RLOOConfig("unused", use_cpu=True)), "a GRPOConfig, not RLOOConfig"),
+    (
+        "trainer-config",
+        lambda f: make_trainer(f, args=TrainingArguments(str(f), use_cpu=True)),
+        "a GRPOConfig, not Train",
+    ),
+    ("other-config", lambda f: make_trainer(f, args=RLOOConfig(str(f), use_cpu=True)), "a GRPOConfig, not RLOOConfig"),
     ("rloo-other-config", lambda f: make_trainer(f, RLOOTrainer, args=grpo()(f)), "a RLOOConfig, not GR"),
     ("model-of-another-kind", trainer(model=None), "model must be a .*PreTrainedModel"),
 ]
 CASES[ConfigError] += [
     ("rollout-no-dataset", rolled_out_on(None), "train_dataset is missing"),
+    (
+        "prompt-length-of-a-rollout-function",
+        trainer(rollout_func=rollout(), config={"max_prompt_length": 4}),
+        "max_prompt_length has no effect with rollout_func",
+    ),
     ("nameless-model", trainer(processing_class=None), "LlamaForCausalLM .*processing_class"),
 ]
 CASES[DataError] += [
+    ("column-of-the-rewards", data(prompts(4, completions=["x"] * 4)), "column `completions`.*Rename the column"),
+    (
+        "no-room-in-learned-positions",
+        trainer(model=tiny_gpt2(), config={"max_completion_length": 63}),
+        "no room for a completion of 63 in the model's context of 64.*lower max_completion_length",
+    ),
     ("rollout-too-few-prompts", rolled_out_on(prompts(1)), "1 prompts, fewer than the 2"),
     ("rollout-no-prompt-column", rolled_out_on(unnamed()), "no `prompt` column"),
 ]

@@ -23,8 +23,8 @@ def selective_log_softmax(
 ) -> Tensor:
     """log softmax(logits / temperature) at `index` only: logits (…, V), index and result (…) or (…, K).
 
-    Rows where `row_mask` (…) is off give 0 and take no gradient. Half precision is computed in float32 and returned in
-    the dtype of `logits`.
+    Rows where `row_mask` (…) is off give 0 and take no gradient. Half precision is computed and returned in float32: a
+    sum of log-probs rounded to bfloat16 is off by whole nats.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
@@ -37,15 +37,18 @@ def selective_log_softmax(
 
 
 def entropy_from_logits(logits: Tensor, chunk_size: int = _CHUNK, temperature: float = 1.0) -> Tensor:
-    """Entropy in nats of softmax(logits / temperature), `chunk_size` rows at a time: logits (…, V), result (…)."""
+    """Entropy in nats of softmax(logits / temperature), `chunk_size` rows at a time: logits (…, V), result (…).
+
+    Half precision is computed and returned in float32.
+    """
     return cast(Tensor, _Entropy.apply(logits, chunk_size, temperature))
 
 
 class _SelectiveLogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, index: Tensor, temperature: float) -> Tensor:
-        out = logits.new_empty(index.shape)
-        logsumexp = widen(logits.new_empty(0)).new_empty((*logits.shape[:-1], 1))
+        wide = widen(logits.new_empty(0))
+        out, logsumexp = wide.new_empty(index.shape), wide.new_empty((*logits.shape[:-1], 1))
         for x, i, o, z in _blocks(_CHUNK, logits, index, out, logsumexp):
             scaled = widen(x) / temperature
             z.copy_(scaled.logsumexp(-1, keepdim=True))
@@ -71,7 +74,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
 class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, chunk_size: int, temperature: float) -> Tensor:
-        out = logits.new_empty((*logits.shape[:-1], 1))
+        out = widen(logits.new_empty(0)).new_empty((*logits.shape[:-1], 1))
         for x, o in _blocks(chunk_size, logits, out):
             o.copy_(_surprise(x, temperature)[1])
         ctx.save_for_backward(logits)

@@ -120,11 +120,16 @@ def clip_stats(x: Tokens, s: LossSettings) -> dict[str, Stat]:
         r = r.clamp(max=s.delta)
     low = (r < 1 - s.epsilon_low) & (x.advantages < 0)
     high = (r > 1 + s.epsilon_high) & (x.advantages > 0)
+
+    def rows(hit: Tensor) -> Tensor:
+        # Where every row counts (RLOO), a row without loss tokens is one that is not held.
+        return hit.float()[:, 0] if s.reduction == "rows" else _row_shares(hit, x.mask_BT)
+
     return {
         "clip_ratio/low_mean": _share(low, x.mask_BT),
-        "clip_ratio/low_min": Min(_row_shares(low, x.mask_BT)),
+        "clip_ratio/low_min": Min(rows(low)),
         "clip_ratio/high_mean": _share(high, x.mask_BT),
-        "clip_ratio/high_max": Max(_row_shares(high, x.mask_BT)),
+        "clip_ratio/high_max": Max(rows(high)),
         "clip_ratio/region_mean": _share(low | high, x.mask_BT),
     }
 

@@ -65,11 +65,13 @@ class PromptEncoder:
         *,
         max_prompt_length: int | None = None,
         context_length: int | None = None,
+        room: int = 1,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ):
         self.tokenizer = tokenizer
         self.max_prompt_length = max_prompt_length
         self.context_length = context_length
+        self.room = room  # tokens that must fit behind a prompt
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], tokenize: Tokenize | None = None) -> list[Prompt]:
@@ -114,11 +116,11 @@ class PromptEncoder:
             raise DataError(f"The prompt {text!r} has no tokens; there is nothing to continue.")
         length = len(ids)
         ids = ids[-(self.max_prompt_length or length) :]
-        if self.context_length is not None and len(ids) >= self.context_length:
+        if self.context_length is not None and len(ids) + self.room > self.context_length:
             raise DataError(
-                f"A prompt has {len(ids)} tokens, which leaves no room for a completion in the model's context of "
-                f"{self.context_length}. Shorten or filter it, or set max_prompt_length. It begins with "
-                f"{str(text)[:80]!r}."
+                f"A prompt has {len(ids)} tokens, which leaves no room for a completion of {self.room} in the model's "
+                f"context of {self.context_length}. Shorten or filter it, set max_prompt_length, or lower "
+                f"max_completion_length. It begins with {str(text)[:80]!r}."
             )
         return Prompt(row=row, text=text, ids=ids, truncated=len(ids) < length)
 

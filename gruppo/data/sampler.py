@@ -126,13 +126,17 @@ class IterableStream:
         self.generations: int | None = None
         self.prompts, self.group_size = prompts, group_size
         self.rank, self.world = rank, world
+        self._epoch = 0
+        self._first_of_epoch = 0  # each epoch goes on where the last one was left
         self._next_generation = 0
         self._chunk: list[Row] = []
         self._passes = 0
         self._iterator: Iterator[Row] = iter(())
 
     def rows(self, epoch: int, generation: int) -> list[Row]:
-        while self._next_generation <= generation:  # a resumed run reads past what it has already seen
+        if epoch != self._epoch:
+            self._epoch, self._first_of_epoch = epoch, self._next_generation
+        while self._next_generation <= self._first_of_epoch + generation:  # a resumed run reads past what it has seen
             self._chunk = self._next_chunk()
             self._next_generation += 1
         repeated = [row for row in self._chunk for _ in range(self.group_size)]

@@ -140,6 +140,14 @@ def context_length(model: PreTrainedModel) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
+def has_learned_positions(model: PreTrainedModel) -> bool:
+    """Whether positions are looked up in a table (GPT-2, OPT), which ends where the context does."""
+    names = ("wpe", "embed_positions", "position_embeddings")
+    return any(
+        isinstance(module, nn.Embedding) and name.rpartition(".")[2] in names for name, module in model.named_modules()
+    )
+
+
 def copy_as_reference(model: PreTrainedModel) -> PreTrainedModel:
     """A frozen copy of the policy as it is now, without loading anything a second time."""
     reference = copy.deepcopy(model)

@@ -37,8 +37,12 @@ def score_tokens(
     excludes score exactly 0.
     """
     prompt_width = input_ids.shape[1] - logits_to_keep
-    prompts = _used_columns(attention_mask[:, :prompt_width].flip(1))
-    completions = _used_columns(attention_mask[:, prompt_width:])
+    rows_in_all, prompt_width = len(input_ids), input_ids.shape[1] - logits_to_keep
+    if shortcuts:
+        prompts = _used_columns(attention_mask[:, :prompt_width].flip(1))
+        completions = _used_columns(attention_mask[:, prompt_width:])
+    else:
+        prompts, completions = [prompt_width] * rows_in_all, [logits_to_keep] * rows_in_all
     pieces = _pieces(prompts, completions, batch_size, shortcuts, input_ids.device.type)
     padding = prompt_width - max(prompts)
     input_ids, attention_mask, prompt_width = input_ids[:, padding:], attention_mask[:, padding:], max(prompts)

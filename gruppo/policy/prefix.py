@@ -8,7 +8,7 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -79,6 +79,23 @@ def can_continue_from_cache(model: Any) -> bool:
     """Whether rows can start from keys and values computed before: standard attention, nothing recomputed."""
     inner = inner_model(model)
     known = {"past_key_values", "position_ids", "logits_to_keep"} <= forward_arguments(model)
+    virtual = any(
+        getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()
+    )
+    if not known or virtual or getattr(inner, "_is_stateful", False):
+        return False
     # With checkpointing on, transformers drops the cache in training.
-    recomputes = model.training and getattr(inner, "is_gradient_checkpointing", False)
-    return bool(known and not recomputes and not getattr(inner, "_is_stateful", False))
+    return not (model.training and (getattr(inner, "is_gradient_checkpointing", False) or is_noisy(model, inner)))
+
+
+def is_noisy(model: Any, inner: Any) -> bool:
+    """Whether training draws noise (dropout, NEFTune), which rows that share a prompt would share as well."""
+    config = inner.config
+    functional = any(
+        value for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value > 0
+    )
+    return (
+        functional
+        or hasattr(inner.get_input_embeddings(), "neftune_noise_alpha")
+        or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    )

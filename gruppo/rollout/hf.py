@@ -107,4 +107,6 @@ class TransformersBackend:
         for position, token in enumerate(ids):
             if token in self.stop_ids:
                 return Completion(ids[: position + 1], StopReason.EOS)
-        return Completion(ids, StopReason.LENGTH)
+        # A padding token that the model itself wrote last counts as an end, too.
+        ended = bool(ids) and ids[-1] == self.config.pad_token_id
+        return Completion(ids, StopReason.EOS if ended else StopReason.LENGTH)

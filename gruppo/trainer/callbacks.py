@@ -169,17 +169,17 @@ class BEMACallback(TrainerCallback):
 
     @torch.no_grad()
     def _update(self, model: nn.Module, step: int) -> None:
-        alpha, beta = self._bema_alpha(step), self._ema_beta(step)
+        alpha, beta = self._correction_weight(step), self._average_rate(step)
         running = dict(_trainable(self.running_model))
         for name, parameter in _trainable(model):
             current = parameter.detach().to(self.device)
             average = self._average[name].mul_(1.0 - beta).add_(current, alpha=beta)
             running[name].copy_(average + alpha * (current - self._origin[name]))
 
-    def _ema_beta(self, step: int) -> float:
+    def _average_rate(self, step: int) -> float:
         return max(math.pow(self.lag + self.multiplier * step, -self.ema_power), self.min_ema_multiplier)
 
-    def _bema_alpha(self, step: int) -> float:
+    def _correction_weight(self, step: int) -> float:
         return math.pow(self.lag + self.multiplier * step, -self.bias_power)
 
     @staticmethod

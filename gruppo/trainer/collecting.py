@@ -1,5 +1,6 @@
 """From prompts to scored tensors: the first half of a training step."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -46,6 +47,7 @@ class Collecting(Feeding):
     ref_model: nn.Module | None
     eos_token_ids: list[int]
     beta: float
+    temperature: float
     scoring_shortcuts = True  # score rows of one prompt and of similar length together; False is the slow twin
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
@@ -147,7 +149,8 @@ class Collecting(Feeding):
         Returns the KL penalty of each completion of all processes, for recipes that charge it to the reward.
         """
         off_policy = self.mode == "train" and not self.args.rollouts_stay_on_policy
-        charge_kl = self.beta != 0 and self.recipe.kl == "reward"
+        has_reference = self.args.beta != 0  # whatever a schedule makes of beta meanwhile
+        charge_kl = has_reference and self.recipe.kl == "reward"
         if off_policy or charge_kl:
             old_BT = self._frozen_logps(self.model, batch)
         if off_policy and self.recipe.ratio == "sequence_sum":
@@ -156,7 +159,7 @@ class Collecting(Feeding):
             batch.old_per_token_logps = old_BT
         if charge_kl:
             return self.beta * self._kl_in_reward(batch, old_BT - self._reference_logps(batch))
-        if self.beta != 0:
+        if has_reference:
             batch.ref_per_token_logps = self._reference_logps(batch)
         return None
 
@@ -209,14 +212,22 @@ class Collecting(Feeding):
                 input_ids,
                 attention_mask,
                 logits_to_keep,
-                temperature=self.args.temperature,
+                temperature=self.temperature,
                 batch_size=batch_size,
-                # A wrapped model communicates in its forward, so that all processes must run it equally often.
-                shortcuts=self.scoring_shortcuts and model is self.accelerator.unwrap_model(model),
+                shortcuts=self._can_shorten(model),
                 entropy=compute_entropy,
                 entropy_gradient=self.entropy_control.enabled,
             )
         return scores.logps_BT, scores.entropy_BT, None
+
+    def _can_shorten(self, model: nn.Module) -> bool:
+        """Whether rows may be regrouped and cut for scoring.
+
+        A wrapped model communicates in its forward, so that all processes must run it equally often; who asks for
+        padding wants to see it.
+        """
+        wrapped = model is not self.accelerator.unwrap_model(model)
+        return self.scoring_shortcuts and not wrapped and self.args.pad_to_multiple_of is None
 
     # ---- rewards
 
@@ -226,8 +237,9 @@ class Collecting(Feeding):
         self._extra_metrics: dict[str, list[float]] = {}
         self._rows_scored = len(rollouts)
         return self._calculate_rewards(
-            [{**rollout.prompt.row, **rollout.extra} for rollout in rollouts],
-            [rollout.prompt.text for rollout in rollouts],
+            # Copies: rows of a group share theirs, and a reward may change what it gets.
+            [{**copy.deepcopy(dict(rollout.prompt.row)), **rollout.extra} for rollout in rollouts],
+            [copy.deepcopy(rollout.prompt.text) for rollout in rollouts],
             [rollout.output for rollout in rollouts],
             [list(rollout.completion.ids) for rollout in rollouts],
         )

@@ -24,6 +24,7 @@ from gruppo.algo.loss import LossSettings, UpdateSize
 from gruppo.algo.recipes import Recipe
 from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
 from gruppo.data.prompts import PromptEncoder
+from gruppo.errors import ConfigError
 from gruppo.policy import adapters, loading
 from gruppo.rewards.runner import RewardRunner, function_name, is_reward_model, resolve_rewards, unique_names
 from gruppo.rollout.custom import CustomRollout
@@ -66,7 +67,7 @@ class PolicyTrainer(KnownNames, Updating):
         peft_config: Any,
         rollout_func: Any = None,
     ):
-        setup.reject_unused_hooks(self, PolicyTrainer)
+        setup.reject_unused_hooks(self)
         if args is None:
             name = model if isinstance(model, str) else loading.model_name(model)
             args = self.config_class(f"{name.rstrip('/').split('/')[-1] or 'model'}-{self.algorithm.upper()}")
@@ -83,9 +84,12 @@ class PolicyTrainer(KnownNames, Updating):
             tokenizer,
             max_prompt_length=args.max_prompt_length,
             context_length=loading.context_length(policy),
+            room=args.max_completion_length if loading.has_learned_positions(policy) else 1,
             chat_template_kwargs=args.chat_template_kwargs,
         )
-        encoder = self.prompt_encoder if rollout_func is None else None  # such a function renders prompts itself
+        if rollout_func is not None and args.max_prompt_length is not None:
+            raise ConfigError("max_prompt_length has no effect with rollout_func, which renders the prompts itself.")
+        encoder = self.prompt_encoder if rollout_func is None else None
         setup.check_train_dataset(train_dataset, args, encoder)
         setup.check_eval_dataset(eval_dataset, args, encoder)
         super().__init__(
@@ -127,7 +131,7 @@ class PolicyTrainer(KnownNames, Updating):
         """Everything that needs the accelerator, which exists once Trainer is initialised."""
         args = self.args
         self.model.add_model_tags(["gruppo", self.algorithm])
-        self._beta = args.beta
+        self._changed: dict[str, float] = {}
         self.recipe = self.make_recipe()
         self.loss_settings = self.make_loss_settings()
         self.mode = "train"
@@ -140,15 +144,14 @@ class PolicyTrainer(KnownNames, Updating):
         self._random_state_due: str | None = None  # the checkpoint whose random state is still to be restored
         self._update_seconds = 0.0
 
-        self.reward_funcs, self.reward_processing_classes, weights = rewards
-        self.reward_func_names = unique_names([function_name(f) for f in self.reward_funcs])
+        functions, self.reward_processing_classes, weights = rewards
+        self.reward_func_names = unique_names([function_name(f) for f in functions])
         self.reward_weights = weights.to(self.accelerator.device)
-        self.reward_funcs = [
-            self.accelerator.prepare_model(f.eval(), evaluation_mode=True) if is_reward_model(f) else f
-            for f in self.reward_funcs
-        ]
         self.reward_runner = RewardRunner(
-            self.reward_funcs,
+            [
+                self.accelerator.prepare_model(f.eval(), evaluation_mode=True) if is_reward_model(f) else f
+                for f in functions
+            ],
             self.reward_func_names,
             self.reward_processing_classes,
             device=self.accelerator.device,
@@ -156,21 +159,21 @@ class PolicyTrainer(KnownNames, Updating):
             chat_template_kwargs=args.chat_template_kwargs,
             timer=self.timer,
         )
+        self._extra_columns, self._extra_metrics = {}, {}
         self.ref_model = self._make_reference()
         if rollout_func is None:
             self.custom_rollout = None
         else:
             vocabulary_size = self.model.get_input_embeddings().weight.shape[0]
             self.custom_rollout = CustomRollout(rollout_func, self, vocabulary_size)
-        self.generation_config = generation_config(
-            args,
-            pad_token_id=self.processing_class.pad_token_id,
-            bos_token_id=self.processing_class.bos_token_id,
-            stop_ids=self.eos_token_ids,
-        )
         self.backend = TransformersBackend(
             lambda: self.accelerator.unwrap_model(self.model_wrapped),
-            self.generation_config,
+            generation_config(
+                args,
+                pad_token_id=self.processing_class.pad_token_id,
+                bos_token_id=self.processing_class.bos_token_id,
+                stop_ids=self.eos_token_ids,
+            ),
             stop_ids=self.eos_token_ids,
             pad_to_multiple_of=args.pad_to_multiple_of,
         )
@@ -202,8 +205,8 @@ class PolicyTrainer(KnownNames, Updating):
             objective=self.recipe.objective,
             ratio=self.recipe.ratio,
             reduction=self.recipe.reduction,
-            epsilon_low=self.args.epsilon,
-            epsilon_high=self.args.upper_clip,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
             beta=self.beta if self.recipe.kl == "loss" else 0.0,
             max_completion_length=self.args.max_completion_length,
         )
@@ -211,7 +214,9 @@ class PolicyTrainer(KnownNames, Updating):
     # ---- an update
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._queue.clear()  # of an earlier call of train()
+        self._queue.clear()  # of an earlier call of train(), as are the statistics
+        self.metrics.discard()
+        self._epoch_iterator = None
         self._random_state_due = kwargs.get("resume_from_checkpoint")
         return super()._inner_training_loop(*args, **kwargs)
 
@@ -226,6 +231,7 @@ class PolicyTrainer(KnownNames, Updating):
     ) -> tuple[list[dict[str, Any]], UpdateSize | None]:
         """The micro-batches of one update and their size, the one denominator of every reduction."""
         start = time.perf_counter()
+        self._count_epoch(epoch_iterator)
         self.model.train()  # as in the update itself, whatever an evaluation left behind
         self._load_rng_state(self._random_state_due)
         batches = [self._next_micro_batch(step) for step in islice(epoch_iterator, num_batches)]
@@ -292,7 +298,7 @@ class PolicyTrainer(KnownNames, Updating):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
         with self._in_mode("eval"):
-            tensors = self._generate_and_score_completions(inputs)
+            tensors = self._prepare_inputs(self._generate_and_score_completions(inputs))
             loss = self.compute_loss(model, tensors)
             self._rows_evaluated += int(self._size.rows)
             self.metrics.flush("eval")

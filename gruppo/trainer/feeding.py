@@ -21,19 +21,27 @@ from gruppo.trainer.reporting import Reporting
 class Feeding(Reporting):
     """The part of the trainer that feeds: prompt streams and loaders."""
 
-    _stream: PromptStream
+    _stream: PromptStream | None = None  # none when a subclass brings its own loader
+    _epoch = 0
+    _epoch_iterator: Any = None
 
     def rows_of(self, generation: int) -> list[Mapping[str, Any]]:
         """The rows of a generation of the current epoch, this process's share."""
+        assert self._stream is not None
         return self._stream.rows(self._epoch, generation)
 
-    @property
-    def _epoch(self) -> int:
-        """The epoch, by the count of updates: Trainer does not say, and on resume it skips without telling anyone."""
+    def _count_epoch(self, epoch_iterator: Any) -> None:
+        """A new iterator is a new epoch: Trainer does not say, and an epoch may be stopped early."""
+        if epoch_iterator is self._epoch_iterator:
+            return
         steps = self._micro_steps_per_epoch
-        return (
-            0 if steps is None else self.state.global_step // math.ceil(steps / self.args.gradient_accumulation_steps)
-        )
+        if self._epoch_iterator is not None:
+            self._epoch += 1
+        elif steps is None:
+            self._epoch = 0
+        else:  # the first of this run, which may have been resumed
+            self._epoch = int(self.state.global_step) // math.ceil(steps / self.args.gradient_accumulation_steps)
+        self._epoch_iterator = epoch_iterator
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         args = self.args
@@ -43,7 +51,7 @@ class Feeding(Reporting):
             batch_size=args.generation_batch_size // args.num_generations,
             repeat_count=args.micro_steps_per_generation,
             shuffle=bool(args.shuffle_dataset),
-            seed=args.seed,
+            seed=args.seed if args.data_seed is None else args.data_seed,
         )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
@@ -56,7 +64,7 @@ class Feeding(Reporting):
         place = {"rank": args.process_index, "world": args.world_size}
         if isinstance(dataset, IterableDataset):
             if args.shuffle_dataset:
-                dataset = dataset.shuffle(seed=args.seed)
+                dataset = dataset.shuffle(seed=args.seed if args.data_seed is None else args.data_seed)
             prompts = args.generation_batch_size // args.num_generations
             self._stream = IterableStream(dataset, prompts=prompts, group_size=args.num_generations, **place)
             return micro_step_loader(None)
@@ -71,7 +79,7 @@ class Feeding(Reporting):
 
     @property
     def _micro_steps_per_epoch(self) -> int | None:
-        generations = self._stream.generations
+        generations = None if self._stream is None else self._stream.generations
         return None if generations is None else generations * self.args.micro_steps_per_generation
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:

@@ -54,6 +54,10 @@ class MetricStore:
         """Keep one micro-batch's statistics until `flush`."""
         self._pending.append(stats)
 
+    def discard(self) -> None:
+        """Forget what was deferred by an update that was interrupted."""
+        self._pending = []
+
     def flush(self, mode: str) -> dict[str, list[tuple[float, float]]]:
         """Combine what was deferred; returns (numerator, denominator) per micro-batch of the means, by key.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from gruppo.algo.loss import LossSettings
 from gruppo.errors import ConfigError
+from gruppo.rewards.runner import RewardRunner
 from gruppo.trainer.completions import CompletionLog
 from gruppo.trainer.metrics import Metrics, MetricStore
 
@@ -19,26 +20,76 @@ class KnownNames:
     loss_settings: LossSettings
     _queue: deque[dict[str, Any]]
     _step: int
-    _beta: float
+    _changed: dict[str, float]
+    backend: Any
+    reward_runner: RewardRunner
 
     def make_loss_settings(self) -> LossSettings:
         raise NotImplementedError
 
     @property
     def beta(self) -> float:
-        """The weight of the KL; callbacks may change it during a run."""
-        return self._beta
+        """The weight of the KL. Like the next three, a callback may change it during a run."""
+        return float(self._changed.get("beta", self.args.beta))
 
     @beta.setter
     def beta(self, value: float) -> None:
-        if value and not self._beta and not self.args.beta:
+        if value and not self.args.beta:
             raise ConfigError("The run began with beta=0 and so has no reference model; begin with a small beta.")
-        self._beta = value
-        self.loss_settings = self.make_loss_settings()
+        self._change("beta", value)
 
     @property
     def temperature(self) -> float:
-        return self.args.temperature
+        return float(self._changed.get("temperature", self.args.temperature))
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._change("temperature", value)
+        self.generation_config.temperature = value
+
+    @property
+    def epsilon_low(self) -> float:
+        return float(self._changed.get("epsilon_low", self.args.epsilon))
+
+    @epsilon_low.setter
+    def epsilon_low(self, value: float) -> None:
+        self._change("epsilon_low", value)
+
+    @property
+    def epsilon_high(self) -> float:
+        return float(self._changed.get("epsilon_high", self.args.upper_clip))
+
+    @epsilon_high.setter
+    def epsilon_high(self, value: float) -> None:
+        self._change("epsilon_high", value)
+
+    def _change(self, name: str, value: float) -> None:
+        # The config stays what the user wrote; what changes during a run is kept beside it.
+        self._changed[name] = value
+        self.loss_settings = self.make_loss_settings()
+
+    @property
+    def generation_config(self) -> Any:
+        """The sampling settings of the transformers backend."""
+        return self.backend.config
+
+    @generation_config.setter
+    def generation_config(self, config: Any) -> None:
+        self.backend.config = config
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        """The reward functions; a list of the same length may take their place."""
+        return list(self.reward_runner.functions)
+
+    @reward_funcs.setter
+    def reward_funcs(self, functions: list[Any]) -> None:
+        if len(functions) != len(self.reward_runner.names):
+            raise ConfigError(
+                f"{len(functions)} reward functions cannot take the place of {len(self.reward_runner.names)}: "
+                "weights, metrics and tables have one entry per function. Make a new trainer."
+            )
+        self.reward_runner.functions = list(functions)
 
     @property
     def num_generations(self) -> int:
@@ -51,14 +102,6 @@ class KnownNames:
     @property
     def num_iterations(self) -> int:
         return self.args.num_iterations
-
-    @property
-    def epsilon_low(self) -> float:
-        return self.args.epsilon
-
-    @property
-    def epsilon_high(self) -> float:
-        return self.args.upper_clip
 
     @property
     def _metrics(self) -> dict[str, Metrics]:

@@ -13,7 +13,13 @@ from gruppo.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 # Methods that other trainers of this kind call but this one does not: overriding them would silently do nothing.
-UNUSED_HOOKS = ("_generate", "_tool_call_loop")
+UNUSED_HOOKS = (
+    "_generate",
+    "_tool_call_loop",
+    "get_high_entropy_mask",
+    "get_off_policy_mask",
+    "get_gamma_weights",
+)
 
 
 def reject_unavailable(**features: Any) -> None:
@@ -34,12 +40,13 @@ def check_config(args: Any, config_class: Any) -> None:
         )
 
 
-def reject_unused_hooks(trainer: Any, base: type) -> None:
+def reject_unused_hooks(trainer: Any) -> None:
     """Raise for overridden methods that are never called here."""
     for name in UNUSED_HOOKS:
-        if any(name in vars(cls) for cls in type(trainer).__mro__ if cls not in base.__mro__):
+        owner = next((cls for cls in type(trainer).__mro__ if name in vars(cls)), None)
+        if owner is not None and not owner.__module__.startswith("gruppo.trainer."):
             raise NotImplementedError(
-                f"{type(trainer).__name__} overrides `{name}`, which is not called here. Override "
+                f"{type(trainer).__name__} overrides `{name}`, which is not called here. Override `_compute_loss`, "
                 "`_generate_single_turn` or `_generate_and_score_completions`, or pass a `rollout_func`."
             )
 
@@ -126,8 +133,25 @@ def warn_combinations(args: Any) -> None:
         )
     if args.use_liger_kernel:
         warnings.warn("`use_liger_kernel` is deprecated for this trainer.", FutureWarning, stacklevel=4)
-    if args.dataloader_num_workers:
-        logger.warning("dataloader_num_workers has no effect: prompts are read directly.")
+    unread = ("dataloader_num_workers", "dataloader_drop_last", "dataloader_prefetch_factor")
+    if ineffective := [name for name in unread if getattr(args, name)]:
+        logger.warning(f"{', '.join(ineffective)}: no effect, as prompts are read directly.")
+
+
+# Further fields of GenerationConfig that change what is sampled.
+SHAPING = (
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "suppress_tokens",
+    "typical_p",
+)
 
 
 def biased_sampling(args: Any) -> list[str]:
@@ -135,4 +159,5 @@ def biased_sampling(args: Any) -> list[str]:
     neutral = {"temperature": args.temperature, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
     overrides = args.generation_kwargs or {}
     sampled = {name: overrides.get(name, getattr(args, name)) or 0 for name in neutral}
-    return [f"{name}={value}" for name, value in sampled.items() if value != neutral[name]]
+    further = {name: value for name, value in overrides.items() if name in SHAPING and value}
+    return [f"{name}={value}" for name, value in (sampled | further).items() if value != neutral.get(name)]

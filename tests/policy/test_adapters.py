@@ -173,7 +173,7 @@ def test_a_peft_config_keeps_the_base_model_as_reference(kind, tmp_path):
     assert list(trainer.model.peft_config) == ["default"]
     rows = [trainer.train_dataset[i] for i in (0, 0, 1, 1)]
     shake(trainer.model)
-    batch, _ = trainer.to_tensors(trainer.rollout(rows))
+    batch = trainer.to_tensors(trainer.rollout(rows))
     found = trainer._reference_logps(batch)
     expected = trainer._frozen_logps(tiny_model(), batch)
     torch.testing.assert_close(found, expected)

@@ -229,8 +229,8 @@ def test_dropout_is_off_while_sampling(make):
     prompts = [[9, 10, 11, 12], [20], [30, 31]]
     expected = [greedy_alone(model, prompt) for prompt in prompts]
     model.train()
-    noisy = {tuple(model(torch.tensor([prompts[0]])).logits[0, -1].tolist()) for _ in range(3)}
-    assert len(noisy) == 3, "in training mode this model must be noisy, or the test proves nothing"
+    noisy = {tuple(model(torch.tensor([prompts[0]])).logits[0, -1].tolist()) for _ in range(8)}
+    assert len(noisy) > 1, "in training mode this model must be noisy, or the test proves nothing"
     assert ids(backend(model).sample([SampleRequest(prompt, 1) for prompt in prompts])) == expected
     assert model.training
 

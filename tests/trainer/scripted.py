@@ -110,7 +110,9 @@ def update_of(trainer: Any) -> dict[str, Tensor]:
 
 def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """The largest difference of any tensor, relative to its size."""
-    return max(((a[name] - b[name]).norm() / a[name].norm()).item() for name in a)
+    differences = torch.stack([(a[name] - b[name]).norm() / a[name].norm() for name in a])
+    assert differences.isfinite().all()
+    return differences.max().item()
 
 
 @contextmanager

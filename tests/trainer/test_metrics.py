@@ -205,7 +205,8 @@ def test_metrics_of_the_users_own(tmp_path: Path) -> None:
     assert (metrics["eval_accuracy"], metrics["eval_words"]) == (0.75, 4.0)
 
 
-def test_the_drift_of_the_sampler(tmp_path: Path) -> None:
+@pytest.mark.parametrize("passes", [1, 2], ids=["on-policy", "off-policy"])
+def test_the_drift_of_the_sampler(passes: int, tmp_path: Path) -> None:
     """Log-probs of the sampler that are a little off, and unknown for one token."""
     truth = {text: logps for text, (logps, _) in scores().items()}
 
@@ -215,8 +216,7 @@ def test_the_drift_of_the_sampler(tmp_path: Path) -> None:
         logps[0][2] = None
         return {**output, "logprobs": logps}
 
-    off = {"rollout_func": with_logps, "num_iterations": 2}
-    log = logs(stored_run(tmp_path, **off))[0]
+    log = logs(stored_run(tmp_path, rollout_func=with_logps, num_iterations=passes))[0]
     differences = [0.1 * (t + 1) for i, n in enumerate(LENGTHS) for t in range(n) if (i, t) != (0, 2)]
     assert log["sampling/sampling_logp_difference/mean"] == pytest.approx(mean(differences), abs=1e-5)
     assert log["sampling/sampling_logp_difference/max"] == pytest.approx(0.5, abs=1e-5)

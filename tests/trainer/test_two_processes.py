@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+import transformers
 
 from tests.helpers import length_reward, prompts
 from tests.trainer.runs import RecordedGRPO, SaveAt, logs, make
@@ -81,6 +82,9 @@ def names(*numbers: int) -> list[str]:
 
 
 @pytest.mark.medium
+@pytest.mark.skipif(
+    transformers.__version__.startswith("5.17."), reason="transformers 5.17 cannot resume on several CPU processes"
+)
 def test_the_worked_example_on_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
     subprocess.run(
