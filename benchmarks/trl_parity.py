@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rloo/iterations": {"num_iterations": 2, "gradient_accumulation_steps": 2},
     "grpo/bfloat16": {"dtype": "bfloat16", "num_iterations": 2},
     "rloo/bfloat16": {"dtype": "bfloat16", "num_iterations": 2},
+    "grpo/eval": {"eval_strategy": "steps", "eval_steps": 4, "num_generations_eval": 2, "beta": 0.1},
     "rloo/truncated": {"mask_truncated_completions": True},
     "rloo/normalized": {"normalize_advantages": True, "reward_clip_range": (0.1, 0.4), "beta": 0.0},
 }
@@ -87,6 +88,7 @@ def run(library: Any, case: str) -> tuple[dict[str, torch.Tensor], list[dict[str
             reward_funcs=rewards,
             args=getattr(library, f"{algorithm}Config")(**settings),
             train_dataset=dataset,
+            eval_dataset=prompts(8),  # whole batches: TRL weighs a ragged last one differently
             processing_class=tiny_tokenizer(),
             **({"rollout_func": None} if algorithm == "GRPO" else {}),
         )

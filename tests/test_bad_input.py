@@ -346,7 +346,6 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("hook-generate", trainer(trainer=OverridesGenerate), "OverridesGenerate overrides `_generate`.*rollout_func"),
         ("hook-tool-loop", trainer(trainer=OverridesToolLoop), "overrides `_tool_call_loop`"),
         ("quantised-loading", loading(quantization_config={}), r"model_init_kwargs\['quantization_config'\]"),
-        ("router-loss-of-dense-model", trainer(config={"router_aux_loss_coef": 0.1}), "router_aux_loss_coef=0.1"),
         ("sync-with-adapters", trainer(peft_config=lora(), config=SYNC), "sync_ref_model=True with adapters"),
         ("images", data(prompts(8, images=[["x.png"]] * 8)), r"images \(column `images`\)"),
         ("image", data(prompts(8, image=["x.png"] * 8)), r"images \(column `image`\)"),
@@ -440,6 +439,11 @@ CASES[TypeError] += [
     ("model-of-another-kind", trainer(model=None), "model must be a .*PreTrainedModel"),
 ]
 CASES[ConfigError] += [
+    (
+        "router-loss-of-dense-model",
+        trainer(config={"router_aux_loss_coef": 0.1}),
+        "router_aux_loss_coef=0.1 needs a mix",
+    ),
     ("rollout-no-dataset", rolled_out_on(None), "train_dataset is missing"),
     (
         "prompt-length-of-a-rollout-function",

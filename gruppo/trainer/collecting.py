@@ -48,6 +48,7 @@ class Collecting(Feeding):
     eos_token_ids: list[int]
     beta: float
     temperature: float
+    _sampling_anew = False  # a generation that was counted before the run was resumed inside it
     scoring_shortcuts = True  # score rows of one prompt and of similar length together; False is the slow twin
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
@@ -260,6 +261,8 @@ class Collecting(Feeding):
     def _log_completion_extra(self, column: str, values: Sequence[Any]) -> None:
         """Given to reward functions as `log_extra`: a further column of the completions table."""
         values = list(values)
+        if column in ("step", "prompt", "completion", "advantage", *self.reward_func_names):
+            raise RewardError(f"log_extra({column!r}): the table of completions has a column of that name already.")
         if len(values) != self._rows_scored:
             raise RewardError(
                 f"log_extra({column!r}) got {len(values)} values for {self._rows_scored} completions; pass one each."
@@ -287,9 +290,9 @@ class Collecting(Feeding):
         self.metrics.add(self.mode, length_metrics(lengths, unfinished))
         if self.args.max_prompt_length is not None:
             self.metrics.add(self.mode, {"prompts/truncated_ratio": cut.float().mean().item()})
-        if self.mode == "train":
+        if self.mode == "train" and not self._sampling_anew:
             self.state.num_input_tokens_seen += int(lengths.sum() + prompt_lengths.sum())
-            self.metrics.values["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
+        self.metrics.values[self.mode]["num_tokens"] = [self.state.num_input_tokens_seen]
 
     def _log_rewards(self, rollouts: Sequence[Rollout], rewards_NR: Tensor, advantages: Advantages) -> None:
         names = self.reward_func_names

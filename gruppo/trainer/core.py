@@ -245,6 +245,7 @@ class PolicyTrainer(KnownNames, Updating):
             self._queue.clear()  # of an epoch that was stopped early
         if not self._queue:
             rows = self.rows_of(generation) if isinstance(step, int) else step
+            self._sampling_anew = phase > 0
             slices = self._collect_slices(rows)
             # A run that resumes inside a generation collects it anew and goes on with the slice it had reached.
             self._queue.extend((slices * self.args.num_iterations)[phase:])
@@ -288,9 +289,12 @@ class PolicyTrainer(KnownNames, Updating):
         """Trainer's loop, with the metrics of the sampled completions beside its loss."""
         prefix = self._eval_prefix = kwargs.get("metric_key_prefix", "eval")
         self.completion_logs["eval"] = CompletionLog(self.args.generation_batch_size)
-        self._rows_evaluated = 0
+        self._rows_evaluated, self._loss_evaluated = 0, 0.0
         output = super().evaluation_loop(*args, **kwargs)
         output.metrics.update({f"{prefix}_{key}": value for key, value in self.metrics.take("eval").items()})
+        if self._rows_evaluated:
+            # Trainer takes every batch for a full one; the last may have fewer rows.
+            output.metrics[f"{prefix}_loss"] = self._loss_evaluated / self._rows_evaluated
         return output._replace(num_samples=self._rows_evaluated)
 
     @torch.no_grad()
@@ -300,6 +304,8 @@ class PolicyTrainer(KnownNames, Updating):
         with self._in_mode("eval"):
             tensors = self._prepare_inputs(self._generate_and_score_completions(inputs))
             loss = self.compute_loss(model, tensors)
-            self._rows_evaluated += int(self._size.rows)
+            rows = int(self._size.rows)
+            self._rows_evaluated += rows
+            self._loss_evaluated += rows * self.accelerator.reduce(loss.detach(), reduction="mean").item()
             self.metrics.flush("eval")
         return loss.detach(), None, None

@@ -65,20 +65,24 @@ class MetricStore:
         """
         if not self._pending:
             return {}
-        keys = list(self._pending[0])
-        kinds = [type(self._pending[0][key]) for key in keys]
-        local = torch.stack([torch.stack([_pair(stats[key]) for key in keys]) for stats in self._pending])
+        device = self.accelerator.device
+        # Micro-batches may differ in what they know (a sampler's log-probs, say).
+        kinds = {key: type(stat) for stats in self._pending for key, stat in stats.items()}
+        local = torch.stack(
+            [torch.stack([_pair(stats.get(key)) for key in kinds]).to(device) for stats in self._pending]
+        )
         self._pending = []
         gathered = self.accelerator.gather(local.unsqueeze(0)).cpu()  # (processes, micro-batches, keys, 2)
         means: dict[str, list[tuple[float, float]]] = {}
-        for k, (key, kind) in enumerate(zip(keys, kinds, strict=True)):
+        for k, (key, kind) in enumerate(kinds.items()):
             for micro_batch in gathered[:, :, k].unbind(1):
                 if kind is Mean:
-                    num, den = micro_batch.sum(0).tolist()
-                    means.setdefault(key, []).append((num, den))
-                    if key.startswith("_"):
+                    num, den = micro_batch.nansum(0).tolist()
+                    if micro_batch.isnan().all():
                         continue
-                    self.values[mode][key].append(num / den if den else 0.0)  # no loss token at all
+                    means.setdefault(key, []).append((num, den))
+                    if not key.startswith("_"):
+                        self.values[mode][key].append(num / den if den else 0.0)  # 0 where there is no loss token
                 else:
                     extreme = nanmin if kind is Min else nanmax
                     self.values[mode][key].append(extreme(micro_batch[:, 0]).item())
@@ -94,7 +98,9 @@ class MetricStore:
         return averaged
 
 
-def _pair(stat: Stat) -> Tensor:
+def _pair(stat: Stat | None) -> Tensor:
+    if stat is None:
+        return torch.full((2,), math.nan, dtype=torch.double)
     if isinstance(stat, Mean):
         return torch.stack([stat.num.detach().double(), stat.den.detach().double()])
     extreme = nanmin(stat.values) if isinstance(stat, Min) else nanmax(stat.values)

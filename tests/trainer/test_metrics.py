@@ -426,7 +426,7 @@ def test_evaluation_returns_and_logs_the_same_metrics_with_a_prefix(tmp_path: Pa
     assert metrics["eval_completions/mean_length"] == 3.5
     assert metrics["eval_entropy"] == pytest.approx(mean([h for _, row in scores().values() for h in row]), rel=1e-5)
     assert "num_tokens" not in metrics
-    assert "eval_num_tokens" not in metrics
+    assert metrics["eval_num_tokens"] == trainer.state.num_input_tokens_seen, "evaluation does not count"
     assert "eval_step_time" not in metrics
     logged = trainer.state.log_history[-1]
     assert {key: logged[key] for key in metrics} == metrics

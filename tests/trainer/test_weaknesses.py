@@ -1,4 +1,4 @@
-"""Known weaknesses of trainers of this kind, by their number in the description of them (§11).
+"""Known weaknesses of trainers of this kind.
 
 Most are mended, and a test shows it. Six are kept on purpose, so that numbers stay comparable; a test says so.
 """
