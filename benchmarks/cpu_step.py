@@ -23,9 +23,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Threads that wait must not spin: on a machine with other work, spinning slows down whoever is being measured.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
