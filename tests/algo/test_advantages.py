@@ -80,7 +80,7 @@ def test_rewards_are_the_raw_weighted_sum():
     ]
     # Second column: 0, 0, 1, 1, 0, 0, 0: mean 2/7, σ = √((2 − 4/7) / 6) = 0.4880.
     assert round(R[:, 1].nanmean().item(), 4) == 0.2857
-    assert round(nanstd(R[:, 1]).item(), 4) == 0.4880
+    assert nanstd(R[:, 1]).item() == pytest.approx(0.4880, abs=1e-4)
 
 
 @pytest.mark.parametrize(
