@@ -1,17 +1,24 @@
 """What every result file says about where it came from."""
 
 import importlib.metadata as metadata
+import os
 import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 
 
 def git_commit() -> str:
-    """The commit that was measured, with a mark if the tree had changes on top of it."""
+    """The commit that was measured, with a mark if the tree had changes on top of it.
+
+    A machine that gets a copy of the files without their history is told by GRUPPO_COMMIT.
+    """
+    if "GRUPPO_COMMIT" in os.environ:
+        return os.environ["GRUPPO_COMMIT"]
     try:
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
@@ -20,6 +27,14 @@ def git_commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + ("+changes" if changed.strip() else "")
+
+
+def _portable(argument: str) -> str:
+    """An argument without the part of a path that means something on one machine only."""
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    return "-m pytest" if path.name == "__main__.py" or path.name == "pytest" else path.name
 
 
 def provenance(*packages: str) -> dict[str, Any]:
@@ -32,5 +47,5 @@ def provenance(*packages: str) -> dict[str, Any]:
         "device": device,
         "python": platform.python_version(),
         "versions": versions,
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *map(_portable, sys.argv)]),
     }
