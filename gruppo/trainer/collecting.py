@@ -172,17 +172,22 @@ class Collecting(Feeding):
         self.metrics.add(self.mode, {"kl": total / max(tokens, 1)})
         return gather_rows(self.accelerator, kl_B)
 
+    def _score(self, model: nn.Module, batch: TrainBatch, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and (with `compute_entropy`) entropies of the completions, (B, T) each."""
+        logps_BT, entropy_BT, *_ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([batch.prompt_ids, batch.completion_ids], 1),
+            torch.cat([batch.prompt_mask, batch.completion_mask], 1),
+            batch.completion_ids.shape[1],
+            **options,
+        )
+        return logps_BT, entropy_BT
+
     def _frozen_logps(self, model: nn.Module, batch: TrainBatch) -> Tensor:
         """Log-probs in evaluation mode: the distribution that was sampled from, without dropout."""
+        bare = self.accelerator.unwrap_model(model) if model is self.model else model
         with sampling_mode(model):
-            logps, *_ = self._get_per_token_logps_and_entropies(
-                self.accelerator.unwrap_model(model) if model is self.model else model,
-                torch.cat([batch.prompt_ids, batch.completion_ids], 1),
-                torch.cat([batch.prompt_mask, batch.completion_mask], 1),
-                batch.completion_ids.shape[1],
-                batch_size=self._forward_rows,
-            )
-        return logps
+            return self._score(bare, batch, batch_size=self._forward_rows)[0]
 
     def _reference_logps(self, batch: TrainBatch) -> Tensor:
         if self.ref_model is not None:

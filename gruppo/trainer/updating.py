@@ -67,7 +67,7 @@ class Updating(Collecting):
                 sampler_logps_BT=batch.sampling_per_token_logps,
                 importance_weights=batch.importance_sampling_ratio,
                 entropy_BT=entropy_BT,
-                entropy_threshold=self._entropy_threshold(_required(entropy_BT), batch.loss_mask_BT),
+                entropy_threshold=self._entropy_threshold(entropy_BT, batch.loss_mask_BT),
                 entropy_coef=self.entropy_control.active_coef,
             ),
             self.loss_settings,
@@ -77,18 +77,21 @@ class Updating(Collecting):
         # The size is that of all processes, but DDP averages their gradients.
         return output.loss * self.accelerator.num_processes
 
-    def _score_for_loss(self, model: nn.Module, batch: TrainBatch) -> tuple[Tensor, Tensor | None]:
+    def _score_for_loss(self, model: nn.Module, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the micro-batch; rows that cannot move the update are run without a graph."""
         moving_B = self._rows_that_move(batch)
         if moving_B.all():
-            return self._score_rows(model, batch)
-        order = torch.cat([moving_B.nonzero()[:, 0], (~moving_B).nonzero()[:, 0]])
-        moving = self._score_rows(model, batch.rows(moving_B))
+            logps_BT, entropy_BT = self._score(model, batch, compute_entropy=True)
+            return logps_BT, _required(entropy_BT)
+        moving = self._score(model, batch.rows(moving_B), compute_entropy=True)
         with torch.no_grad():
             # Not through the wrapper: its forward may communicate, and not every process has such rows.
-            still = self._score_rows(self.accelerator.unwrap_model(model), batch.rows(~moving_B))
-        back = order.argsort()
-        logps_BT, entropy_BT = (torch.cat([a, b])[back] for a, b in zip(moving, still, strict=True))
+            bare = self.accelerator.unwrap_model(model)
+            still = self._score(bare, batch.rows(~moving_B), compute_entropy=True)
+        back = torch.cat([moving_B.nonzero()[:, 0], (~moving_B).nonzero()[:, 0]]).argsort()
+        logps_BT, entropy_BT = (
+            torch.cat([_required(a), _required(b)])[back] for a, b in zip(moving, still, strict=True)
+        )
         return logps_BT, entropy_BT
 
     def _rows_that_move(self, batch: TrainBatch) -> Tensor:
@@ -105,16 +108,6 @@ class Updating(Collecting):
         moving_B = (advantages != 0).reshape(len(batch), -1).any(1) & batch.loss_mask_BT.any(1)
         moving_B[0] |= ~moving_B.any()
         return moving_B
-
-    def _score_rows(self, model: nn.Module, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        logps_BT, entropy_BT, *_ = self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([batch.prompt_ids, batch.completion_ids], 1),
-            torch.cat([batch.prompt_mask, batch.completion_mask], 1),
-            batch.completion_ids.shape[1],
-            compute_entropy=True,
-        )
-        return logps_BT, _required(entropy_BT)
 
     def _entropy_threshold(self, entropy_BT: Tensor, mask_BT: Tensor) -> Tensor | None:
         """The entropy above which tokens of this micro-batch, over all processes, carry policy loss."""

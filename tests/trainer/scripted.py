@@ -29,7 +29,17 @@ RECIPES: dict[str, dict[str, Any]] = {
     "truncated": {"loss_type": "dapo", "mask_truncated_completions": True},
     "rloo": {"beta": 0.05},
     "bnpo": {"loss_type": "bnpo"},
+    "top_entropy": {"loss_type": "dapo", "top_entropy_quantile": 0.37},
 }
+# Defined on the nominal micro-batch: how an update is cut into those matters.
+BY_MICRO_BATCH = ("bnpo", "top_entropy")
+
+
+def two_process_batches(recipe: str, processes: int) -> dict[str, int]:
+    """12 rows: on one process or on two, in micro-batches of the same rows where these matter."""
+    if recipe == "top_entropy":  # its threshold is that of all processes' rows
+        return {"per_device_train_batch_size": 12 // processes, "gradient_accumulation_steps": 1}
+    return {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4 // processes}
 
 
 def scripted_rollout(prompt_list: list[Any], trainer: Any) -> dict[str, Any]:
@@ -131,7 +141,7 @@ def rows_in_order(recipe: str) -> Iterator[None]:
 def main(folder: str) -> None:
     """Two processes: each recipe once, with groups that straddle the processes."""
     for recipe in RECIPES:
-        trainer = make_trainer(recipe, folder, per_device_train_batch_size=3, gradient_accumulation_steps=2)
+        trainer = make_trainer(recipe, folder, **two_process_batches(recipe, 2))
         with rows_in_order(recipe):
             update = update_of(trainer)
         if trainer.args.process_index == 0:

@@ -14,7 +14,16 @@ import pytest
 import torch
 
 from gruppo import GRPOTrainer
-from tests.trainer.scripted import RECIPES, ScriptedRLOO, make_trainer, relative_difference, rows_in_order, update_of
+from tests.trainer.scripted import (
+    BY_MICRO_BATCH,
+    RECIPES,
+    ScriptedRLOO,
+    make_trainer,
+    relative_difference,
+    rows_in_order,
+    two_process_batches,
+    update_of,
+)
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 FAST = ("grpo", "dapo", "rloo")
@@ -25,7 +34,7 @@ def tiered(recipes: Iterable[str]) -> list[Any]:
     return [r if r in FAST else pytest.param(r, marks=pytest.mark.medium) for r in recipes]
 
 
-SPLITTABLE = tiered(recipe for recipe in RECIPES if recipe != "bnpo")  # bnpo is defined on the nominal micro-batch
+SPLITTABLE = tiered(recipe for recipe in RECIPES if recipe not in BY_MICRO_BATCH)
 WHOLE = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
 
 
@@ -135,6 +144,21 @@ def _graph_rows(output: Any) -> int:
     return len(output.logits) if output.logits.requires_grad else 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("split", [(8, 2), (4, 4), (2, 8), (1, 16)])
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe not in BY_MICRO_BATCH])
+def test_every_split_of_every_recipe(
+    recipe: str, split: tuple[int, int], iterations: int, seed: int, tmp_path: Path
+) -> None:
+    settings = {"num_iterations": iterations, "max_steps": iterations, "learning_rate": 0.1, "seed": seed}
+    rows, steps = split
+    whole = update(recipe, tmp_path, **settings)
+    cut = update(recipe, tmp_path, per_device_train_batch_size=rows, gradient_accumulation_steps=steps, **settings)
+    assert relative_difference(whole, cut) < TOLERANCE[torch.float64]
+
+
 class OneRowLess(GRPOTrainer):
     """A trainer with a fault: the first row of a generation is lost."""
 
@@ -164,7 +188,7 @@ def test_two_processes_make_the_same_update_as_one(tmp_path: Path) -> None:
     )
     for recipe in RECIPES:
         two = torch.load(tmp_path / f"{recipe}.pt")
-        trainer = make_trainer(recipe, tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=4)
+        trainer = make_trainer(recipe, tmp_path, **two_process_batches(recipe, 1))
         with rows_in_order(recipe):
             one = update_of(trainer)
         assert relative_difference(one, two["update"]) < TOLERANCE[torch.float64], recipe
