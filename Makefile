@@ -31,7 +31,7 @@ test: $(VENV)/.ready
 	$(BIN)/pytest -m "not slow" -n 2
 
 test-slow: $(VENV)/.ready
-	$(BIN)/pytest -m slow -n 2 --summary benchmarks/results/test_slow.json
+	$(BIN)/pytest -m slow -n 2 --summary=benchmarks/results/test_slow.json
 
 # The oldest supported transformers, in an environment of its own.
 .venv-tf517/.ready: constraints-tf517.txt pyproject.toml
