@@ -453,6 +453,7 @@ CASES[ConfigError] += [
     ("nameless-model", trainer(processing_class=None), "LlamaForCausalLM .*processing_class"),
 ]
 CASES[DataError] += [
+    ("one-bad-row-among-many", data(rows("a", "", *["b"] * 600)), "Row 1: A row has an empty `prompt`"),
     ("column-of-the-rewards", data(prompts(4, completions=["x"] * 4)), "column `completions`.*Rename the column"),
     (
         "no-room-in-learned-positions",

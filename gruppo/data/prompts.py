@@ -130,6 +130,18 @@ def sample_rows(dataset: Any, size: int = 256) -> list[Mapping[str, Any]]:
     return [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // size))]
 
 
+def read_every_prompt(dataset: Any, limit: int = 100_000) -> None:
+    """Raise for the first prompt that is empty or of the wrong form, and say in which row it is.
+
+    Reading is cheap, but not free: of a larger dataset the rest is read when its turn comes.
+    """
+    for i, prompt in enumerate(dataset.select(range(min(len(dataset), limit)))["prompt"]):
+        try:
+            read_prompt({"prompt": prompt})
+        except DataError as error:
+            raise DataError(f"Row {i}: {error}") from None
+
+
 # Names under which reward functions get something of their own; a column of that name could not reach them.
 REWARD_ARGUMENTS = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from gruppo.data.prompts import PromptEncoder, check_prompts, sample_rows
+from gruppo.data.prompts import PromptEncoder, check_prompts, read_every_prompt, sample_rows
 from gruppo.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,8 @@ def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) 
         if len(dataset) == 0:
             raise DataError("train_dataset is empty.")
         check_prompts(sample_rows(dataset), encoder)
+        if encoder is not None:
+            read_every_prompt(dataset)
         if len(dataset) < prompts:
             raise DataError(
                 f"train_dataset has {len(dataset)} prompts, fewer than the {prompts} of one generation batch "
