@@ -36,7 +36,6 @@ def score_tokens(
     one prompt share its encoding; without them, every row is run in full (the slow twin). Positions that the mask
     excludes score exactly 0.
     """
-    prompt_width = input_ids.shape[1] - logits_to_keep
     rows_in_all, prompt_width = len(input_ids), input_ids.shape[1] - logits_to_keep
     if shortcuts:
         prompts = _used_columns(attention_mask[:, :prompt_width].flip(1))
@@ -48,7 +47,8 @@ def score_tokens(
     input_ids, attention_mask, prompt_width = input_ids[:, padding:], attention_mask[:, padding:], max(prompts)
     shared = None
     if shortcuts:
-        shared = SharedPrompts.encode(model, input_ids[:, :prompt_width], attention_mask[:, :prompt_width])
+        prompt_ids, prompt_mask = input_ids[:, :prompt_width], attention_mask[:, :prompt_width]
+        shared = SharedPrompts.encode(model, prompt_ids, prompt_mask, batch_size)
     logps, entropies = [], []
     for rows in pieces:
         index = torch.tensor(rows, device=input_ids.device)

@@ -19,35 +19,35 @@ _WORTHWHILE = 0.4
 class SharedPrompts:
     """Keys and values of the distinct prompts of a batch, all but each prompt's last token."""
 
-    def __init__(self, model: Any, cache: DynamicCache, prompt_of_row: Tensor):
-        self.config = inner_model(model).config
-        self.layers = [(layer.keys, layer.values) for layer in cache.layers]
+    def __init__(self, config: Any, layers: list[tuple[Tensor, Tensor]], prompt_of_row: Tensor):
+        self.config = config
+        self.layers = layers
         self.prompt_of_row = prompt_of_row
 
     @classmethod
-    def encode(cls, model: Any, prompt_ids: Tensor, prompt_mask: Tensor) -> "SharedPrompts | None":
-        """Encode the distinct prompts among left-padded rows; None where sharing does not pay or cannot be done."""
+    def encode(
+        cls, model: Any, prompt_ids: Tensor, prompt_mask: Tensor, batch_size: int | None = None
+    ) -> "SharedPrompts | None":
+        """Encode the distinct prompts among left-padded rows, `batch_size` at a time.
+
+        None where sharing does not pay or cannot be done.
+        """
         rows, width = prompt_ids.shape
-        if width < 2 or not can_continue_from_cache(model):
+        if width < 2 or not can_continue_from_cache(model) or not keeps_everything(model):
             return None
         both = torch.cat([prompt_ids, prompt_mask], 1)
         distinct, prompt_of_row = torch.unique(both, dim=0, return_inverse=True)
         if len(distinct) > (1 - _WORTHWHILE) * rows:
             return None
-        ids, mask = distinct[:, : width - 1], distinct[:, width : 2 * width - 1]
-        cache = DynamicCache(config=inner_model(model).config)
-        model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=position_ids(mask),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        # A layer that keeps only a window has dropped what the rows would need.
-        if any(type(layer) is not DynamicLayer for layer in cache.layers):
-            return None
-        return cls(model, cache, prompt_of_row)
+        caches = [
+            read_prompts(model, part[:, : width - 1], part[:, width : 2 * width - 1])
+            for part in distinct.split(batch_size or len(distinct))
+        ]
+        layers = [
+            (torch.cat([layer.keys for layer in parts]), torch.cat([layer.values for layer in parts]))
+            for parts in zip(*(cache.layers for cache in caches), strict=True)
+        ]
+        return cls(inner_model(model).config, layers, prompt_of_row)
 
     def for_rows(self, rows: Tensor) -> DynamicCache:
         """A cache in which each of these rows has read its prompt."""
@@ -56,6 +56,25 @@ class SharedPrompts:
         for i, (keys, values) in enumerate(self.layers):
             cache.update(keys[prompts], values[prompts], i)
         return cache
+
+
+def read_prompts(model: Any, ids: Tensor, mask: Tensor) -> DynamicCache:
+    """A cache after one forward pass over left-padded prompts."""
+    cache = DynamicCache(config=inner_model(model).config)
+    model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=position_ids(mask),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return cache
+
+
+def keeps_everything(model: Any) -> bool:
+    """Whether every layer's cache keeps all tokens; one with a window drops what a row's copy would need."""
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=inner_model(model).config).layers)
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:

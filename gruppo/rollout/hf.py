@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from gruppo.data.collate import pad
 from gruppo.errors import RolloutError
 from gruppo.policy.modes import sampling_mode
-from gruppo.policy.prefix import can_continue_from_cache, position_ids
+from gruppo.policy.prefix import can_continue_from_cache, read_prompts
 from gruppo.types import Completion, SampleRequest, StopReason
 
 
@@ -85,15 +85,7 @@ class TransformersBackend:
         """Keys and values of every prompt but its last token, one copy per row; None lets generate do it all."""
         if len(owner) == len(ids) or ids.shape[1] < 2 or not self._can_share(policy):
             return None
-        cache = DynamicCache(config=policy.config)
-        policy(
-            input_ids=ids[:, :-1],
-            attention_mask=mask[:, :-1],
-            position_ids=position_ids(mask[:, :-1]),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        cache = read_prompts(policy, ids[:, :-1], mask[:, :-1])
         cache.batch_select_indices(owner)
         return cache
 

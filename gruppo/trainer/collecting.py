@@ -99,12 +99,15 @@ class Collecting(Feeding):
     def _sample(self, prompt_ids: list[list[int]]) -> list[Completion]:
         """One completion per prompt, from the backend, or from the hook of a subclass that overrides it."""
         if type(self)._generate_single_turn is Collecting._generate_single_turn:
-            with self.timer(f"{self.backend.name}.generate"):
-                return self.backend.sample(group_requests(prompt_ids))
+            return self._ask_backend(prompt_ids)
         ids, logps = self._generate_single_turn(prompt_ids)
         if len(ids) != len(prompt_ids):
             raise RolloutError(f"{len(ids)} completions came back for {len(prompt_ids)} prompts.")
         return [Completion(row, self._stop(row), None if logps is None else logps[i]) for i, row in enumerate(ids)]
+
+    def _ask_backend(self, prompt_ids: list[list[int]]) -> list[Completion]:
+        with self.timer(f"{self.backend.name}.generate"):
+            return self.backend.sample(group_requests(prompt_ids))
 
     def _stop(self, completion_ids: Sequence[int]) -> StopReason:
         """Why completions ended whose maker did not say."""
@@ -123,8 +126,7 @@ class Collecting(Feeding):
         num_generations: int | None = None,
     ) -> tuple[list[list[int]], list[list[float | None]] | None]:
         """Hook: completion ids and (if the backend knows them) sampling log-probs, one per prompt."""
-        with self.timer(f"{self.backend.name}.generate"):
-            completions = self.backend.sample(group_requests(prompt_ids))
+        completions = self._ask_backend(prompt_ids)
         logps = [list(c.logps) for c in completions if c.logps is not None]
         return [list(c.ids) for c in completions], logps if len(logps) == len(completions) else None
 

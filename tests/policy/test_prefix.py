@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.prefix import SharedPrompts, can_continue_from_cache
@@ -46,6 +47,28 @@ def test_each_prompt_is_run_once() -> None:
     assert seen[0] == (2, 4)  # two prompts, all but their last token
     assert sum(rows for rows, _ in seen[1:]) == 6
     assert max(width for _, width in seen[1:]) == 5  # the last token of the prompt, and the completion
+
+
+def test_prompts_are_run_no_more_at_a_time_than_rows() -> None:
+    """`batch_size` bounds memory; it must hold for the prompts as well."""
+    model, seen = tiny_model(), []
+    whole = score_tokens(model, *batch(), 4).logps_BT
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: seen.append(tuple(args[0].shape)))
+    pieces = score_tokens(model, *batch(), 4, batch_size=1).logps_BT
+    assert max(rows for rows, _ in seen) == 1
+    assert seen[:2] == [(1, 4), (1, 4)]
+    torch.testing.assert_close(pieces, whole)
+
+
+def test_a_window_is_seen_before_any_work_is_done() -> None:
+    config = MistralConfig(
+        vocab_size=101, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=4,
+    )  # fmt: skip
+    model, seen = MistralForCausalLM(config), []
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: seen.append(tuple(args[0].shape)))
+    score_tokens(model, *batch(), 4)
+    assert sum(rows for rows, _ in seen) == 6, "each row once, and no prompt by itself"
 
 
 def test_prompts_that_are_all_different_are_not_shared() -> None:
