@@ -1,6 +1,7 @@
 """Put the measured numbers into README.md, from the result files: `python benchmarks/readme.py`."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def rows() -> dict[str, str]:
     full = [case["weights_difference"] for name, case in cases.items() if "bfloat16" not in name]
     return {
         "demo": f"held-out accuracy {befores[0]:.3f} → {min(afters):.3f} to {max(afters):.3f}, "
-        f"at most {max(seconds):.0f} s",
+        f"at most {math.ceil(max(seconds))} s",
         "cpu_step": f"{step['wall_ratio']:.2f} × faster ({step['wall_seconds']['gruppo']:.2f} s against "
         f"{step['wall_seconds']['trl']:.2f} s)",
         "trl_parity": f"equal to {max(full):.0e} of their size in {len(full)} settings in float32 "
