@@ -12,11 +12,13 @@ FILES = sorted(path for path in ROOT.rglob("*.py"))
 ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "errors": set(),
+    "plan": set(),
     "algo": {"types", "errors"},
     "config": {"types", "errors", "algo.recipes"},
     "data": {"types", "errors"},
     "policy": {"types", "errors", "algo", "config", "data"},
-    "rollout": {"types", "errors", "algo", "config", "data", "policy"},
+    "engine": {"types", "errors", "plan", "config.validate", "policy"},
+    "rollout": {"types", "errors", "plan", "algo", "config", "data", "policy", "engine"},
     "rewards": {"types", "errors"},
     "trainer": {"types", "errors", "algo", "config", "data", "policy", "rollout", "rewards"},
 }

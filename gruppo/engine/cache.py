@@ -1,0 +1,176 @@
+"""The engine's own attention: how a transformers model reads and writes the pool of keys and values.
+
+Inside a layer a transformers model does two things that matter here: it calls `past_key_values.update(k, v, layer)`
+and then the attention function registered under the config's attention name. `EngineCache` is both ends: its `update`
+writes the new keys and values to their places, and the function registered here hands the queries back to it.
+The cache travels as a forward argument, so nothing is global.
+
+Tokens are packed: a forward pass has one row of N tokens, whichever sequences they belong to.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, Cache
+
+from gruppo.engine import ops
+from gruppo.engine.kv import KvPool
+from gruppo.errors import RolloutError
+
+ATTENTION_NAME = "gruppo_engine"
+
+
+@dataclass
+class PrefillLayout:
+    """N prompt tokens of P sequences, one after another; sequence p goes on after its first `past[p]` tokens."""
+
+    places: Tensor  # (N,) where each token's key goes
+    starts: Tensor  # (P,) where each sequence begins in the pool
+    past: Tensor  # (P,)
+    cu_query: Tensor  # (P + 1,) int32
+    max_query: int
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+        return ops.prefill_attention(
+            query, keys, values, self.starts, self.past, self.cu_query, max_query=self.max_query, **options
+        )
+
+
+@dataclass
+class DecodeLayout:
+    """One token of each of N completions; all vectors are (N,)."""
+
+    places: Tensor
+    prompt_start: Tensor
+    prompt_len: Tensor
+    tail_start: Tensor
+    tail_len: Tensor  # this token included
+    splits: int = 1
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+        return ops.decode_attention(
+            query,
+            keys,
+            values,
+            self.prompt_start,
+            self.prompt_len,
+            self.tail_start,
+            self.tail_len,
+            splits=self.splits,
+            **options,
+        )
+
+
+class EngineCache(Cache):
+    """What a model sees as its cache during one forward pass of the engine."""
+
+    def __init__(self, pool: KvPool, layout: PrefillLayout | DecodeLayout):
+        # Cache's own constructor builds storage; ours is the pool.
+        self.layers: list[Any] = []
+        self.pool = pool
+        self.layout = layout
+        self.layer = -1
+        self.attended: set[int] = set()
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """Write (1, Hkv, N, D) keys and values to their places; the attention reads them from there."""
+        self.layer = layer_idx
+        keys, values = self.pool.layer(layer_idx)
+        ops.write_kv(
+            key_states[0].transpose(0, 1).to(self.pool.dtype),
+            value_states[0].transpose(0, 1).to(self.pool.dtype),
+            keys,
+            values,
+            self.layout.places,
+        )
+        return key_states, value_states
+
+    def attend(self, query: Tensor, **options: Any) -> Tensor:
+        """(1, H, N, D) queries to (1, N, H, Dv) outputs."""
+        self.attended.add(self.layer)
+        keys, values = self.pool.layer(self.layer)
+        out = self.layout.attend(query[0].transpose(0, 1).to(self.pool.dtype), keys, values, **options)
+        return out[None]
+
+    # What models ask a cache besides; positions are always given, and no mask is made for this attention.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return -1
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * len(self.pool.keys)
+
+
+class ShapeProbe(Cache):
+    """A cache that only looks: which layers ask for keys and values, and of which shape."""
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+        self.shapes: dict[int, tuple[int, int, int]] = {}
+        self.dtype = torch.float32
+        self.last = -1
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        self.shapes[layer_idx] = (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+        self.dtype = value_states.dtype
+        self.last = layer_idx
+        return key_states, value_states
+
+    def attend(self, query: Tensor, **_: Any) -> Tensor:
+        return query.new_zeros(1, query.shape[2], query.shape[1], self.shapes[self.last][2])
+
+    get_seq_length = EngineCache.get_seq_length
+    get_query_offset = EngineCache.get_query_offset
+    get_mask_sizes = EngineCache.get_mask_sizes
+    get_max_cache_shape = EngineCache.get_max_cache_shape
+    is_compileable = EngineCache.is_compileable
+
+
+def engine_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    engine_cache: EngineCache | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls while the engine runs."""
+    if engine_cache is None:
+        raise RolloutError(
+            f"{type(module).__name__} does not hand forward arguments on to its attention; the built-in engine cannot "
+            "run it."
+        )
+    if attention_mask is not None:
+        raise RolloutError(f"{type(module).__name__} makes an attention mask of its own; the engine knows none.")
+    out = engine_cache.attend(
+        query,
+        scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.to(query.dtype), None
+
+
+AttentionInterface.register(ATTENTION_NAME, engine_attention)

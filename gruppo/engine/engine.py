@@ -1,0 +1,223 @@
+"""The built-in sampler: requests in, completions out, from the training weights themselves.
+
+sample ─► work (distinct prompts, limits, noise keys) ─► plan (budgets) ─► borrow the module
+       ─► loop: admit · prefill · decode a few steps · take out what has ended ─► completions in order
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from gruppo.engine.fusion import fused_swaps
+from gruppo.engine.inplace import Swap, attention_swaps, swapped
+from gruppo.engine.kv import KvPool, RangeAllocator
+from gruppo.engine.loop import Counters, Loop, collect
+from gruppo.engine.rows import Results, Rows
+from gruppo.engine.runner import Runner, kv_shapes
+from gruppo.engine.sampling import needs_filter, needs_seen
+from gruppo.engine.scheduler import Scheduler
+from gruppo.engine.settings import SamplingSettings
+from gruppo.engine.shadow import Shadow
+from gruppo.engine.stopping import StopStrings
+from gruppo.engine.work import Work
+from gruppo.errors import RolloutError
+from gruppo.plan import ModelShape, RolloutPlan, batch_buckets, free_memory, plan_rollout, training_bytes
+from gruppo.policy.modes import sampling_mode
+from gruppo.policy.prefix import inner_model
+from gruppo.types import Completion, SampleRequest
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Samples from a model in place.
+
+    `policy` is called anew for every rollout, as wrapping a model for training replaces it. Between calls the engine
+    keeps its pool of keys and values, its graphs, and under autocast the cast weights; `release` frees all of it.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[], nn.Module],
+        *,
+        autocast_dtype: torch.dtype | None = None,
+        tokenizer: Any = None,
+        context_length: int | None = None,
+        plan: RolloutPlan | None = None,
+        fuse: bool = True,
+        graphs: bool = True,
+    ):
+        self.policy = policy
+        self.autocast_dtype = autocast_dtype
+        self.tokenizer = tokenizer
+        self.context_length = context_length
+        self.plan = plan  # budgets in force; kept from rollout to rollout
+        self.may_grow = plan is None  # not after they were given, or an allocation failed
+        self.fuse = fuse
+        self.graphs = graphs
+        self.counters = Counters()
+        self._runner: Runner | None = None
+        self._addresses: Any = None
+        self._shadow: Shadow | None = None
+        self._swaps: list[Swap] = []
+        self._kv: tuple[list[tuple[int, int, int]], torch.dtype] = ([], torch.float32)
+
+    # ---- the call
+
+    def sample(
+        self, requests: Sequence[SampleRequest], settings: SamplingSettings, *, entropies: bool = False
+    ) -> list[Completion]:
+        """`count` completions for each request, flat and in order."""
+        model = inner_model(self.policy())
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        settings.check_vocabulary(vocabulary)
+        work = Work.of(requests, settings.max_new_tokens, vocabulary, self.context_length)
+        if not work.completions:
+            return []
+        while True:
+            try:
+                with self._borrowed(model):
+                    return self._run(model, work, settings, entropies)
+            except torch.OutOfMemoryError:
+                self._shrink()
+                work = Work.of(requests, settings.max_new_tokens, vocabulary, self.context_length)
+
+    def release(self) -> None:
+        """Free pool, graphs and cast weights. The next call makes them again."""
+        self._runner, self._shadow, self._addresses, self._swaps = None, None, None, []
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _shrink(self) -> None:
+        """After a failed allocation: half the budgets. Noise does not depend on them, so nothing is lost."""
+        plan = self.plan
+        self.release()
+        if plan is None or plan.rows == 1:
+            raise RolloutError(
+                "The device has no memory left to sample even one completion at a time. Lower max_completion_length, "
+                "or per_device_train_batch_size so that the update keeps less."
+            )
+        self.plan, self.may_grow = plan.halved(), False
+        logger.warning(f"Out of memory while sampling: going on with half the budget ({self.plan}).")
+
+    # ---- preparation
+
+    @contextmanager
+    def _borrowed(self, model: Any) -> Iterator[None]:
+        """The module in evaluation mode with the engine's attention; everything comes back, whatever happens."""
+        with sampling_mode(model):
+            self._notice_changes(model)
+            if self._shadow is not None:
+                self._shadow.refresh()
+            try:
+                with swapped([*attention_swaps(model), *self._swaps]):
+                    yield
+            finally:
+                if self._shadow is not None:
+                    self._shadow.forget()
+
+    def _notice_changes(self, model: Any) -> None:
+        """Graphs, cast weights and fused layers are tied to where the weights lie; when those move, begin anew."""
+        addresses = (id(model), *(p.data_ptr() for p in model.parameters()), *(b.data_ptr() for b in model.buffers()))
+        if addresses == self._addresses:
+            return
+        self.release()
+        device = next(model.parameters()).device
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if self.autocast_dtype is not None and torch.float32 in dtypes:
+            self._shadow = Shadow(model, self.autocast_dtype)
+            dtypes.add(self.autocast_dtype)
+        fused = fused_swaps(model, dtypes) if self.fuse else []
+        self._swaps = [*fused, *(self._shadow.swaps() if self._shadow else [])]
+        with swapped(attention_swaps(model)):
+            shapes, dtype = kv_shapes(model, device)
+        self._kv = (shapes, self.autocast_dtype or dtype)
+        self._addresses = addresses
+
+    def _demand(self, model: Any, work: Work, settings: SamplingSettings, device: torch.device) -> RolloutPlan:
+        """The budgets that this call would like, within what is free."""
+        return plan_rollout(
+            ModelShape.from_config(model.config),
+            prefix_lengths=[prompt.prefix_length for prompt in work.prompts if prompt.owed],
+            completions=sum(limit > 0 for limit in work.limits),
+            max_new_tokens=settings.max_new_tokens,
+            bytes_per_value=self._kv[1].itemsize,
+            free_bytes=free_memory(device) - training_bytes(model.parameters()),
+            device=device.type,
+            filtered=needs_filter(settings),
+        )
+
+    def _prepare(self, model: Any, work: Work, settings: SamplingSettings, entropies: bool) -> Runner:
+        """A runner with room for this work: the one of the last call if it will do."""
+        device = next(model.parameters()).device
+        demand = self._demand(model, work, settings, device)
+        if self.plan is None or (self.may_grow and self._runner is not None and not self.plan.covers(demand)):
+            self._runner, self.plan = None, demand
+        least = max((p.prefix_length + p.tail_tokens for p in work.prompts if p.owed), default=0)
+        self.plan = self.plan.widened(least)
+        runner = self._runner
+        if (
+            runner is None
+            or runner.pool.tokens != self.plan.kv_tokens
+            or not self._fits(runner, work, settings, entropies)
+        ):
+            self._runner = None  # its memory first
+            self._runner = runner = self._make_runner(model, work, settings, entropies, device)
+        runner.rows.clear()
+        runner.rows.results.clear()
+        runner.set_temperature(settings.temperature)
+        runner.seen = self._seen(runner, model, settings, device)
+        return runner
+
+    def _fits(self, runner: Runner, work: Work, settings: SamplingSettings, entropies: bool) -> bool:
+        same_stops = runner.rows.eos.tolist() == list(settings.stop_ids)
+        return same_stops and runner.rows.results.fits(work.completions, settings.max_new_tokens, entropies)
+
+    def _make_runner(
+        self, model: Any, work: Work, settings: SamplingSettings, entropies: bool, device: torch.device
+    ) -> Runner:
+        assert self.plan is not None
+        shapes, dtype = self._kv
+        pool = KvPool(shapes, self.plan.kv_tokens, dtype=dtype, device=device)
+        results = Results(work.completions, settings.max_new_tokens, entropies=entropies, device=device)
+        return Runner(
+            model,
+            pool,
+            Rows(self.plan.rows, results, scratch=pool.scratch, eos=settings.stop_ids, device=device),
+            buckets=batch_buckets(self.plan.rows),
+            autocast_dtype=self.autocast_dtype,
+            use_graphs=self.graphs,
+        )
+
+    def _seen(self, runner: Runner, model: Any, settings: SamplingSettings, device: torch.device) -> Any:
+        if not needs_seen(settings):
+            return None
+        if runner.seen is None:
+            vocabulary = model.get_output_embeddings().weight.shape[0]
+            return torch.zeros(self.plan.rows + 1, vocabulary, dtype=torch.bool, device=device)  # type: ignore[union-attr]
+        return runner.seen
+
+    # ---- the rollout itself
+
+    def _run(self, model: Any, work: Work, settings: SamplingSettings, entropies: bool) -> list[Completion]:
+        runner = self._prepare(model, work, settings, entropies)
+        assert self.plan is not None
+        places = RangeAllocator(runner.pool.tokens)
+        scheduler = Scheduler(work.prompts, places, self.plan.rows)
+        captured = runner.captures, runner.capture_seconds
+        start = time.perf_counter()
+        stop_strings = StopStrings(self.tokenizer, settings.stop_strings) if settings.stop_strings else None
+        loop = Loop(runner, scheduler, work, settings, self.plan.prefill_tokens, stop_strings)
+        completions = collect(runner.rows.results, work, loop.run())
+        self.counters = loop.counters
+        self.counters.kv_tokens, self.counters.kv_high_water = places.size, places.high_water
+        self.counters.graph_captures = runner.captures - captured[0]
+        self.counters.capture_seconds = runner.capture_seconds - captured[1]
+        self.graphs = self.graphs and (runner.use_graphs or not runner.rows.state.is_cuda)
+        self.counters.finish(time.perf_counter() - start, sum(len(c.ids) for c in completions))
+        return completions

@@ -1,0 +1,153 @@
+"""Layers in fewer kernels: norms, gated MLPs and rotary embeddings of the training module, while the engine runs it.
+
+A layer is recognised by what it does, not by its name alone: the fused version must agree with the layer's own forward
+on random input, otherwise the layer is left as it is.
+"""
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gruppo.engine import ops
+from gruppo.engine.inplace import Swap
+
+# In float64 no more than the order of additions may differ: a norm that is exact there stays as it is.
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def fused_swaps(model: nn.Module, dtypes: set[torch.dtype]) -> list[Swap]:
+    """Replacements for the layers of a model on its device, for inputs of these types."""
+    swaps = [swap for module in model.modules() for swap in _norm(module, dtypes)]
+    if next(model.parameters()).device.type == "cuda":  # elsewhere single operations cost as little
+        swaps += [swap for module in model.modules() for swap in _gated_mlp(module)]
+        swaps += _rotary(model, dtypes)
+    return swaps
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.allclose(a.double(), b.double(), rtol=_TOLERANCE[a.dtype], atol=_TOLERANCE[a.dtype])
+
+
+# ---- norms
+
+# Where the weight is applied: as `weight · x̂` in the input's type (Llama), in float32 (OLMo-2), or as 1 + weight (Gemma).
+_CONVENTIONS = (
+    {"plus_one": False, "in_float32_weight": False},
+    {"plus_one": False, "in_float32_weight": True},
+    {"plus_one": True, "in_float32_weight": True},
+)
+
+
+def _norm(module: nn.Module, dtypes: set[torch.dtype]) -> list[Swap]:
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    named = type(module).__name__.endswith("RMSNorm")
+    if not named or not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
+        return []
+    conventions = {dtype: found for dtype in dtypes if (found := _convention(module, weight, eps, dtype)) is not None}
+    if not conventions or "forward" in vars(module):
+        return []
+    original: Callable[[Tensor], Tensor] = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        convention = conventions.get(x.dtype)
+        if convention is None:
+            return original(x)
+        return ops.rms_norm(x, weight, eps, out_dtype=x.dtype, **convention)
+
+    return [Swap(module, "forward", forward)]
+
+
+@torch.no_grad()
+def _convention(module: nn.Module, weight: Tensor, eps: float, dtype: torch.dtype) -> dict[str, bool] | None:
+    """The convention under which our norm does what this one does to inputs of this type."""
+    probe: Any = copy.deepcopy(module)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    probe.weight.copy_(torch.randn(weight.shape, generator=generator, device=weight.device))
+    x = torch.randn(3, len(weight), generator=generator, device=weight.device).to(dtype)
+    expected = probe(x)
+    ours = [ops.rms_norm(x, probe.weight, eps, out_dtype=dtype, **convention) for convention in _CONVENTIONS]
+    # Two of them differ only in rounding: take the nearest.
+    nearest = min(range(len(ours)), key=lambda i: (ours[i].float() - expected.float()).abs().sum().item())
+    return _CONVENTIONS[nearest] if _agree(ours[nearest], expected) else None
+
+
+# ---- gated MLPs
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@torch.no_grad()
+def _gated_mlp(module: nn.Module) -> list[Swap]:
+    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
+    if not all(isinstance(part, nn.Module) for part in parts) or "forward" in vars(module):
+        return []
+    gate, up, down, act = (part for part in parts if part is not None)
+    x = torch.linspace(-4, 4, 64)
+    kind = next((name for name, known in _ACTIVATIONS.items() if _agree(act(x), known(x))), None)
+    if kind is None:
+        return []
+
+    def forward(x: Tensor) -> Tensor:
+        return down(ops.gated(gate(x), up(x), activation=kind))
+
+    width = getattr(gate, "in_features", None)
+    if width is None:
+        return []
+    weight = next(module.parameters())
+    sample = torch.randn(2, width, generator=torch.Generator(weight.device).manual_seed(0), device=weight.device)
+    sample = sample.to(weight.dtype)
+    return [Swap(module, "forward", forward)] if _agree(forward(sample), module(sample)) else []
+
+
+# ---- rotary embeddings
+
+
+def _rotary(model: nn.Module, dtypes: set[torch.dtype]) -> list[Swap]:
+    """`apply_rotary_pos_emb` is a function beside the model's classes; it is replaced in that module."""
+    homes = {type(module).__module__ for module in model.modules() if hasattr(module, "layer_idx")}
+    device = next(model.parameters()).device
+    swaps = []
+    for name in sorted(homes):
+        home = sys.modules[name]
+        original = getattr(home, "apply_rotary_pos_emb", None)
+        if original is not None and _is_standard_rotary(original, dtypes, device):
+            swaps.append(Swap(home, "apply_rotary_pos_emb", _fused_rotary(original)))
+    return swaps
+
+
+def _fused_rotary(original: Callable[..., Any]) -> Callable[..., Any]:
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        ours = q.is_cuda and q.shape[0] == 1 and q.dim() == 4 and cos.dim() == 3 and not args and not kwargs
+        return (
+            ops.rotary(q, k, cos, sin) if ours and not q.requires_grad else original(q, k, cos, sin, *args, **kwargs)
+        )
+
+    return rotary
+
+
+@torch.no_grad()
+def _is_standard_rotary(original: Callable[..., Any], dtypes: set[torch.dtype], device: torch.device) -> bool:
+    generator = torch.Generator(device).manual_seed(0)
+    for dtype in dtypes:
+        q = torch.randn(1, 4, 3, 64, generator=generator, device=device).to(dtype)
+        k = torch.randn(1, 2, 3, 64, generator=generator, device=device).to(dtype)
+        angles = torch.randn(1, 3, 64, generator=generator, device=device).to(dtype)
+        try:
+            expected = original(q, k, angles.cos(), angles.sin())
+        except (TypeError, ValueError, RuntimeError):
+            return False  # another signature
+        ours = ops.rotary(q, k, angles.cos(), angles.sin())
+        if not all(_agree(a, b) for a, b in zip(ours, expected, strict=True)):
+            return False
+    return True

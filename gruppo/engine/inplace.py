@@ -1,0 +1,68 @@
+"""Running the training module itself: what is changed for sampling, and how all of it comes back."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gruppo.engine.cache import ATTENTION_NAME
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Swap:
+    """An attribute that has another value while the engine runs. Instances only: no class is touched."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+@contextmanager
+def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
+    """Set attributes, and put back what was there, also when interrupted half-way."""
+    previous = [(swap, vars(swap.owner).get(swap.name, _ABSENT)) for swap in swaps]
+    try:
+        for swap in swaps:
+            setattr(swap.owner, swap.name, swap.value)
+        yield
+    finally:
+        for swap, value in previous:
+            if value is not _ABSENT:
+                setattr(swap.owner, swap.name, value)
+            elif swap.name in vars(swap.owner):
+                delattr(swap.owner, swap.name)
+
+
+def attention_swaps(model: nn.Module) -> list[Swap]:
+    """The engine's attention, in every config that a part of the model reads."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    return [
+        Swap(config, "_attn_implementation_internal", ATTENTION_NAME)
+        for config in configs.values()
+        if hasattr(config, "_attn_implementation_internal")
+    ]
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage collection: a graph that is being captured must not see memory freed by chance."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """The trainer's mixed precision. Casts are not kept: a captured graph would go on using stale ones."""
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
+        yield

@@ -1,0 +1,81 @@
+"""Where keys and values live: one pool of token places per layer, handed out in contiguous ranges.
+
+A completion's context is two ranges: the prefix of its prompt, which its whole group reads, and its own tail.
+
+    places   0 1 2 3 4 5 | 6 7 8 9 | 10 11 12 13 | …     the last place is scratch, for rows that only pad a batch
+             prompt A    | tail A₀ | tail A₁     |
+"""
+
+import bisect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class RangeAllocator:
+    """First-fit allocation of contiguous ranges, neighbours merged when they are freed.
+
+    Example:
+        places = RangeAllocator(10)
+        places.take(4), places.take(6), places.take(1) == (0, 4, None)
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.used = 0
+        self.high_water = 0
+        self._free: list[tuple[int, int]] = [(0, size)] if size else []  # (start, length), by start
+        self._taken: dict[int, int] = {}
+
+    def take(self, length: int) -> int | None:
+        """The start of a free range of this length, or None."""
+        for i, (start, free) in enumerate(self._free):
+            if free >= length:
+                if free == length:
+                    del self._free[i]
+                else:
+                    self._free[i] = (start + length, free - length)
+                self._taken[start] = length
+                self.used += length
+                self.high_water = max(self.high_water, self.used)
+                return start
+        return None
+
+    def give_back(self, start: int) -> None:
+        length = self._taken.pop(start)
+        self.used -= length
+        i = bisect.bisect_left(self._free, (start, 0))
+        if i < len(self._free) and start + length == self._free[i][0]:
+            length += self._free.pop(i)[1]
+        if i and sum(self._free[i - 1]) == start:
+            start, before = self._free.pop(i - 1)
+            length, i = length + before, i - 1
+        self._free.insert(i, (start, length))
+
+
+class KvPool:
+    """The keys (S, Hkv, D) and values (S, Hkv, Dv) of every layer; layers may differ in their heads."""
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, int, int]], tokens: int, *, dtype: torch.dtype, device: torch.device
+    ):
+        """`shapes` has (Hkv, D, Dv) of each layer."""
+        self.tokens = tokens
+        self.shapes = list(shapes)
+        self.dtype = dtype
+        # One place more: what padding rows write.
+        self.keys = [torch.zeros(tokens + 1, h, d, dtype=dtype, device=device) for h, d, _ in shapes]
+        self.values = [torch.zeros(tokens + 1, h, d, dtype=dtype, device=device) for h, _, d in shapes]
+
+    @property
+    def scratch(self) -> int:
+        """The place that belongs to nobody."""
+        return self.tokens
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def layer(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.keys[i], self.values[i]

@@ -1,0 +1,133 @@
+"""The engine's operations, each by the device its tensors are on: a Triton kernel on CUDA, plain torch elsewhere.
+
+What they compute is said in `gruppo.engine.reference`. Triton is imported with the first CUDA tensor.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gruppo.engine import reference
+
+__all__ = [
+    "add_rms_norm",
+    "choose_splits",
+    "decode_attention",
+    "gated",
+    "prefill_attention",
+    "rms_norm",
+    "rotary",
+    "sample_tokens",
+    "write_kv",
+]
+
+# Programs a decode launch should have at least: two for each of an H200's 132 multiprocessors.
+_ENOUGH_PROGRAMS = 264
+_MOST_SPLITS = 32
+
+
+def _home(tensor: Tensor) -> Any:
+    if not tensor.is_cuda:
+        return reference
+    from gruppo.engine import kernels
+
+    return kernels
+
+
+def choose_splits(batch: int, kv_heads: int) -> int:
+    """Programs to divide a row's keys among: a power of two that fills a GPU, 1 where the batch alone does."""
+    splits = 1
+    while batch * kv_heads * splits < _ENOUGH_PROGRAMS and splits < _MOST_SPLITS:
+        splits *= 2
+    return splits
+
+
+def write_kv(keys: Tensor, values: Tensor, pool_k: Tensor, pool_v: Tensor, places: Tensor) -> None:
+    _home(keys).write_kv(keys, values, pool_k, pool_v, places)
+
+
+def decode_attention(
+    query: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    prompt_start: Tensor,
+    prompt_len: Tensor,
+    tail_start: Tensor,
+    tail_len: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    splits: int = 1,
+) -> Tensor:
+    context = (prompt_start, prompt_len, tail_start, tail_len)
+    options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, splits=splits)
+    return _home(query).decode_attention(query, pool_k, pool_v, *context, **options)
+
+
+def prefill_attention(
+    query: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    starts: Tensor,
+    past: Tensor,
+    cu_query: Tensor,
+    *,
+    max_query: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    options = dict(max_query=max_query, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    return _home(query).prefill_attention(query, pool_k, pool_v, starts, past, cu_query, **options)
+
+
+def sample_tokens(
+    logits: Tensor,
+    noise_keys: Tensor,
+    positions: Tensor,
+    inverse_temperature: Tensor,
+    *,
+    greedy: bool,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    options = dict(greedy=greedy, entropy=entropy)
+    return _home(logits).sample_tokens(logits, noise_keys, positions, inverse_temperature, **options)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    plus_one: bool,
+    in_float32_weight: bool,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    options = dict(plus_one=plus_one, in_float32_weight=in_float32_weight, out_dtype=out_dtype)
+    return _home(x).rms_norm(x, weight, eps, **options)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    plus_one: bool,
+    in_float32_weight: bool,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    options = dict(plus_one=plus_one, in_float32_weight=in_float32_weight, out_dtype=out_dtype)
+    return _home(x).add_rms_norm(x, residual, weight, eps, **options)
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _home(query).rotary(query, key, cos, sin)
+
+
+def gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
+    return _home(gate).gated(gate, up, activation=activation)

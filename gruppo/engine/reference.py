@@ -1,0 +1,243 @@
+"""Plain torch twins of the GPU kernels: what the engine runs on a CPU, and what the kernels are tested beside.
+
+Same names, arguments and results as `gruppo.engine.kernels`. Shapes: B rows, H query heads, Hkv key/value heads,
+D and Dv their sizes, N tokens, P sequences, S places of the key/value pool, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gruppo.engine.noise import gumbel, uniform_words
+
+__all__ = [
+    "add_rms_norm",
+    "decode_attention",
+    "gated",
+    "prefill_attention",
+    "rms_norm",
+    "rotary",
+    "sample_tokens",
+    "write_kv",
+]
+
+
+def write_kv(keys: Tensor, values: Tensor, pool_k: Tensor, pool_v: Tensor, places: Tensor) -> None:
+    """Put keys [N, Hkv, D] and values [N, Hkv, Dv] at `places` int64 [N] of the pools [S, Hkv, D] and [S, Hkv, Dv]."""
+    pool_k.index_copy_(0, places, keys.to(pool_k.dtype))
+    pool_v.index_copy_(0, places, values.to(pool_v.dtype))
+
+
+def decode_attention(
+    query: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    prompt_start: Tensor,
+    prompt_len: Tensor,
+    tail_start: Tensor,
+    tail_len: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    splits: int = 1,
+) -> Tensor:
+    """Attention of one query per row, [B, H, D] -> [B, H, Dv], over its prompt's places and then its own tail's.
+
+    Keys have the positions 0, 1, ... in that order and the query, whose own key is in the pool, the last of them; it
+    sees those less than `window` back. `softcap` bounds the scaled scores, `sinks` [H] are scores without a value.
+    The four int64 [B] say where the two ranges lie; tail_len is at least 1. `splits` changes nothing here.
+    """
+    (batch, heads, _), kv_heads = query.shape, pool_k.shape[1]
+    total = prompt_len + tail_len
+    longest = int(total.max())
+    first = torch.zeros_like(total) if window is None else (total - window).clamp(min=0)
+    keys_B1 = first[:, None] + torch.arange(longest if window is None else min(window, longest), device=query.device)
+    visible = keys_B1 < total[:, None]
+    # What is past the end reads the row's last place: a place of its own, so no stranger's value meets a zero weight.
+    key = torch.minimum(keys_B1, total[:, None] - 1)
+    start = torch.where(key < prompt_len[:, None], prompt_start[:, None], (tail_start - prompt_len)[:, None])
+    places = start + key
+    # index_select is several times quicker than indexing with the table itself.
+    keys = pool_k.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+    values = pool_v.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+    # The heads that share keys stand as queries of one head; nothing is repeated.
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, -1)
+    shaped_sinks = None if sinks is None else sinks.view(1, kv_heads, -1)
+    out = _attend(grouped, keys, values, visible[:, None, None], scale, softcap, shaped_sinks)
+    return out.reshape(batch, heads, -1)
+
+
+def prefill_attention(
+    query: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    starts: Tensor,
+    past: Tensor,
+    cu_query: Tensor,
+    *,
+    max_query: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention of P sequences' next tokens, packed, [N, H, D] -> [N, H, Dv], over their keys in the pool.
+
+    Sequence p has `past[p]` tokens from before and its queries at cu_query[p] .. cu_query[p+1]; query i has position
+    past[p] + i and sees the keys at starts[p] + 0 .. position, of these the last `window`. Scores as in
+    `decode_attention`.
+    """
+    heads, kv_heads = query.shape[1], pool_k.shape[1]
+    group = heads // kv_heads
+    out = query.new_empty(len(query), heads, pool_v.shape[2])
+    bounds = cu_query.tolist()
+    for p, (start, before) in enumerate(zip(starts.tolist(), past.tolist(), strict=True)):
+        begin, end = bounds[p], bounds[p + 1]
+        if begin == end:
+            continue
+        length = before + end - begin
+        first = 0 if window is None else max(0, before - window + 1)  # what the chunk's first query still sees
+        keys = _per_query_head(pool_k[start + first : start + length], group)
+        values = _per_query_head(pool_v[start + first : start + length], group)
+        position = torch.arange(before, length, device=query.device)[:, None]
+        key = torch.arange(first, length, device=query.device)
+        visible = key <= position
+        if window is not None:
+            visible &= position - key < window
+        shaped_sinks = None if sinks is None else sinks.view(kv_heads, group, 1)
+        queries = query[begin:end].transpose(0, 1).unflatten(0, (kv_heads, group))
+        attended = _attend(queries, keys, values, visible, scale, softcap, shaped_sinks)
+        out[begin:end] = attended.flatten(0, 1).transpose(0, 1)
+    return out
+
+
+def _per_query_head(pool: Tensor, group: int) -> Tensor:
+    """[L, Hkv, D] as [Hkv, G, L, D], each head shown to the G query heads that use it; a view."""
+    return pool.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[B, H, M, D] over [B, H, L, D] and [B, H, L, Dv]; `visible` broadcasts to [B, H, M, L], `sinks` to [B, H, M]."""
+    if softcap is None and sinks is None:
+        mask = None if bool(visible.all()) else visible
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+    scores = query.float() @ keys.float().transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh_().mul_(softcap)
+    scores.masked_fill_(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().expand(scores.shape[:-1])[..., None]
+        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ values.float()).to(query.dtype)
+
+
+def sample_tokens(
+    logits: Tensor,
+    noise_keys: Tensor,
+    positions: Tensor,
+    inverse_temperature: Tensor,
+    *,
+    greedy: bool,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One token per row of logits [B, V], its log-prob and the entropy, all of softmax(logits * inverse_temperature).
+
+    The noise of `gruppo.engine.noise` belongs to noise_keys and positions, int64 [B]; greedy takes the lowest index
+    of the largest logits instead. Logits of -inf are never chosen. A row with NaN, +inf or nothing but -inf gives
+    token -1 and NaN. Returns int64 [B], float32 [B], and float32 [B] or None.
+    """
+    x = logits.float() * inverse_temperature
+    noisy = x if greedy else x + gumbel(uniform_words(noise_keys, positions, x.shape[1]))
+    logsumexp = x.logsumexp(-1)
+    valid = logsumexp.isfinite()  # of +inf the result is +inf, of nothing but -inf it is -inf
+    tokens = noisy.argmax(-1)
+    logps = x.gather(1, tokens[:, None])[:, 0] - logsumexp
+    logps = logps.where(valid, torch.nan)
+    entropies = None
+    if entropy:
+        logp_all = x - logsumexp[:, None]
+        entropies = -(logp_all.exp() * logp_all.masked_fill(x == -torch.inf, 0.0)).sum(-1)
+        entropies = entropies.where(valid, torch.nan)
+    return tokens.where(valid, -1), logps, entropies
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    plus_one: bool,
+    in_float32_weight: bool,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x / rms(x) times a weight [D], over the last dimension of x [..., D], with float32 statistics.
+
+    `plus_one` is Gemma's 1 + weight. The normalised x is rounded to x's dtype before the weight, as Llama does, unless
+    `in_float32_weight` (Gemma, OLMo 2). The result is contiguous, in `out_dtype` or x's.
+    """
+    wide = x.float()
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if not in_float32_weight:
+        normal = normal.to(x.dtype).float()
+    factor = weight.float() + 1 if plus_one else weight.float()
+    return (normal * factor).to(out_dtype or x.dtype).contiguous()
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    plus_one: bool,
+    in_float32_weight: bool,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of x + residual, and that sum, rounded to the residual's dtype before it is normalised."""
+    total = (x + residual).to(residual.dtype)
+    options = dict(plus_one=plus_one, in_float32_weight=in_float32_weight)
+    return rms_norm(total, weight, eps, **options, out_dtype=out_dtype), total
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding, "rotate half": query [1, H, N, D], key [1, Hkv, N, D], cos and sin [1, N, R], R <= D.
+
+    The first R dimensions turn, the others pass. Computed in float32 and rounded once, where transformers rounds each
+    product. The results have the inputs' shapes and lie in memory as [N, heads, D].
+    """
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned = cos.shape[-1]
+    by_token = x[0].transpose(0, 1)
+    out = torch.empty(by_token.shape, dtype=x.dtype, device=x.device)
+    wide = by_token[..., :turned].float()
+    half = torch.cat((-wide[..., turned // 2 :], wide[..., : turned // 2]), dim=-1)
+    out[..., :turned] = wide * cos[0, :, None].float() + half * sin[0, :, None].float()
+    out[..., turned:] = by_token[..., turned:]
+    return out.transpose(0, 1)[None]
+
+
+def gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
+    """activation(gate) * up, [..., F], in float32 inside and rounded once; "silu" or "gelu_tanh"."""
+    wide = gate.float()
+    if activation == "silu":
+        active = functional.silu(wide)
+    elif activation == "gelu_tanh":
+        active = functional.gelu(wide, approximate="tanh")
+    else:
+        raise ValueError(f"activation must be 'silu' or 'gelu_tanh', not {activation!r}")
+    return (active * up.float()).to(gate.dtype)

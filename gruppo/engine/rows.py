@@ -1,0 +1,129 @@
+"""The state of a decoding batch on the device, and the step that advances it.
+
+One integer matrix holds a column per row of the batch, so that rows enter, leave and move with single copies.
+Results are addressed by the number of the completion, not by its row: whatever happens to rows, nothing gets lost or
+mixed up. Everything here can be captured in a CUDA graph: no value is read back to the host.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from gruppo.engine.sampling import Choice
+from gruppo.types import StopReason
+
+
+class Field(IntEnum):
+    """The rows of the state matrix."""
+
+    TOKEN = 0  # fed to the model next
+    PROMPT_START = 1  # of the prompt's prefix in the pool
+    PROMPT_LEN = 2  # tokens of that prefix
+    TAIL_START = 3
+    TAIL_LEN = 4  # tokens in the tail, and tokens sampled so far
+    LIMIT = 5  # most tokens that may be sampled
+    KEY = 6  # of the noise
+    RESULT = 7  # number of the completion
+    SEAT = 8  # row of `seen`, fixed while the completion lives
+    DONE = 9
+
+
+# Codes on the device, by position; 0 is a completion that still runs.
+STOPS: tuple[StopReason | None, ...] = (None, StopReason.EOS, StopReason.LENGTH, StopReason.NAN)
+
+
+class Results:
+    """What the completions of one call became: tokens, log-probs, entropies (C, T), and how they ended (C,)."""
+
+    def __init__(self, completions: int, tokens: int, *, entropies: bool, device: torch.device):
+        self.completions = completions
+        shape = (completions + 1, tokens)  # the last row takes what padding rows write
+        self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
+        self.logps = torch.zeros(shape, device=device)
+        self.plain_logps = torch.zeros(shape, device=device)
+        self.entropies = torch.zeros(shape, device=device) if entropies else None
+        self.lengths = torch.zeros(completions + 1, dtype=torch.long, device=device)
+        self.stops = torch.zeros(completions + 1, dtype=torch.long, device=device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        some = [self.tokens, self.logps, self.plain_logps, self.lengths, self.stops]
+        return some if self.entropies is None else [*some, self.entropies]
+
+    def fits(self, completions: int, tokens: int, entropies: bool) -> bool:
+        rows, columns = self.tokens.shape
+        return completions < rows and tokens <= columns and entropies == (self.entropies is not None)
+
+    def clear(self) -> None:
+        self.lengths.zero_()
+        self.stops.zero_()
+
+
+class Rows:
+    """The batch: column r of `state` is row r, for the first `count` of them; the rest only pads."""
+
+    def __init__(self, rows: int, results: Results, *, scratch: int, eos: Sequence[int], device: torch.device):
+        self.results = results
+        self.device = device
+        self.count = 0
+        self.padding = torch.zeros(len(Field), dtype=torch.long, device=device)
+        self.padding[Field.TAIL_START] = scratch
+        self.padding[Field.LIMIT] = 1
+        self.padding[Field.RESULT] = len(results.lengths) - 1
+        self.padding[Field.SEAT] = rows
+        self.padding[Field.DONE] = 1
+        self.state = self.padding[:, None].repeat(1, rows)
+        self.eos = torch.tensor(list(eos), dtype=torch.long, device=device)
+
+    def enter(self, columns: Sequence[Sequence[int]]) -> None:
+        """Append rows, each a list of values in the order of `Field`."""
+        new = torch.tensor(columns, dtype=torch.long).T
+        if self.device.type == "cuda":
+            new = new.contiguous().pin_memory()
+        self.state[:, self.count : self.count + len(columns)] = new.to(self.device, non_blocking=True)
+        self.count += len(columns)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order; the others leave."""
+        index = torch.tensor(rows, dtype=torch.long)
+        if self.device.type == "cuda":
+            index = index.pin_memory()
+        kept = self.state[:, index.to(self.device, non_blocking=True)]
+        self.state[:, : len(rows)] = kept
+        self.state[:, len(rows) : self.count] = self.padding[:, None]
+        self.count = len(rows)
+
+    def clear(self) -> None:
+        self.state.copy_(self.padding[:, None].expand_as(self.state))
+        self.count = 0
+
+    def record(self, state: Tensor, choice: Choice) -> None:
+        """Write down what was sampled for the rows of `state` (a view of the first columns) and advance them.
+
+        A row that is done stays as it is, so that it can be replayed harmlessly until the host takes it out: it
+        never leaves its tail, and what it writes goes to the row of results that nobody reads.
+        """
+        results = self.results
+        alive = state[Field.DONE] == 0
+        column = state[Field.TAIL_LEN]
+        broken = choice.tokens < 0
+        token = torch.where(broken, state[Field.TOKEN], choice.tokens)
+        target = torch.where(alive, state[Field.RESULT], len(results.lengths) - 1)
+        results.tokens[target, column] = token
+        results.logps[target, column] = choice.logps
+        results.plain_logps[target, column] = choice.plain_logps
+        if results.entropies is not None:
+            assert choice.entropies is not None
+            results.entropies[target, column] = choice.entropies
+
+        ended = (token[:, None] == self.eos).any(1)
+        full = column + 1 >= state[Field.LIMIT]
+        stop = torch.where(broken, 3, torch.where(ended, 1, torch.where(full, 2, 0)))
+        results.stops[target] = stop
+        results.lengths[target] = column + 1 - broken.long()
+        going_on = alive & (stop == 0)
+        state[Field.TOKEN] = torch.where(going_on, token, state[Field.TOKEN])
+        state[Field.TAIL_LEN] += going_on
+        state[Field.DONE] = (~going_on).long()

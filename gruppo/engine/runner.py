@@ -1,0 +1,218 @@
+"""Forward passes of the engine: prompts in packed chunks, and decoding steps, eagerly or as captured graphs."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gruppo.engine import ops
+from gruppo.engine.cache import DecodeLayout, EngineCache, PrefillLayout, ShapeProbe
+from gruppo.engine.inplace import autocast, without_collection
+from gruppo.engine.kv import KvPool
+from gruppo.engine.rows import Field, Rows
+from gruppo.engine.sampling import choose
+from gruppo.engine.scheduler import PromptWork
+from gruppo.engine.settings import SamplingSettings
+
+logger = logging.getLogger(__name__)
+
+
+def forward(model: nn.Module, ids: Tensor, positions: Tensor, cache: Any, **options: Any) -> Tensor:
+    """Logits of packed tokens (N,).
+
+    The class's own forward is called: the instance's may be wrapped for training, which would cast logits to float32.
+    """
+    output = type(model).forward(
+        model,
+        input_ids=ids[None],
+        position_ids=positions[None],
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+        engine_cache=cache,
+        **options,
+    )
+    return output.logits[0]
+
+
+def kv_shapes(model: nn.Module, device: torch.device) -> tuple[list[tuple[int, int, int]], torch.dtype]:
+    """Heads and sizes of every layer's keys and values and their type, seen in a pass over one token."""
+    probe = ShapeProbe()
+    zero = torch.zeros(1, dtype=torch.long, device=device)
+    forward(model, zero, zero, probe, logits_to_keep=1)
+    return [probe.shapes[i] for i in range(len(probe.shapes))], probe.dtype
+
+
+def prompt_chunks(prompts: Sequence[PromptWork], budget: int) -> Iterator[list[tuple[PromptWork, int, int]]]:
+    """Prefixes in batches of at most `budget` tokens, as (prompt, from, to); a longer one is cut into chunks.
+
+    Example, prefixes of 5 and 3 tokens with a budget of 4:
+        [(a, 0, 4)], [(a, 4, 5), (b, 0, 3)]
+    """
+    batch: list[tuple[PromptWork, int, int]] = []
+    room = budget
+    for prompt in prompts:
+        done = 0
+        while done < prompt.prefix_length:
+            take = min(room, prompt.prefix_length - done)
+            batch.append((prompt, done, done + take))
+            done, room = done + take, room - take
+            if not room:
+                yield batch
+                batch, room = [], budget
+    if batch:
+        yield batch
+
+
+def _length_matters(settings: SamplingSettings) -> int:
+    return settings.max_new_tokens if settings.forced_eos_token_id else 1
+
+
+class Runner:
+    """Runs one model over one pool and one batch of rows."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pool: KvPool,
+        rows: Rows,
+        *,
+        buckets: Sequence[int],
+        autocast_dtype: torch.dtype | None,
+        use_graphs: bool,
+    ):
+        self.model = model
+        self.pool = pool
+        self.rows = rows
+        self.buckets = list(buckets)
+        self.autocast_dtype = autocast_dtype
+        self.device = rows.device
+        self.use_graphs = use_graphs and self.device.type == "cuda"
+        self.inverse_temperature = torch.ones(1, device=self.device)
+        self.seen: Tensor | None = None  # (rows, V): tokens that a completion and its prompt have, by seat
+        self.captures = 0
+        self.capture_seconds = 0.0
+        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._memory: Any = None  # the graphs' common pool: they never run at the same time
+        self._stream: Any = None
+
+    # ---- prompts
+
+    def prefill(self, prompts: Sequence[PromptWork], budget: int) -> int:
+        """Encode the prefixes of these prompts; returns the number of tokens."""
+        tokens = 0
+        for batch in prompt_chunks(prompts, budget):
+            ids, positions, layout = self._packed(batch)
+            tokens += len(ids)
+            with autocast(self.device, self.autocast_dtype):
+                forward(self.model, ids, positions, EngineCache(self.pool, layout), logits_to_keep=1)
+        return tokens
+
+    def _packed(self, batch: Sequence[tuple[PromptWork, int, int]]) -> tuple[Tensor, Tensor, PrefillLayout]:
+        ids = [token for prompt, low, high in batch for token in prompt.ids[low:high]]
+        positions = [i for _, low, high in batch for i in range(low, high)]
+        starts = [prompt.start or 0 for prompt, _, _ in batch]
+        lengths = [high - low for _, low, high in batch]
+        places = [start + i for start, (_, low, high) in zip(starts, batch, strict=True) for i in range(low, high)]
+        # One upload: the parts are views of it.
+        sizes = [len(ids), len(positions), len(places), len(starts), len(batch)]
+        flat = self._upload([*ids, *positions, *places, *starts, *(low for _, low, _ in batch)])
+        id_s, position_s, place_s, start_s, past_s = flat.split(sizes)
+        cu_query = self._upload([0, *torch.tensor(lengths).cumsum(0).tolist()]).int()
+        return id_s, position_s, PrefillLayout(place_s, start_s, past_s, cu_query, max(lengths))
+
+    def _upload(self, values: Sequence[int]) -> Tensor:
+        host = torch.tensor(values, dtype=torch.long)
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+
+    # ---- decoding
+
+    def set_temperature(self, temperature: float) -> None:
+        self.inverse_temperature.fill_(1 / temperature)
+
+    def decode(self, settings: SamplingSettings, steps: int) -> int:
+        """Sample `steps` more tokens for every row; returns the size of the batch that was run."""
+        bucket = next(size for size in self.buckets if size >= self.rows.count)
+        graph = self._graph(bucket, settings) if self.use_graphs else None
+        rows = bucket if graph is not None else self.rows.count
+        for _ in range(steps):
+            if graph is not None:
+                graph.replay()
+            else:
+                self._step(rows, settings)
+        return rows
+
+    def _step(self, bucket: int, settings: SamplingSettings) -> None:
+        """One token for the first `bucket` rows. Nothing here waits for the device."""
+        state = self.rows.state[:, :bucket]
+        prompt_len, tail_start, tail_len = (state[f] for f in (Field.PROMPT_LEN, Field.TAIL_START, Field.TAIL_LEN))
+        layout = DecodeLayout(
+            places=tail_start + tail_len,
+            prompt_start=state[Field.PROMPT_START],
+            prompt_len=prompt_len,
+            tail_start=tail_start,
+            tail_len=tail_len + 1,
+            splits=ops.choose_splits(bucket, self.pool.shapes[0][0]),
+        )
+        with autocast(self.device, self.autocast_dtype):
+            logits = forward(self.model, state[Field.TOKEN], prompt_len + tail_len, EngineCache(self.pool, layout))
+        seats = state[Field.SEAT]
+        choice = choose(
+            logits,
+            settings,
+            keys=state[Field.KEY],
+            positions=tail_len,
+            inverse_temperature=self.inverse_temperature,
+            generated=tail_len,
+            seen=None if self.seen is None else self.seen[seats],
+            entropy=self.rows.results.entropies is not None,
+            prompt_lengths=prompt_len + 1,
+        )
+        if self.seen is not None:
+            self.seen[seats, choice.tokens.clamp(min=0)] = True
+        self.rows.record(state, choice)
+
+    # ---- graphs
+
+    def _graph(self, bucket: int, settings: SamplingSettings) -> torch.cuda.CUDAGraph | None:
+        """The recorded step for a batch of this size; None if the model cannot be recorded."""
+        # What is not part of the recorded step: the temperature is read from memory, limits are per row.
+        key = (bucket, replace(settings, temperature=1.0, stop_strings=(), max_new_tokens=_length_matters(settings)))
+        if key not in self._graphs:
+            start = time.perf_counter()
+            saved = self.rows.state.clone()
+            try:
+                self._graphs[key] = self._capture(bucket, settings)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                self.use_graphs = False
+                reason = str(error).split("\n")[0]
+                logger.warning(f"The decoding step cannot be captured as a CUDA graph and runs slower: {reason}")
+                return None
+            finally:
+                self.rows.state.copy_(saved)
+            torch.cuda.synchronize(self.device)
+            self.captures += 1
+            self.capture_seconds += time.perf_counter() - start
+        return self._graphs[key]
+
+    def _capture(self, bucket: int, settings: SamplingSettings) -> torch.cuda.CUDAGraph:
+        """A step over this many rows, recorded. It is run once before, on padding, to compile what it needs."""
+        self.rows.state.copy_(self.rows.padding[:, None].expand_as(self.rows.state))
+        torch.cuda.synchronize(self.device)
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(self.device)  # one for all: libraries keep a workspace per stream
+        with torch.cuda.stream(self._stream):
+            self._step(bucket, settings)
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        recording = torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local")
+        with without_collection(), recording:
+            self._step(bucket, settings)
+        return graph

@@ -1,0 +1,293 @@
+"""What a GenerationConfig asks of the sampler, and what of it the engine can do.
+
+The measure is `model.generate(generation_config=config)`. It fills every field that is None from the model's own
+generation config, then from transformers' defaults (`top_k=50` among them); `merged_config` does the same. Every field
+stands in one of three tables below; what is in none of them must be unset.
+"""
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig
+
+from gruppo.config.validate import in_range
+from gruppo.errors import ConfigError
+
+HONOURED = frozenset(
+    {
+        "max_new_tokens",
+        "max_length",  # where max_new_tokens is set it has no say; see `_length_reasons`
+        "min_new_tokens",
+        "min_length",  # likewise
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "stop_strings",
+    }
+)
+
+# Fields that change nothing about what is sampled, and why.
+IRRELEVANT = {
+    "bos_token_id": "starts an empty prompt, and there is always one",
+    "decoder_start_token_id": "encoder-decoder models",
+    "early_stopping": "beam search",
+    "length_penalty": "beam search",
+    "num_assistant_tokens": "assisted decoding, which is refused",
+    "num_assistant_tokens_schedule": "assisted decoding, which is refused",
+    "assistant_confidence_threshold": "assisted decoding, which is refused",
+    "assistant_lookbehind": "assisted decoding, which is refused",
+    "target_lookbehind": "assisted decoding, which is refused",
+    "max_matching_ngram_size": "prompt lookup, which is refused",
+    "cache_config": "belongs to cache_implementation, which is refused",
+    "max_cache_len": "belongs to cache_implementation, which is refused",
+    "prefill_chunk_size": "how the prompt is encoded, not what comes of it",
+    "compile_config": "how the model is run, not what comes of it",
+    "disable_compile": "how the model is run, not what comes of it",
+    "_from_model_config": "metadata",
+    "transformers_version": "metadata",
+}
+
+# Fields that the engine cannot honour: the values, besides None, at which they do nothing, and what they would do.
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": ((1,), "beam search"),
+    "num_beam_groups": ((1,), "diverse beam search"),
+    "diversity_penalty": ((0,), "diverse beam search"),
+    "low_memory": ((False,), "sequential beam search"),
+    "constraints": ((), "constrained beam search"),
+    "force_words_ids": ((), "constrained beam search"),
+    "penalty_alpha": ((0,), "contrastive search"),
+    "dola_layers": ((), "DoLa decoding"),
+    "use_mtp": ((False,), "multi-token prediction"),
+    "is_assistant": ((False,), "assisted decoding"),
+    "assistant_early_exit": ((), "assisted decoding"),
+    "assistant_ensemble_weight": ((), "assisted decoding"),
+    "speculation_type": ((), "assisted decoding"),
+    "prompt_lookup_num_tokens": ((), "prompt lookup decoding"),
+    "use_cache": ((True,), "sampling without a cache"),
+    "cache_implementation": ((), "another kind of cache"),
+    "continuous_batching_config": ((), "transformers' continuous batching"),
+    "typical_p": ((1,), "typical decoding"),
+    "epsilon_cutoff": ((0,), "the epsilon cutoff"),
+    "eta_cutoff": ((0,), "the eta cutoff"),
+    "top_h": ((), "top-H sampling"),
+    "encoder_repetition_penalty": ((1,), "a repetition penalty on the prompt alone"),
+    "no_repeat_ngram_size": ((0,), "a ban on repeated n-grams"),
+    "encoder_no_repeat_ngram_size": ((0,), "a ban on n-grams of the prompt"),
+    "bad_words_ids": ((), "a list of banned words"),
+    "sequence_bias": ((), "a bias on sequences"),
+    "exponential_decay_length_penalty": ((), "a length penalty"),
+    "guidance_scale": ((1,), "classifier-free guidance"),
+    "watermarking_config": ((), "a watermark"),
+    "remove_invalid_values": ((False,), "the replacement of NaN and inf (they end a completion here)"),
+    "renormalize_logits": ((False,), "renormalised scores"),
+    "token_healing": ((False,), "token healing"),
+    "max_time": ((), "a time limit"),
+    "num_return_sequences": ((1,), "several completions per row (a request has its own count)"),
+    "output_attentions": ((False,), "the output of attentions"),
+    "output_hidden_states": ((False,), "the output of hidden states"),
+    "output_scores": ((False,), "the output of scores"),
+    "output_logits": ((False,), "the output of logits"),
+    "return_dict_in_generate": ((False,), "the output of anything but tokens and their log-probs"),
+}
+
+# generate looks at these only with do_sample=True.
+SAMPLING_ONLY = frozenset({"typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"})
+
+# Below this, logits divided by the temperature leave the range in which float32 tells them apart.
+SMALLEST_TEMPERATURE = 1e-6
+LARGEST_FLOAT32 = 3.4e38
+
+
+def merged_config(config: Any, model_config: Any | None) -> Any:
+    """A copy of `config` with its gaps filled as `generate` fills them; `model_config` is model.generation_config.
+
+    One thing is decided here that generate decides later: where nobody set a length, transformers' default
+    `max_length` of 20 means 20 *new* tokens, so `max_new_tokens` becomes 20.
+    """
+    if model_config is None:
+        model_config = GenerationConfig()
+    no_length = all(c.max_new_tokens is None and c.max_length is None for c in (config, model_config))
+    merged = copy.deepcopy(config)
+    defaults = merged._get_default_generation_params()
+    merged.update(**model_config.to_dict(), defaults_only=True, allow_custom_entries=True)
+    merged.update(**defaults, defaults_only=True)
+    if merged.cache_implementation == "hybrid":  # written by old checkpoints; generate drops it, whoever set it
+        merged.cache_implementation = None
+    if no_length:
+        merged.max_new_tokens = defaults["max_length"]
+    return merged
+
+
+def unsupported(config: Any) -> list[str]:
+    """Why the engine cannot do what `config` asks for: one reason per field, none if it can.
+
+    To judge what a model would do with it, pass the result of `merged_config`.
+    """
+    reasons = _length_reasons(config)
+    for name, value in config.to_dict().items():
+        if value is None or name in HONOURED or name in IRRELEVANT:
+            continue
+        if name not in UNSUPPORTED:
+            reasons.append(f"{name}={value!r} is not known to the built-in engine; remove it.")
+            continue
+        off, what = UNSUPPORTED[name]
+        if value in off or (name in SAMPLING_ONLY and not config.do_sample):
+            continue
+        reasons.append(f"{name}={value!r}: the built-in engine has no support for {what}; unset `{name}`.")
+    return reasons
+
+
+def _length_reasons(config: Any) -> list[str]:
+    """Lengths that count the prompt: generate counts its padding too, so they differ between batches."""
+    reasons = []
+    if config.max_new_tokens is None and config.max_length is not None:
+        reasons.append(f"max_length={config.max_length} counts the tokens of the prompt; set max_new_tokens.")
+    if config.min_new_tokens is None and config.min_length:
+        reasons.append(f"min_length={config.min_length} counts the tokens of the prompt; set min_new_tokens.")
+    return reasons
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How one completion is sampled. Hashable; checked at construction."""
+
+    max_new_tokens: int
+    greedy: bool = False
+    temperature: float = 1.0  # with greedy: only of the log-probs that are reported
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1 is off
+    min_p: float = 0.0  # 0 is off
+    repetition_penalty: float = 1.0  # 1 is off
+    min_new_tokens: int = 0
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    forced_bos_token_id: int | None = None  # forced by generate after a prompt of one token, and only then
+    forced_eos_token_id: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()  # every token that ends a completion
+    stop_strings: tuple[str, ...] = ()
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_integer("max_new_tokens", self.max_new_tokens, 1)
+        _check_integer("min_new_tokens", self.min_new_tokens, 0)
+        in_range(self, "repetition_penalty", above=0, high=LARGEST_FLOAT32)
+        for name in ("stop_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"):
+            _check_tokens(name, getattr(self, name))
+        if self.forced_bos_token_id is not None:
+            _check_tokens("forced_bos_token_id", [self.forced_bos_token_id])
+        if self.greedy:
+            return  # the rest shapes a distribution, and greedy decoding has none
+        _check_temperature(self.temperature)
+        _check_integer("top_k", self.top_k, 0)
+        in_range(self, "top_p", above=0, high=1)
+        in_range(self, "min_p", 0, 1)
+
+    @classmethod
+    def from_generation_config(
+        cls, config: Any, *, stop_ids: Sequence[int], vocab_size: int | None = None
+    ) -> "SamplingSettings":
+        """The settings of a config, best one that `merged_config` has completed; else None means the default.
+
+        `stop_ids` is the full set of tokens that end a completion; the config's `eos_token_id` must be part of it.
+        """
+        config = merged_config(config, None)
+        reasons = unsupported(config)
+        if reasons:
+            raise ConfigError("The built-in engine cannot sample with these settings:\n  " + "\n  ".join(reasons))
+        missing = [token for token in _ids(config.eos_token_id) if token not in stop_ids]
+        if missing:
+            raise ConfigError(
+                f"eos_token_id={config.eos_token_id!r} would end completions at {missing}, which are not among the "
+                f"stop tokens {list(stop_ids)}; add them to model.generation_config.eos_token_id or unset them."
+            )
+        greedy = not config.do_sample
+        # temperature=0 is a common way to write greedy, and the log-probs need some temperature.
+        usable = not greedy or _temperature_is_usable(config.temperature)
+        strings = config.stop_strings or ()
+        settings = cls(
+            max_new_tokens=config.max_new_tokens,
+            greedy=greedy,
+            temperature=config.temperature if usable else 1.0,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=0.0 if config.min_p is None else config.min_p,
+            repetition_penalty=config.repetition_penalty,
+            min_new_tokens=config.min_new_tokens or 0,
+            suppress_tokens=_ids(config.suppress_tokens),
+            begin_suppress_tokens=_ids(config.begin_suppress_tokens),
+            forced_bos_token_id=config.forced_bos_token_id,
+            forced_eos_token_id=_ids(config.forced_eos_token_id),
+            stop_ids=tuple(stop_ids),
+            stop_strings=(strings,) if isinstance(strings, str) else tuple(strings),
+            pad_token_id=config.pad_token_id,
+        )
+        if vocab_size is not None:
+            settings.check_vocabulary(vocab_size)
+        return settings
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise for tokens to suppress or to force that the model does not have.
+
+        A stop token outside the vocabulary is none of a user's mistakes: it is never sampled, by generate neither.
+        """
+        bos = () if self.forced_bos_token_id is None else (self.forced_bos_token_id,)
+        for name, tokens in (
+            ("suppress_tokens", self.suppress_tokens),
+            ("begin_suppress_tokens", self.begin_suppress_tokens),
+            ("forced_bos_token_id", bos),
+            ("forced_eos_token_id", self.forced_eos_token_id),
+        ):
+            outside = [token for token in tokens if not 0 <= token < vocab_size]
+            if outside:
+                raise ConfigError(
+                    f"{name} has tokens outside the vocabulary of {vocab_size}: {outside}; remove them or use ids "
+                    f"from 0 to {vocab_size - 1}."
+                )
+        if len(set(self.suppress_tokens)) >= vocab_size:
+            raise ConfigError(f"suppress_tokens has all {vocab_size} tokens of the vocabulary; leave one to sample.")
+
+
+def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) else (value,)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_integer(name: str, value: Any, low: int) -> None:
+    if not _is_integer(value) or value < low:
+        raise ConfigError(f"{name}={value!r} must be a whole number, at least {low}.")
+
+
+def _check_tokens(name: str, tokens: Iterable[Any]) -> None:
+    wrong = [token for token in tokens if not _is_integer(token)]
+    if wrong:
+        raise ConfigError(f"{name} has entries that are not token ids: {wrong}; use whole numbers.")
+
+
+def _temperature_is_usable(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= SMALLEST_TEMPERATURE
+
+
+def _check_temperature(value: Any) -> None:
+    if not _temperature_is_usable(value):
+        raise ConfigError(
+            f"temperature={value!r} must be a finite number, at least {SMALLEST_TEMPERATURE}; for greedy decoding set "
+            "do_sample=False."
+        )

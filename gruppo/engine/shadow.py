@@ -1,0 +1,62 @@
+"""Float32 master weights under bfloat16 autocast: one bfloat16 copy of what autocast would cast at every step.
+
+The trainer's forward pass casts the weights of linear layers once per pass, which costs little beside a batch of whole
+sequences. Decoding is one pass per token, and the casts would be most of it. So the engine keeps the cast weights and
+refreshes them when a rollout begins. The arithmetic is the trainer's own: norms, embeddings and the residual stream
+stay in float32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gruppo.engine.inplace import Swap
+
+
+class Shadow:
+    """Copies of linear weights and biases in the autocast type; a tied weight has one copy."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        self.dtype = dtype
+        self.linears = [m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype is torch.float32]
+        self._originals: dict[int, Tensor] = {}
+        self._copies: dict[int, Tensor] = {}
+        for linear in self.linears:
+            for parameter in (linear.weight, linear.bias):
+                if parameter is not None and parameter.data_ptr() not in self._copies:
+                    self._originals[parameter.data_ptr()] = parameter.detach()
+                    self._copies[parameter.data_ptr()] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        self._last: tuple[Any, Tensor] | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(copy.numel() * copy.element_size() for copy in self._copies.values())
+
+    def refresh(self) -> None:
+        """Copy the weights as they are now."""
+        if self._copies:
+            torch._foreach_copy_(list(self._copies.values()), list(self._originals.values()))
+
+    def swaps(self) -> list[Swap]:
+        return [Swap(linear, "forward", self._forward(linear)) for linear in self.linears]
+
+    def _forward(self, linear: nn.Linear) -> Any:
+        weight = self._copies[linear.weight.data_ptr()]
+        bias = None if linear.bias is None else self._copies[linear.bias.data_ptr()]
+
+        def forward(x: Tensor) -> Tensor:
+            return F.linear(self._cast(x), weight, bias)
+
+        return forward
+
+    def _cast(self, x: Tensor) -> Tensor:
+        """Queries, keys and values (or gate and up) are projections of one tensor: cast it once."""
+        if self._last is None or self._last[0] is not x:
+            self._last = (x, x.to(self.dtype))
+        return self._last[1]
+
+    def forget(self) -> None:
+        """Let go of the last input."""
+        self._last = None

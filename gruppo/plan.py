@@ -1,0 +1,148 @@
+"""Memory arithmetic: what fits where, computed before it is allocated.
+
+Sizes are counted in bytes and tokens from numbers that a model's config gives; nothing here touches a device except
+`free_memory`, which asks it how much is left.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+# Shares of free memory. A pool of keys and values stays allocated between rollouts, so the update must fit beside it.
+_POOL_SHARE = 0.6
+# Completions decoded together. Past this the matrix products are compute-bound and a larger batch gains nothing.
+_MOST_ROWS = {"cuda": 1024, "cpu": 256}
+# Prompt tokens in one forward pass: enough to keep the device busy, few enough that activations stay small.
+_PREFILL_TOKENS = {"cuda": 8192, "cpu": 2048}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder that memory depends on.
+
+    Example, 1.5 billion parameters:
+        ModelShape(layers=28, hidden=1536, intermediate=8960, heads=12, kv_heads=2, head_dim=128, vocabulary=151936)
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+    @classmethod
+    def from_config(cls, config: Any) -> "ModelShape":
+        """Read a transformers config, of the text part where there are several."""
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        heads = text.num_attention_heads
+        return cls(
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            heads=heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            vocabulary=text.vocab_size,
+        )
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_value
+
+    def prefill_bytes(self, tokens: int, bytes_per_value: int) -> int:
+        """Activations of a forward pass without gradients: a few copies of the stream and the widest layer's."""
+        widths = 6 * self.hidden + 3 * self.intermediate + 2 * (self.heads + 2 * self.kv_heads) * self.head_dim
+        return tokens * widths * bytes_per_value
+
+    def logits_bytes(self, rows: int, bytes_per_value: int, *, filtered: bool) -> int:
+        """Logits of one decoding step; filters work on sorted float32 copies of them."""
+        return rows * self.vocabulary * (bytes_per_value + (24 if filtered else 0))
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """The budgets of a sampling engine. With the same plan and weights it samples the same completions.
+
+    Example:
+        RolloutPlan(kv_tokens=270_000, rows=512, prefill_tokens=8192)
+    """
+
+    kv_tokens: int  # places for keys and values
+    rows: int  # most completions decoded together
+    prefill_tokens: int  # most prompt tokens in one forward pass
+
+    def halved(self) -> "RolloutPlan":
+        """What to try after an allocation failed."""
+        return RolloutPlan(max(self.kv_tokens // 2, 1), max(self.rows // 2, 1), max(self.prefill_tokens // 2, 16))
+
+    def covers(self, demand: "RolloutPlan") -> bool:
+        """Whether a rollout that would like `demand` runs well enough under this plan."""
+        return 1.5 * self.kv_tokens >= demand.kv_tokens and 1.5 * self.rows >= demand.rows
+
+    def widened(self, kv_tokens: int) -> "RolloutPlan":
+        return replace(self, kv_tokens=max(self.kv_tokens, kv_tokens))
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def plan_rollout(
+    shape: ModelShape,
+    *,
+    prefix_lengths: Sequence[int],
+    completions: int,
+    max_new_tokens: int,
+    bytes_per_value: int,
+    free_bytes: int,
+    device: str,
+    filtered: bool = False,
+) -> RolloutPlan:
+    """Budgets for sampling `completions` completions of prompts that have these prefixes, each kept once.
+
+    Everything is decoded together if it fits; otherwise as many completions as leave room for the activations.
+
+    Example, 32 prompts of 200 tokens × 16 completions of 512 tokens, with memory to spare:
+        kv_tokens = 32 · 199 · 1.25 + 512 · 512 = 270,104, rows = 512
+    """
+    prefill = min(_PREFILL_TOKENS[device], max(sum(prefix_lengths), 16))
+    rows = max(min(_MOST_ROWS[device], completions), 1)
+    working = shape.prefill_bytes(_PREFILL_TOKENS[device], bytes_per_value)
+    working += shape.logits_bytes(rows, bytes_per_value, filtered=filtered)
+    budget = int(max(free_bytes - working, 0) * _POOL_SHARE) // max(shape.kv_bytes_per_token(bytes_per_value), 1)
+    # A quarter more for prompts: those of later batches are longer or shorter.
+    wanted = int(1.25 * sum(prefix_lengths)) + rows * max_new_tokens
+    least = max(prefix_lengths, default=0) + max_new_tokens
+    return RolloutPlan(max(min(wanted, budget), least), rows, max(prefill, 16))
+
+
+def batch_buckets(rows: int) -> list[int]:
+    """Batch sizes that decoding is prepared for, about a quarter apart: a batch runs in the next one up.
+
+    Example:
+        batch_buckets(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    """
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
+    while sizes[-1] < rows:
+        sizes.append(sizes[-1] + 256)
+    return [*(size for size in sizes if size < rows), rows]
+
+
+def training_bytes(parameters: Any) -> int:
+    """Gradients and two optimizer moments of parameters that are trained, if they are not allocated yet."""
+    trained = [p for p in parameters if p.requires_grad]
+    if any(p.grad is not None for p in trained):
+        return 0
+    return 3 * sum(p.numel() * p.element_size() for p in trained)
+
+
+def free_memory(device: Any) -> int:
+    """Bytes that can still be allocated on a torch device, what the allocator holds unused included."""
+    if device.type != "cuda":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
