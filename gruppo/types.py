@@ -24,8 +24,16 @@ class StopReason(StrEnum):
     """Why a completion ended."""
 
     EOS = "eos"  # the model ended it, with one of its end-of-sequence tokens
+    STOP_STRING = "stop_string"  # the model wrote one of the stop strings
     LENGTH = "length"  # it reached the token limit
+    NO_ROOM = "no_room"  # the prompt left no room for a token
+    NAN = "nan"  # the logits were not finite
     UNKNOWN = "unknown"  # a custom rollout function did not say
+
+    @property
+    def ended(self) -> bool:
+        """Whether the completion came to its own end; all others count as truncated."""
+        return self in (StopReason.EOS, StopReason.STOP_STRING)
 
 
 @dataclass(frozen=True)
@@ -50,12 +58,14 @@ class Prompt:
 class SampleRequest:
     """Ask a backend for `count` completions of one prompt.
 
-    Example:
-        SampleRequest(prompt_ids=[17, 10, 17, 28], count=8)
+    Example, the second half of a group of eight, whose first half another process samples:
+        SampleRequest(prompt_ids=[17, 10, 17, 28], count=4, noise_key=93, first_sample=4)
     """
 
     prompt_ids: Sequence[int]
     count: int
+    noise_key: int = 0  # the prompt's stream of random numbers: completion i draws from (noise_key, first_sample + i)
+    first_sample: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,8 @@ class Completion:
     stop: StopReason
     logps: Sequence[float | None] | None = None  # of the sampled tokens, under the sampler; None where unknown
     model_mask: Sequence[int] | None = None  # 1 = written by the model; None = all of it
+    plain_logps: Sequence[float] | None = None  # under the tempered distribution, before top-k, top-p and the like
+    entropies: Sequence[float] | None = None  # of that distribution, at each token
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: kernels run on the CPU
+
 torch.set_num_threads(int(os.environ.get("GRUPPO_TEST_THREADS", "1")))
 
 

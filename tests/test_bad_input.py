@@ -44,6 +44,10 @@ def generating(**kwargs: Any) -> Build:
     return grpo(generation_kwargs=kwargs)
 
 
+def continuous(**settings: Any) -> Build:
+    return grpo(use_transformers_continuous_batching=True, transformers_continuous_batching_config=settings)
+
+
 def evaluating(**wrong: Any) -> Build:
     return grpo(**EVALUATE, **wrong)
 
@@ -243,10 +247,61 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
             generating(eos_token_id=[7]),
             r"\['eos_token_id'\]=\[7\] cannot be set.*config.eos_token_id",
         ),
+        ("no-stop-string", generating(stop_strings=[]), r"\['stop_strings'\]=\[\] must be a string or a list"),
+        ("empty-stop-string", generating(stop_strings=["a", ""]), r"=\['a', ''\] must be a string or a list"),
+        ("stop-number", generating(stop_strings=3), r"\['stop_strings'\]=3 must be a string or a list"),
+        ("stop-string-of-a-beam", generating(stop_strings=".", num_beams=2), "with num_beams=2.*Remove one"),
+        ("unknown-backend", grpo(rollout_backend="hf"), "rollout_backend='hf' is not one of auto, builtin"),
         (
-            "stop-strings",
-            generating(stop_strings=["."]),
-            r"\['stop_strings'\]=\['\.'\] cannot be set.*tokenizer.eos_token",
+            "misspelt-backend",
+            rloo(rollout_backend="transformer"),
+            "='transformer' is not one of.*Did you mean `transformers`",
+        ),
+        (
+            "vllm-and-builtin",
+            grpo(use_vllm=True, rollout_backend="builtin"),
+            "use_vllm=True contradicts rollout_backend='builtin'; set one",
+        ),
+        (
+            "vllm-and-transformers",
+            grpo(use_vllm=True, rollout_backend="transformers"),
+            "use_vllm=True contradicts rollout_backend='transformers'",
+        ),
+        (
+            "continuous-and-builtin",
+            grpo(use_transformers_continuous_batching=True, rollout_backend="builtin"),
+            "use_transformers_continuous_batching=True contradicts rollout_backend='builtin'",
+        ),
+        (
+            "paged-and-vllm",
+            grpo(use_transformers_paged=True, rollout_backend="vllm"),
+            "use_transformers_continuous_batching=True contradicts rollout_backend='vllm'",
+        ),
+        (
+            "continuous-and-vllm",
+            grpo(use_transformers_continuous_batching=True, use_vllm=True),
+            "use_transformers_continuous_batching=True contradicts use_vllm=True",
+        ),
+        (
+            "continuous-settings-alone",
+            grpo(transformers_continuous_batching_config={"num_blocks": 4}),
+            r"config={'num_blocks': 4} needs use_transformers_continuous_batching=True",
+        ),
+        (
+            "unknown-continuous-setting",
+            continuous(max_memory_percentage=0.5),
+            "no field `max_memory_percentage`. Did you mean `max_memory_percent`",
+        ),
+        ("continuous-seed", continuous(seed=3), r"\['seed'\]=3 would draw the same random numbers.*set `seed`"),
+        (
+            "continuous-with-min-p",
+            trainer(config={"use_transformers_continuous_batching": True, "min_p": 0.1}),
+            "does not know min_p=0.1; remove it, or set use_transformers_continuous_batching=False",
+        ),
+        (
+            "continuous-with-static-cache",
+            trainer(config={"use_transformers_continuous_batching": True, "cache_implementation": "static"}),
+            "does not know cache_implementation='static'",
         ),
         ("unknown-loss", grpo(loss_type="drgrpo"), "loss_type='drgrpo' is not one of.*mean `dr_grpo`"),
         ("unknown-scale", grpo(scale_rewards="std"), "scale_rewards='std' is not one of batch, group, none"),
@@ -340,6 +395,12 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
     ],
     NotImplementedError: [  # features that are not there yet
         ("vllm", grpo(use_vllm=True), "use_vllm=True: generation with vLLM is not available yet"),
+        (
+            "vllm-backend",
+            grpo(rollout_backend="vllm"),
+            "'vllm': generation with vLLM is not available yet; use 'auto'",
+        ),
+        ("vllm-twice", rloo(rollout_backend="vllm", use_vllm=True), "use_vllm=True: generation with vLLM is not"),
         ("quantised-argument", trainer(quantization_config={"bits": 4}), "`quantization_config` is not available"),
         ("tools", trainer(tools=[len]), "`tools` is not available yet; leave it out"),
         ("environments", trainer(environment_factory=dict), "`environment_factory` is not available"),

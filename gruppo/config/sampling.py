@@ -27,6 +27,9 @@ class SamplingConfig:
     chat_template_kwargs: dict[str, Any] | str | None = option(
         None, "Extra variables for every rendering of the chat template."
     )
+    rollout_backend: str = option(
+        "auto", "What samples: builtin, transformers or vllm; auto is builtin, or transformers where it cannot run."
+    )
     cache_implementation: str | None = option(None, "Kind of KV cache used by transformers generation.")
     use_transformers_continuous_batching: bool = option(False, "Generate with transformers' continuous batching.")
     transformers_continuous_batching_config: dict[str, Any] | str | None = option(

@@ -30,8 +30,6 @@ NOT_YET = {
     "vllm_importance_sampling_mode": "generation with vLLM",
     "vllm_importance_sampling_clip_max": "generation with vLLM",
     "vllm_importance_sampling_clip_min": "generation with vLLM",
-    "use_transformers_continuous_batching": "continuous batching",
-    "transformers_continuous_batching_config": "continuous batching",
     "ds3_gather_for_generation": "DeepSpeed ZeRO-3",
     "max_tool_calling_iterations": "tools",
     "cast_lm_head_to_fp32": "a float32 head",
@@ -49,9 +47,10 @@ MEANINGLESS = {
 NOT_IN_GENERATION_KWARGS = {
     "num_return_sequences": "the group size is set by num_generations",
     "eos_token_id": "what ends a completion is set by tokenizer.eos_token and model.generation_config.eos_token_id",
-    "stop_strings": "what ends a completion is set by tokenizer.eos_token and model.generation_config.eos_token_id",
     "return_dict_in_generate": "only the sampled tokens are read",
 }
+
+ROLLOUT_BACKENDS = ("auto", "builtin", "transformers", "vllm")
 
 # Inherited fields from which the sizes of generation and evaluation batches are made.
 BATCH_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size")
@@ -117,6 +116,11 @@ def check_not_yet(config: Any) -> None:
                 f"{f.name}={getattr(config, f.name)!r}: {NOT_YET[f.name]} is not available yet; leave `{f.name}` "
                 f"at its default ({f.default!r})."
             )
+    if config.rollout_backend == "vllm":
+        raise NotImplementedError(
+            "rollout_backend='vllm': generation with vLLM is not available yet; use 'auto', 'builtin' or "
+            "'transformers'."
+        )
 
 
 def check_inherited(config: Any) -> None:
@@ -150,6 +154,7 @@ def check_sampling(config: Any) -> None:
     in_range(config, "min_p", 0, 1)
     in_range(config, "repetition_penalty", above=0)
     check_generation_kwargs(config.generation_kwargs or {})
+    check_rollout_backend(config)
 
 
 def check_generation_kwargs(kwargs: dict[str, Any]) -> None:
@@ -163,6 +168,55 @@ def check_generation_kwargs(kwargs: dict[str, Any]) -> None:
             )
         if name not in known:
             raise ConfigError(f"generation_kwargs has no field `{name}`.{nearest(name, known)}")
+    strings = kwargs.get("stop_strings")
+    if strings is None:
+        return
+    listed = [strings] if isinstance(strings, str) else strings
+    if not isinstance(listed, list | tuple) or not listed or not all(isinstance(s, str) and s for s in listed):
+        raise ConfigError(
+            f"generation_kwargs['stop_strings']={strings!r} must be a string or a list of them, not empty."
+        )
+    if (kwargs.get("num_beams") or 1) > 1:
+        raise ConfigError(
+            f"generation_kwargs['stop_strings'] with num_beams={kwargs['num_beams']}: beams change places, so that "
+            "nothing says which one a string ended. Remove one of them."
+        )
+
+
+def check_rollout_backend(config: Any) -> None:
+    """`rollout_backend` and the older switches must not contradict each other."""
+    one_of(config, "rollout_backend", ROLLOUT_BACKENDS)
+    backend, continuous = config.rollout_backend, config.use_transformers_continuous_batching
+    if config.use_vllm and backend not in ("auto", "vllm"):
+        raise ConfigError(f"use_vllm=True contradicts rollout_backend={backend!r}; set one of them.")
+    if continuous and config.use_vllm:
+        raise ConfigError("use_transformers_continuous_batching=True contradicts use_vllm=True; set one of them.")
+    if continuous and backend not in ("auto", "transformers"):
+        raise ConfigError(
+            f"use_transformers_continuous_batching=True contradicts rollout_backend={backend!r}; set one of them."
+        )
+    settings = config.transformers_continuous_batching_config
+    if settings is None:
+        return
+    if not continuous:
+        raise ConfigError(
+            f"transformers_continuous_batching_config={settings!r} needs use_transformers_continuous_batching=True."
+        )
+    check_continuous_batching_config(settings)
+
+
+def check_continuous_batching_config(settings: dict[str, Any]) -> None:
+    from transformers import ContinuousBatchingConfig
+
+    known = [f.name for f in fields(ContinuousBatchingConfig)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"transformers_continuous_batching_config has no field `{name}`.{nearest(name, known)}")
+    if settings.get("seed") is not None:
+        raise ConfigError(
+            f"transformers_continuous_batching_config['seed']={settings['seed']!r} would draw the same random numbers "
+            "in every generation; set `seed`."
+        )
 
 
 def check_batches(config: Any) -> None:

@@ -8,7 +8,7 @@ The cache travels as a forward argument, so nothing is global.
 Tokens are packed: a forward pass has one row of N tokens, whichever sequences they belong to.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers import AttentionInterface, Cache
 
 from gruppo.engine import ops
 from gruppo.engine.kv import KvPool
+from gruppo.engine.reference import KeyTable, decode_attention_at
 from gruppo.errors import RolloutError
 
 ATTENTION_NAME = "gruppo_engine"
@@ -48,19 +49,17 @@ class DecodeLayout:
     tail_start: Tensor
     tail_len: Tensor  # this token included
     splits: int = 1
+    shared: bool = False  # neighbouring rows often have the same prompt
+    tables: dict[int | None, KeyTable] = field(default_factory=dict)  # by window
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
-        return ops.decode_attention(
-            query,
-            keys,
-            values,
-            self.prompt_start,
-            self.prompt_len,
-            self.tail_start,
-            self.tail_len,
-            splits=self.splits,
-            **options,
-        )
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, *, window: int | None, **options: Any) -> Tensor:
+        context = (self.prompt_start, self.prompt_len, self.tail_start, self.tail_len)
+        if query.is_cuda:
+            options |= {"splits": self.splits, "shared": self.shared}
+            return ops.decode_attention(query, keys, values, *context, window=window, **options)
+        if window not in self.tables:
+            self.tables[window] = KeyTable.of(*context, window)
+        return decode_attention_at(query, keys, values, self.tables[window], **options)
 
 
 class EngineCache(Cache):

@@ -27,6 +27,7 @@ from gruppo.engine.stopping import StopStrings
 from gruppo.engine.work import Work
 from gruppo.errors import RolloutError
 from gruppo.plan import ModelShape, RolloutPlan, batch_buckets, free_memory, plan_rollout, training_bytes
+from gruppo.policy.adapters import adapter_states
 from gruppo.policy.modes import sampling_mode
 from gruppo.policy.prefix import inner_model
 from gruppo.types import Completion, SampleRequest
@@ -122,8 +123,12 @@ class Engine:
                     self._shadow.forget()
 
     def _notice_changes(self, model: Any) -> None:
-        """Graphs, cast weights and fused layers are tied to where the weights lie; when those move, begin anew."""
-        addresses = (id(model), *(p.data_ptr() for p in model.parameters()), *(b.data_ptr() for b in model.buffers()))
+        """Graphs, cast weights and fused layers are tied to where the weights lie and to the adapters that are active.
+
+        When those change, begin anew.
+        """
+        tensors = [*model.parameters(), *model.buffers()]
+        addresses = (id(model), *(tensor.data_ptr() for tensor in tensors), *adapter_states(model))
         if addresses == self._addresses:
             return
         self.release()
@@ -163,7 +168,7 @@ class Engine:
         runner = self._runner
         if (
             runner is None
-            or runner.pool.tokens != self.plan.kv_tokens
+            or (runner.pool.tokens, runner.rows.state.shape[1]) != (self.plan.kv_tokens, self.plan.rows)
             or not self._fits(runner, work, settings, entropies)
         ):
             self._runner = None  # its memory first
@@ -197,10 +202,11 @@ class Engine:
     def _seen(self, runner: Runner, model: Any, settings: SamplingSettings, device: torch.device) -> Any:
         if not needs_seen(settings):
             return None
-        if runner.seen is None:
+        if runner.seen_memory is None:
             vocabulary = model.get_output_embeddings().weight.shape[0]
-            return torch.zeros(self.plan.rows + 1, vocabulary, dtype=torch.bool, device=device)  # type: ignore[union-attr]
-        return runner.seen
+            size = (self.plan.rows + 1, vocabulary)  # type: ignore[union-attr]
+            runner.seen_memory = torch.zeros(size, dtype=torch.bool, device=device)
+        return runner.seen_memory
 
     # ---- the rollout itself
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from gruppo.engine import ops
 from gruppo.engine.inplace import Swap
@@ -37,7 +37,7 @@ def _agree(a: Tensor, b: Tensor) -> bool:
 
 # ---- norms
 
-# Where the weight is applied: as `weight · x̂` in the input's type (Llama), in float32 (OLMo-2), or as 1 + weight (Gemma).
+# Where the weight is applied: to x̂ in the input's type (Llama), in float32 (OLMo-2), or there as 1 + weight (Gemma).
 _CONVENTIONS = (
     {"plus_one": False, "in_float32_weight": False},
     {"plus_one": False, "in_float32_weight": True},
@@ -82,8 +82,8 @@ def _convention(module: nn.Module, weight: Tensor, eps: float, dtype: torch.dtyp
 # ---- gated MLPs
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
 
 

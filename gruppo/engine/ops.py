@@ -19,6 +19,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "sample_tokens",
+    "shares_prompts",
     "write_kv",
 ]
 
@@ -43,6 +44,11 @@ def choose_splits(batch: int, kv_heads: int) -> int:
     return splits
 
 
+def shares_prompts(batch: int) -> bool:
+    """Whether a batch is large enough that reading prompts in a kernel of its own pays."""
+    return batch >= 64
+
+
 def write_kv(keys: Tensor, values: Tensor, pool_k: Tensor, pool_v: Tensor, places: Tensor) -> None:
     _home(keys).write_kv(keys, values, pool_k, pool_v, places)
 
@@ -61,9 +67,10 @@ def decode_attention(
     softcap: float | None,
     sinks: Tensor | None,
     splits: int = 1,
+    shared: bool = False,
 ) -> Tensor:
     context = (prompt_start, prompt_len, tail_start, tail_len)
-    options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, splits=splits)
+    options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, splits=splits, shared=shared)
     return _home(query).decode_attention(query, pool_k, pool_v, *context, **options)
 
 

@@ -4,6 +4,8 @@ Same names, arguments and results as `gruppo.engine.kernels`. Shapes: B rows, H 
 D and Dv their sizes, N tokens, P sequences, S places of the key/value pool, V vocabulary.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -28,6 +30,30 @@ def write_kv(keys: Tensor, values: Tensor, pool_k: Tensor, pool_v: Tensor, place
     pool_v.index_copy_(0, places, values.to(pool_v.dtype))
 
 
+class KeyTable(NamedTuple):
+    """Which keys one query per row sees: the same in every layer with the same window."""
+
+    places: Tensor  # int64 [B * L], row by row
+    width: int  # L
+    visible: Tensor | None  # bool [B, 1, 1, L]; None = all
+
+    @classmethod
+    def of(
+        cls, prompt_start: Tensor, prompt_len: Tensor, tail_start: Tensor, tail_len: Tensor, window: int | None
+    ) -> "KeyTable":
+        total = prompt_len + tail_len
+        longest = int(total.max())
+        first = torch.zeros_like(total) if window is None else (total - window).clamp(min=0)
+        width = longest if window is None else min(window, longest)
+        keys_BL = first[:, None] + torch.arange(width, device=total.device)
+        visible = keys_BL < total[:, None]
+        # What is past the end reads the row's last place: one of its own, so no stranger's value meets a zero weight.
+        key = torch.minimum(keys_BL, total[:, None] - 1)
+        start = torch.where(key < prompt_len[:, None], prompt_start[:, None], (tail_start - prompt_len)[:, None])
+        mask = None if bool(visible.all()) else visible[:, None, None]
+        return cls((start + key).flatten(), width, mask)
+
+
 def decode_attention(
     query: Tensor,
     pool_k: Tensor,
@@ -42,31 +68,38 @@ def decode_attention(
     softcap: float | None,
     sinks: Tensor | None,
     splits: int = 1,
+    shared: bool = False,
 ) -> Tensor:
     """Attention of one query per row, [B, H, D] -> [B, H, Dv], over its prompt's places and then its own tail's.
 
     Keys have the positions 0, 1, ... in that order and the query, whose own key is in the pool, the last of them; it
     sees those less than `window` back. `softcap` bounds the scaled scores, `sinks` [H] are scores without a value.
-    The four int64 [B] say where the two ranges lie; tail_len is at least 1. `splits` changes nothing here.
+    The four int64 [B] say where the two ranges lie; tail_len is at least 1. `splits` and `shared` (how a GPU
+    divides the work) change nothing here.
     """
+    table = KeyTable.of(prompt_start, prompt_len, tail_start, tail_len, window)
+    return decode_attention_at(query, pool_k, pool_v, table, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def decode_attention_at(
+    query: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    table: KeyTable,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`decode_attention` with the table made before, once for all layers."""
     (batch, heads, _), kv_heads = query.shape, pool_k.shape[1]
-    total = prompt_len + tail_len
-    longest = int(total.max())
-    first = torch.zeros_like(total) if window is None else (total - window).clamp(min=0)
-    keys_B1 = first[:, None] + torch.arange(longest if window is None else min(window, longest), device=query.device)
-    visible = keys_B1 < total[:, None]
-    # What is past the end reads the row's last place: a place of its own, so no stranger's value meets a zero weight.
-    key = torch.minimum(keys_B1, total[:, None] - 1)
-    start = torch.where(key < prompt_len[:, None], prompt_start[:, None], (tail_start - prompt_len)[:, None])
-    places = start + key
-    # index_select is several times quicker than indexing with the table itself.
-    keys = pool_k.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
-    values = pool_v.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+    # index_select is several times quicker than indexing with a matrix of places.
+    keys = pool_k.index_select(0, table.places).unflatten(0, (batch, table.width)).transpose(1, 2)
+    values = pool_v.index_select(0, table.places).unflatten(0, (batch, table.width)).transpose(1, 2)
     # The heads that share keys stand as queries of one head; nothing is repeated.
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, -1)
     shaped_sinks = None if sinks is None else sinks.view(1, kv_heads, -1)
-    out = _attend(grouped, keys, values, visible[:, None, None], scale, softcap, shaped_sinks)
-    return out.reshape(batch, heads, -1)
+    return _attend(grouped, keys, values, table.visible, scale, softcap, shaped_sinks).reshape(batch, heads, -1)
 
 
 def prefill_attention(
@@ -108,7 +141,8 @@ def prefill_attention(
             visible &= position - key < window
         shaped_sinks = None if sinks is None else sinks.view(kv_heads, group, 1)
         queries = query[begin:end].transpose(0, 1).unflatten(0, (kv_heads, group))
-        attended = _attend(queries, keys, values, visible, scale, softcap, shaped_sinks)
+        mask = None if bool(visible.all()) else visible
+        attended = _attend(queries, keys, values, mask, scale, softcap, shaped_sinks)
         out[begin:end] = attended.flatten(0, 1).transpose(0, 1)
     return out
 
@@ -122,19 +156,19 @@ def _attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    visible: Tensor,
+    visible: Tensor | None,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
     """[B, H, M, D] over [B, H, L, D] and [B, H, L, Dv]; `visible` broadcasts to [B, H, M, L], `sinks` to [B, H, M]."""
     if softcap is None and sinks is None:
-        mask = None if bool(visible.all()) else visible
-        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
     scores = query.float() @ keys.float().transpose(-1, -2) * scale
     if softcap is not None:
         scores = (scores / softcap).tanh_().mul_(softcap)
-    scores.masked_fill_(~visible, float("-inf"))
+    if visible is not None:
+        scores.masked_fill_(~visible, float("-inf"))
     if sinks is not None:
         sink = sinks.float().expand(scores.shape[:-1])[..., None]
         weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]

@@ -94,6 +94,7 @@ class Runner:
         self.use_graphs = use_graphs and self.device.type == "cuda"
         self.inverse_temperature = torch.ones(1, device=self.device)
         self.seen: Tensor | None = None  # (rows, V): tokens that a completion and its prompt have, by seat
+        self.seen_memory: Tensor | None = None  # stays when a call needs none: graphs that were captured point to it
         self.captures = 0
         self.capture_seconds = 0.0
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
@@ -157,6 +158,7 @@ class Runner:
             tail_start=tail_start,
             tail_len=tail_len + 1,
             splits=ops.choose_splits(bucket, self.pool.shapes[0][0]),
+            shared=ops.shares_prompts(bucket),
         )
         with autocast(self.device, self.autocast_dtype):
             logits = forward(self.model, state[Field.TOKEN], prompt_len + tail_len, EngineCache(self.pool, layout))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from gruppo.engine.inplace import Swap
 
@@ -47,7 +47,7 @@ class Shadow:
         bias = None if linear.bias is None else self._copies[linear.bias.data_ptr()]
 
         def forward(x: Tensor) -> Tensor:
-            return F.linear(self._cast(x), weight, bias)
+            return functional.linear(self._cast(x), weight, bias)
 
         return forward
 

@@ -14,8 +14,8 @@ class StopStrings:
             raise ConfigError(f"stop_strings={list(strings)!r} need a tokenizer; give one to the engine.")
         self.tokenizer = tokenizer
         self.strings = tuple(strings)
-        # A token may decode to nothing by itself (a byte of a character), hence some more than one per character.
-        self.window = max(len(string) for string in self.strings) + 16
+        # A token may be one byte of a character; some more for those that stand for nothing.
+        self.window = max(len(string.encode()) for string in self.strings) + 16
         self._ids: dict[int, list[int]] = {}
 
     def feed(self, completion: int, tokens: Sequence[int]) -> int | None:

@@ -1,8 +1,8 @@
 """Which models the engine can run: reasons against, found in the config and by trying.
 
-Two kinds of checks. The structural ones name what the engine does not have. The trial samples a few tokens and compares
-their log-probs with a plain forward pass of the same model: whatever a model does that nobody thought of (a mask of its
-own, state beside the cache, positions that depend on the batch) shows up as a difference.
+Two kinds of checks. The structural ones name what the engine does not have. The trial samples a few tokens and
+compares their log-probs with a plain forward pass of the same model: whatever a model does that nobody thought of (a
+mask of its own, state beside the cache, positions that depend on the batch) shows up as a difference.
 """
 
 from typing import Any
@@ -12,7 +12,6 @@ from torch import nn
 
 from gruppo.engine.engine import Engine
 from gruppo.engine.settings import SamplingSettings
-from gruppo.errors import RolloutError
 from gruppo.plan import RolloutPlan
 from gruppo.policy.prefix import forward_arguments, inner_model, position_ids
 from gruppo.types import SampleRequest
@@ -47,9 +46,15 @@ def unsupported_model(model: nn.Module) -> list[str]:
         reasons.append("its attention is not causal")
     if kinds := sorted(_rope_types(text) & _BATCH_DEPENDENT_ROPE):
         reasons.append(f"its rotary embedding ({', '.join(kinds)}) depends on the longest sequence of a batch")
-    if any(getattr(adapter, "is_prompt_learning", False) for adapter in getattr(model, "peft_config", {}).values()):
+    if any(getattr(adapter, "is_prompt_learning", False) for adapter in _adapters(model)):
         reasons.append("its adapter learns virtual prompt tokens")
     return reasons
+
+
+def _adapters(model: nn.Module) -> list[Any]:
+    """Configs of peft adapters, wherever in the wrappers they are."""
+    found = [getattr(module, "peft_config", None) for module in model.modules()]
+    return [adapter for adapters in found if isinstance(adapters, dict) for adapter in adapters.values()]
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -71,7 +76,7 @@ def trial(model: nn.Module, *, autocast_dtype: torch.dtype | None = None) -> str
     requests = [SampleRequest(ids, 2, noise_key=i) for i, ids in enumerate(prompts)]
     try:
         completions = engine.sample(requests, settings)
-    except (RolloutError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:  # whatever it stumbles over
         return f"a trial of it failed: {type(error).__name__}: {error}"
     finally:
         engine.release()

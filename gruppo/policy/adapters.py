@@ -76,6 +76,17 @@ def use_adapter(model: Any, adapter_name: str | None) -> Iterator[None]:
             weight.requires_grad_(trainable[name])
 
 
+def adapter_states(model: nn.Module) -> list[Any]:
+    """Which adapters each layer applies, and how strongly. Two equal lists run the same operations."""
+
+    def state(layer: Any) -> tuple[Any, ...]:
+        scales = dict(getattr(layer, "scaling", {}))
+        return layer.disable_adapters, getattr(layer, "merged", False), tuple(layer.active_adapters), scales
+
+    # A transformers model has methods of these names; adapter layers have values.
+    return [state(module) for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
+
+
 def reload_trained_adapter(model: Any, checkpoint: str) -> None:
     """Load the trained adapter from a checkpoint that also holds the reference's.
 

@@ -1,16 +1,25 @@
 """Sampling with transformers' own `generate`."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import (
+    Cache,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from gruppo.data.collate import pad
-from gruppo.errors import RolloutError
+from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.modes import sampling_mode
 from gruppo.policy.prefix import can_continue_from_cache, read_prompts
+from gruppo.rollout.base import stop_strings
 from gruppo.types import Completion, SampleRequest, StopReason
 
 
@@ -34,6 +43,29 @@ def generation_config(args: Any, *, pad_token_id: int, bos_token_id: int | None,
     return GenerationConfig(**(settings | (args.generation_kwargs or {})))
 
 
+class StopStrings(StoppingCriteria):  # type: ignore[misc]  # transformers has no types
+    """Ends a row where its completion contains one of the strings, and keeps where that was.
+
+    `generate` has the same for sequences, but looks at the end of the prompt as well and does not say which rows it
+    ended: with a padding token that is an end token, they look as if the model had ended them.
+    """
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str], prompt_width: int):
+        if tokenizer is None:
+            raise ConfigError(f"stop_strings={list(strings)!r} need a tokenizer; give one to the backend.")
+        self.criterion = StopStringCriteria(tokenizer, list(strings))
+        self.prompt_width = prompt_width
+        self.lengths: Tensor | None = None  # tokens of each row's completion up to its first string; 0 = none yet
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        written = input_ids[:, self.prompt_width :]
+        found: Tensor = self.criterion(written, scores, **kwargs)
+        if self.lengths is None:
+            self.lengths = torch.zeros(len(written), dtype=torch.long, device=written.device)
+        self.lengths = torch.where(found & (self.lengths == 0), written.shape[1], self.lengths)
+        return found
+
+
 class TransformersBackend:
     """Generates with the training module itself, all rows in one batch.
 
@@ -49,12 +81,14 @@ class TransformersBackend:
         config: GenerationConfig,
         *,
         stop_ids: Sequence[int],
+        tokenizer: Any = None,
         pad_to_multiple_of: int | None = None,
         share_prefill: bool = True,
     ):
         self.policy = policy  # called anew each time: wrapping for training replaces the module
         self.config = config
         self.stop_ids = set(stop_ids)
+        self.tokenizer = tokenizer  # only stop strings need it
         self.pad_to_multiple_of = pad_to_multiple_of
         self.share_prefill = share_prefill
 
@@ -70,16 +104,28 @@ class TransformersBackend:
         mask = pad(masks, 0, "left", self.pad_to_multiple_of).to(device)
         owner = torch.arange(len(requests)).repeat_interleave(torch.tensor([request.count for request in requests]))
         owner = owner.to(device)  # the request that each row belongs to
+        strings, settings = self._stop_strings(ids.shape[1])
         with sampling_mode(policy):
             sequences = policy.generate(
                 input_ids=ids[owner],
                 attention_mask=mask[owner],
                 past_key_values=self._prefill(policy, ids, mask, owner),
-                generation_config=self.config,
+                **settings,
             )
         if len(sequences) != len(owner):
             raise RolloutError(f"generate returned {len(sequences)} sequences for {len(owner)} prompts.")
-        return [self._completion(row) for row in sequences[:, ids.shape[1] :].tolist()]
+        cuts = [0] * len(owner) if strings is None or strings.lengths is None else strings.lengths.tolist()
+        rows = sequences[:, ids.shape[1] :].tolist()
+        return [self._completion(row, cut) for row, cut in zip(rows, cuts, strict=True)]
+
+    def _stop_strings(self, prompt_width: int) -> tuple[StopStrings | None, dict[str, Any]]:
+        """Who watches for stop strings, if there are any, and the arguments of generate that say how to sample."""
+        if not (wanted := stop_strings(self.config)):
+            return None, {"generation_config": self.config}
+        watch = StopStrings(self.tokenizer, wanted, prompt_width)
+        config = copy.copy(self.config)
+        config.stop_strings = None
+        return watch, {"generation_config": config, "stopping_criteria": StoppingCriteriaList([watch])}
 
     def _prefill(self, policy: Any, ids: Tensor, mask: Tensor, owner: Tensor) -> Cache | None:
         """Keys and values of every prompt but its last token, one copy per row; None lets generate do it all."""
@@ -94,11 +140,13 @@ class TransformersBackend:
         plain = config.cache_implementation is None and config.num_beams in (None, 1) and config.use_cache
         return bool(self.share_prefill and plain and can_continue_from_cache(policy))
 
-    def _completion(self, ids: list[int]) -> Completion:
-        """Cut after the first end-of-sequence token; what follows is padding."""
-        for position, token in enumerate(ids):
+    def _completion(self, ids: list[int], cut: int = 0) -> Completion:
+        """Cut after the first end-of-sequence token or, at `cut`, a stop string; what follows is padding."""
+        for position, token in enumerate(ids[: cut or None]):
             if token in self.stop_ids:
                 return Completion(ids[: position + 1], StopReason.EOS)
+        if cut:
+            return Completion(ids[:cut], StopReason.STOP_STRING)
         # A padding token that the model itself wrote last counts as an end, too.
         ended = bool(ids) and ids[-1] == self.config.pad_token_id
         return Completion(ids, StopReason.EOS if ended else StopReason.LENGTH)

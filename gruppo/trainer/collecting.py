@@ -21,7 +21,7 @@ from gruppo.policy.adapters import reference_policy
 from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.modes import sampling_mode
 from gruppo.rewards.runner import RewardInputs, RewardRunner
-from gruppo.rollout.base import RolloutBackend, group_requests
+from gruppo.rollout.base import RolloutBackend, group_requests, stop_strings
 from gruppo.rollout.custom import CustomRollout
 from gruppo.trainer.feeding import Feeding
 from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics
@@ -49,6 +49,10 @@ class Collecting(Feeding):
     beta: float
     temperature: float
     _sampling_anew = False  # a generation that was counted before the run was resumed inside it
+    # The random numbers of a generation follow from its place in the run, which a resumed run knows as well, …
+    _place: tuple[int, ...] = (0, 0)  # epoch and generation; evaluation: update, set and batch
+    _own_rows = range(0)  # … from a row's place in the batch of all processes, …
+    _requests_made = 0  # … and, where a hook asks several times, from which time it is
     scoring_shortcuts = True  # score rows of one prompt and of similar length together; False is the slow twin
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
@@ -89,6 +93,7 @@ class Collecting(Feeding):
             prompts = [Prompt(row=row, text=row["prompt"], ids=ids) for row, ids in zip(rows, prompt_ids, strict=True)]
         else:
             prompts = self.prompt_encoder(rows, tokenize=lambda texts: self._tokenize_prompts(texts)[0])
+            self._own_rows, self._requests_made = self._rows_in_batch(len(rows)), 0
             completions = self._sample([list(prompt.ids) for prompt in prompts])
         outputs = decode(self.processing_class, prompts, [completion.ids for completion in completions])
         return [
@@ -105,14 +110,33 @@ class Collecting(Feeding):
             raise RolloutError(f"{len(ids)} completions came back for {len(prompt_ids)} prompts.")
         return [Completion(row, self._stop(row), None if logps is None else logps[i]) for i, row in enumerate(ids)]
 
+    def _rows_in_batch(self, count: int) -> range:
+        """The place of this process's rows in the batch of all processes."""
+        counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).tolist()
+        first = sum(counts[: self.accelerator.process_index])
+        return range(first, first + count)
+
     def _ask_backend(self, prompt_ids: list[list[int]]) -> list[Completion]:
-        with self.timer(f"{self.backend.name}.generate"):
-            return self.backend.sample(group_requests(prompt_ids))
+        key = [self.args.seed, self.mode == "eval", self._requests_made, *self._place]
+        first_row = self._own_rows.start
+        if len(prompt_ids) != len(self._own_rows):  # a hook asks for rows of its own choice
+            key, first_row = [*key, self.accelerator.process_index], 0
+        self._requests_made += 1
+        requests = group_requests(prompt_ids, group_size=self.group_size, first_row=first_row, key=key)
+        with self.timer(getattr(self.backend, "timer", f"{self.backend.name}.generate")):
+            completions = self.backend.sample(requests)
+        # The loss knows log-probs of rollout functions and hooks; those of a backend have no part in it yet.
+        return [replace(completion, logps=None) for completion in completions]
 
     def _stop(self, completion_ids: Sequence[int]) -> StopReason:
         """Why completions ended whose maker did not say."""
         ended = {*self.eos_token_ids, self.processing_class.pad_token_id}
-        return StopReason.LENGTH if is_truncated([completion_ids], ended)[0] else StopReason.EOS
+        if not is_truncated([completion_ids], ended)[0]:
+            return StopReason.EOS
+        if strings := stop_strings(self.backend.config):
+            text = self.processing_class.decode(completion_ids)
+            return StopReason.STOP_STRING if any(string in text for string in strings) else StopReason.LENGTH
+        return StopReason.LENGTH
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
         """Hook: token ids of prompts, images (None) and multimodal fields (none)."""
@@ -125,10 +149,8 @@ class Collecting(Feeding):
         multimodal_fields: Any = None,
         num_generations: int | None = None,
     ) -> tuple[list[list[int]], list[list[float | None]] | None]:
-        """Hook: completion ids and (if the backend knows them) sampling log-probs, one per prompt."""
-        completions = self._ask_backend(prompt_ids)
-        logps = [list(c.logps) for c in completions if c.logps is not None]
-        return [list(c.ids) for c in completions], logps if len(logps) == len(completions) else None
+        """Hook: completion ids and sampling log-probs or None, one per prompt; log-probs become part of the loss."""
+        return [list(completion.ids) for completion in self._ask_backend(prompt_ids)], None
 
     # ---- tensors
 
@@ -138,7 +160,7 @@ class Collecting(Feeding):
             rollouts, self.processing_class.pad_token_id, self.accelerator.device, self.args.pad_to_multiple_of
         )
         if self.args.mask_truncated_completions:
-            truncated = [rollout.completion.stop is not StopReason.EOS for rollout in rollouts]
+            truncated = [not rollout.completion.stop.ended for rollout in rollouts]
             batch.completion_mask = drop_rows(batch.completion_mask, truncated)
             if batch.tool_mask is not None:
                 batch.tool_mask = drop_rows(batch.tool_mask, truncated)
@@ -287,7 +309,7 @@ class Collecting(Feeding):
             [
                 sum(r.completion.model_mask or [1] * len(r.completion.ids)),
                 len(r.prompt.ids),
-                r.completion.stop is not StopReason.EOS,
+                not r.completion.stop.ended,
                 r.prompt.truncated,
             ]
             for r in rollouts

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
+from zlib import crc32
 
 import torch
 from accelerate.utils import set_seed
@@ -28,7 +29,8 @@ from gruppo.errors import ConfigError
 from gruppo.policy import adapters, loading
 from gruppo.rewards.runner import RewardRunner, function_name, is_reward_model, resolve_rewards, unique_names
 from gruppo.rollout.custom import CustomRollout
-from gruppo.rollout.hf import TransformersBackend, generation_config
+from gruppo.rollout.hf import generation_config
+from gruppo.rollout.select import choose_backend
 from gruppo.trainer import setup
 from gruppo.trainer.completions import CompletionLog, start_hub_uploads
 from gruppo.trainer.entropy import EntropyControl
@@ -166,7 +168,8 @@ class PolicyTrainer(KnownNames, Updating):
         else:
             vocabulary_size = self.model.get_input_embeddings().weight.shape[0]
             self.custom_rollout = CustomRollout(rollout_func, self, vocabulary_size)
-        self.backend = TransformersBackend(
+        self.backend = choose_backend(
+            args,
             lambda: self.accelerator.unwrap_model(self.model_wrapped),
             generation_config(
                 args,
@@ -175,7 +178,8 @@ class PolicyTrainer(KnownNames, Updating):
                 stop_ids=self.eos_token_ids,
             ),
             stop_ids=self.eos_token_ids,
-            pad_to_multiple_of=args.pad_to_multiple_of,
+            tokenizer=self.processing_class,
+            needed=rollout_func is None,
         )
         self._hub_uploads = None
         if self.accelerator.is_main_process and getattr(args, "log_completions_hub_repo", None):
@@ -234,18 +238,22 @@ class PolicyTrainer(KnownNames, Updating):
         self._count_epoch(epoch_iterator)
         self.model.train()  # as in the update itself, whatever an evaluation left behind
         self._load_rng_state(self._random_state_due)
-        batches = [self._next_micro_batch(step) for step in islice(epoch_iterator, num_batches)]
+        batches = [self._next_micro_batch(step, i) for i, step in enumerate(islice(epoch_iterator, num_batches))]
         self._update_seconds += time.perf_counter() - start
         return batches, self.update_size(batches) if batches else None
 
-    def _next_micro_batch(self, step: Any) -> dict[str, Any]:
-        """Micro-step `step` of the epoch, from the queue; a number, or rows if a subclass brings its own loader."""
+    def _next_micro_batch(self, step: Any, position: int) -> dict[str, Any]:
+        """Micro-step `step` of the epoch, the `position`-th of its update, from the queue.
+
+        The step is a number, or rows if a subclass brings its own loader.
+        """
         generation, phase = divmod(step if isinstance(step, int) else 0, self.args.micro_steps_per_generation)
         if isinstance(step, int) and phase == 0:
             self._queue.clear()  # of an epoch that was stopped early
         if not self._queue:
             rows = self.rows_of(generation) if isinstance(step, int) else step
             self._sampling_anew = phase > 0
+            self._place = (self._epoch, generation) if isinstance(step, int) else (self.state.global_step, position)
             slices = self._collect_slices(rows)
             # A run that resumes inside a generation collects it anew and goes on with the slice it had reached.
             self._queue.extend((slices * self.args.num_iterations)[phase:])
@@ -289,7 +297,7 @@ class PolicyTrainer(KnownNames, Updating):
         """Trainer's loop, with the metrics of the sampled completions beside its loss."""
         prefix = self._eval_prefix = kwargs.get("metric_key_prefix", "eval")
         self.completion_logs["eval"] = CompletionLog(self.args.generation_batch_size)
-        self._rows_evaluated, self._loss_evaluated = 0, 0.0
+        self._batches_evaluated, self._rows_evaluated, self._loss_evaluated = 0, 0, 0.0
         output = super().evaluation_loop(*args, **kwargs)
         output.metrics.update({f"{prefix}_{key}": value for key, value in self.metrics.take("eval").items()})
         if self._rows_evaluated:
@@ -302,6 +310,8 @@ class PolicyTrainer(KnownNames, Updating):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
         with self._in_mode("eval"):
+            self._place = (self.state.global_step, crc32(self._eval_prefix.encode()), self._batches_evaluated)
+            self._batches_evaluated += 1
             tensors = self._prepare_inputs(self._generate_and_score_completions(inputs))
             loss = self.compute_loss(model, tensors)
             rows = int(self._size.rows)

@@ -70,7 +70,7 @@ class KnownNames:
 
     @property
     def generation_config(self) -> Any:
-        """The sampling settings of the transformers backend."""
+        """The sampling settings of the backend, which reads them anew at each generation."""
         return self.backend.config
 
     @generation_config.setter

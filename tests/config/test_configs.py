@@ -94,6 +94,7 @@ SHARED = {
     "vllm_guided_decoding_regex": None,
     "wandb_log_unique_prompts": None,
     # ours
+    "rollout_backend": "auto",
     "max_prompt_length": None,
     "pad_to_multiple_of": None,
 }
@@ -162,6 +163,9 @@ SET_SHARED: dict[str, Any] = {
     "generation_kwargs": {"min_new_tokens": 3, "no_repeat_ngram_size": 4},
     "chat_template_kwargs": {"enable_thinking": False},
     "cache_implementation": "static",
+    "rollout_backend": "transformers",
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"max_memory_percent": 0.3},
     "beta": 0.25,
     "epsilon": 0.3,
     "epsilon_high": 0.4,
@@ -219,8 +223,6 @@ WAITING: dict[str, Any] = {
     "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_clip_max": 2.0,
     "vllm_importance_sampling_clip_min": 0.1,
-    "use_transformers_continuous_batching": True,
-    "transformers_continuous_batching_config": {"max_memory_percent": 0.3},
     "ds3_gather_for_generation": False,
     "max_tool_calling_iterations": 3,
     "cast_lm_head_to_fp32": True,
@@ -319,7 +321,7 @@ def test_dict_fields_take_json(config, name, value):
 OLD_NAMES: dict[str, tuple[Any, Any]] = {
     "use_liger_loss": (True, True),
     "wandb_log_unique_prompts": (True, True),
-    "use_transformers_paged": (True, None),
+    "use_transformers_paged": (True, True),
     "vllm_guided_decoding_regex": ("[0-9]+", None),
     "vllm_importance_sampling_cap": (2.0, None),
 }

@@ -12,7 +12,6 @@ from gruppo.engine.settings import SamplingSettings
 from gruppo.engine.support import _plain_logps, trial
 from gruppo.plan import RolloutPlan
 from gruppo.types import SampleRequest
-
 from tests.engine.models import BUILDERS, build
 from tests.engine.test_models import NEW_TOKENS, greedy, prompts
 

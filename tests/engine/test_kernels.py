@@ -14,25 +14,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from gruppo.engine import noise, ops, reference
-
-try:
-    import triton
-    import triton.language as tl
-
-    from gruppo.engine import kernels
-    from gruppo.engine.kernels.sampling import draw_words
-except ImportError:  # torch for the CPU comes without it
-    kernels = None  # type: ignore[assignment]
+from gruppo.engine import kernels, noise, ops, reference
+from gruppo.engine.kernels.sampling import draw_words
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-if kernels is not None and os.environ.get("TRITON_INTERPRET") == "1":
+if os.environ.get("TRITON_INTERPRET") == "1":
     # Triton 3.6 makes a loop's bound an integer by int(array of one element), which numpy 2.4 no longer takes.
     from triton.runtime import interpreter
 
@@ -58,8 +49,6 @@ class Backend(NamedTuple):
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param == "torch":
         return Backend(reference, "cpu")
-    if kernels is None:
-        pytest.skip("needs triton")
     return Backend(kernels, DEVICE)
 
 
@@ -142,9 +131,10 @@ def pools(case: Case) -> list[Tensor]:
 ROWS = [(10, 130, 200, 1), (10, 130, 210, 3), (0, 0, 220, 1), (150, 1, 300, 70)]
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("name", CASES)
-def test_decode_attention(backend: Backend, name: str, splits: int) -> None:
+def test_decode_attention(backend: Backend, name: str, splits: int, shared: bool) -> None:
     case = CASES[name]
     pool_k, pool_v = pools(case)
     for start, length in {(row[i], row[i + 1]) for row in ROWS for i in (0, 2)}:
@@ -154,7 +144,7 @@ def test_decode_attention(backend: Backend, name: str, splits: int) -> None:
     context = torch.tensor(ROWS).T.contiguous().to(backend.device)
     options = case.options(backend.device)
     tensors = (tensor.to(backend.device) for tensor in (query, pool_k, pool_v))
-    got = backend.ops.decode_attention(*tensors, *context, **options, splits=splits)
+    got = backend.ops.decode_attention(*tensors, *context, **options, splits=splits, shared=shared)
     expected = []
     for q, (prompt, prompt_len, tail, tail_len) in zip(query, ROWS, strict=True):
         places = [*range(prompt, prompt + prompt_len), *range(tail, tail + tail_len)]
@@ -162,7 +152,6 @@ def test_decode_attention(backend: Backend, name: str, splits: int) -> None:
     near(got, torch.stack(expected), case.dtype)
 
 
-@pytest.mark.skipif(kernels is None, reason="needs triton")
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_row_without_keys_disturbs_nobody(splits: int) -> None:
     """The idle rows of a graph's batch have length 0."""
@@ -309,20 +298,17 @@ def test_a_bad_row_is_told_and_the_others_are_not_touched(backend: Backend, gree
     torch.testing.assert_close(logps[4], logits[4].log_softmax(0)[tokens[4]], rtol=0, atol=1e-5)
 
 
-if kernels is not None:
-
-    @triton.jit
-    def words_kernel(keys, positions, out):  # type: ignore[no-untyped-def]
-        row, chunk = tl.program_id(0), tl.program_id(1)
-        to = out + (row * tl.num_programs(1) + chunk) * 4096 + tl.arange(0, 1024)
-        w0, w1, w2, w3 = draw_words(keys, positions, row, chunk)
-        tl.store(to, w0.to(tl.int64))
-        tl.store(to + 1024, w1.to(tl.int64))
-        tl.store(to + 2048, w2.to(tl.int64))
-        tl.store(to + 3072, w3.to(tl.int64))
+@triton.jit
+def words_kernel(keys, positions, out):  # type: ignore[no-untyped-def]
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    to = out + (row * tl.num_programs(1) + chunk) * 4096 + tl.arange(0, 1024)
+    w0, w1, w2, w3 = draw_words(keys, positions, row, chunk)
+    tl.store(to, w0.to(tl.int64))
+    tl.store(to + 1024, w1.to(tl.int64))
+    tl.store(to + 2048, w2.to(tl.int64))
+    tl.store(to + 3072, w3.to(tl.int64))
 
 
-@pytest.mark.skipif(kernels is None, reason="needs triton")
 def test_the_noise_is_the_same_integers_on_every_device() -> None:
     keys = torch.tensor([0, -1, 2**63 - 1, noise.derive_key(3) - 2**63], device=DEVICE)
     positions = torch.tensor([0, 1, 2**32 - 1, 777], device=DEVICE)
@@ -419,9 +405,8 @@ def test_all_three_modules_offer_the_same_functions() -> None:
     for name in reference.__all__:
         expected = inspect.signature(getattr(reference, name))
         assert inspect.signature(getattr(ops, name)) == expected
-        if kernels is not None:
-            assert inspect.signature(getattr(kernels, name)) == expected
-    assert set(ops.__all__) == {*reference.__all__, "choose_splits"}
+        assert inspect.signature(getattr(kernels, name)) == expected
+    assert set(ops.__all__) == {*reference.__all__, "choose_splits", "shares_prompts"}
 
 
 def test_cpu_tensors_need_no_triton() -> None:
@@ -478,10 +463,11 @@ def test_decode_attention_at_size(name: str, prompts: int, samples: int) -> None
             for q, c in zip(query.split(16), context.split(16, 1), strict=True)
         ]
     )
-    for splits in (1, ops.choose_splits(len(query), case.kv_heads), 7):
-        got = ops.decode_attention(query, pool_k, pool_v, *context, **options, splits=splits)
+    for splits, shared in ((1, False), (ops.choose_splits(len(query), case.kv_heads), False), (7, False), (1, True)):
+        work = dict(splits=splits, shared=shared)
+        got = ops.decode_attention(query, pool_k, pool_v, *context, **options, **work)
         assert relative_error(got, expected) < BOUND[case.dtype]
-        again = ops.decode_attention(query, pool_k, pool_v, *context, **options, splits=splits)
+        again = ops.decode_attention(query, pool_k, pool_v, *context, **options, **work)
         assert torch.equal(got, again)
 
 

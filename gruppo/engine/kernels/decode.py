@@ -1,0 +1,248 @@
+"""Triton attention of one query per row over the engine's key/value pool.
+
+A row's context is two ranges of places, its prompt's and its own tail's. The kernel numbers the keys 0, 1, ... across
+that seam and turns a number into a place on the way, so no block of keys is left half empty where the ranges meet.
+Rows of one group share their prompt: in large batches a kernel of its own reads each prompt once for several rows, and
+the decode kernel goes on from what it found. Places are int64: a pool's elements can number more than 2³¹.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gruppo.engine.kernels.prefill import PREFILL_FLOAT, PREFILL_HALF
+from gruppo.engine.kernels.softmax import INF, accumulate, join, padded, scores_of, start_of
+
+__all__ = ["decode_attention"]
+
+# Padded head size -> keys per block, warps, stages. By what fits: three decode programs share a multiprocessor.
+_DECODE_HALF = {16: (128, 4, 3), 32: (128, 4, 3), 64: (128, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3), 512: (16, 4, 3)}
+_DECODE_FLOAT = {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2), 128: (32, 4, 2), 256: (16, 4, 2), 512: (16, 4, 1)}
+_PROMPT_SPLITS = 2  # programs among which a prompt's keys are divided
+
+
+@triton.jit
+def _prompt_kernel(
+    query, pool_k, pool_v, prompt_start, prompt_len, tail_len, out, part_max, part_sum, batch, scale, softcap, window,
+    stride_qb, stride_qh, stride_ks, stride_kh, stride_vs, stride_vh,
+    D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The query heads of one key head of several rows, over one split of the keys of each prompt among these rows.
+
+    Neighbours mostly have the same prompt; then it is read once. Its softmax is left open, for the decode kernel.
+    """
+    kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m, n = tl.arange(0, ROWS * BLOCK_G), tl.arange(0, BLOCK_N)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    row, g = tile * ROWS + m // BLOCK_G, m % BLOCK_G
+    is_row = row < batch
+    is_query, head = is_row & (g < GROUP), kv_head * GROUP + g
+    start = tl.load(prompt_start + row, mask=is_row, other=-1)
+    length = tl.load(prompt_len + row, mask=is_row, other=0).to(tl.int32)
+    context = length + tl.load(tail_len + row, mask=is_row, other=0).to(tl.int32)
+    q_at = query + row[:, None].to(tl.int64) * stride_qb + head[:, None] * stride_qh + d[None, :]
+    q = tl.load(q_at, mask=is_query[:, None] & (d < D)[None, :], other=0.0).to(pool_k.dtype.element_ty)
+    pool_k += kv_head * stride_kh
+    pool_v += kv_head * stride_vh
+    highest, total, mixed = start_of(None, head, is_query, is_query, BLOCK_DV, False)
+
+    start = tl.where(is_query & (length > 0), start, -1)  # -1: nothing to do, or done
+    prompt = tl.max(start, 0)
+    while prompt >= 0:
+        mine = start == prompt
+        end = tl.max(tl.where(mine, length, 0), 0)
+        first = 0
+        if HAS_WINDOW:
+            first = tl.maximum(tl.min(tl.where(mine, context, 2147483647), 0) - window, 0)
+        per_split = tl.cdiv(tl.maximum(tl.cdiv(end - first, BLOCK_N), 0), SPLITS) * BLOCK_N
+        from_key = first + split * per_split
+        for key_first in range(from_key, tl.minimum(from_key + per_split, end), BLOCK_N):
+            key = key_first + n
+            there = key < end
+            place = prompt + key
+            keys = tl.load(
+                pool_k + place[:, None] * stride_ks + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
+            )
+            seen = mine[:, None] & there[None, :]
+            if HAS_WINDOW:
+                seen &= context[:, None] - key[None, :] <= window
+            scores = tl.where(seen, scores_of(q, keys, scale, softcap, HAS_SOFTCAP), -INF)
+            values = tl.load(
+                pool_v + place[:, None] * stride_vs + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0
+            )
+            highest, total, mixed = accumulate(scores, values, highest, total, mixed)
+        start = tl.where(mine, -1, start)
+        prompt = tl.max(start, 0)
+
+    at = (row.to(tl.int64) * (tl.num_programs(0) * GROUP) + head) * SPLITS + split
+    tl.store(part_max + at, highest, mask=is_query)
+    tl.store(part_sum + at, total, mask=is_query)
+    tl.store(out + at[:, None] * DV + dv[None, :], mixed, mask=is_query[:, None] & (dv < DV)[None, :])
+
+
+@triton.jit
+def _load_part(mixed, highest, total, at, counts, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Part `at` [M] of an open softmax, of the rows that count."""
+    dv = tl.arange(0, BLOCK_DV)
+    mixture = tl.load(mixed + at[:, None] * DV + dv[None, :], mask=counts[:, None] & (dv < DV)[None, :], other=0.0)
+    return tl.load(highest + at, mask=counts, other=-INF), tl.load(total + at, mask=counts, other=0.0), mixture
+
+
+@triton.jit
+def _decode_kernel(
+    query, pool_k, pool_v, prompt_start, prompt_len, tail_start, tail_len, sinks,
+    out, part_max, part_sum, prompt_out, prompt_max, prompt_sum, scale, softcap, window,
+    stride_qb, stride_qh, stride_ks, stride_kh, stride_vs, stride_vh,
+    D: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr, PROMPT_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """The query heads of one key head of one row, over one split of the row's visible keys.
+
+    With PROMPT_SPLITS those of the prompt are done, and their softmax lies in so many parts.
+    """
+    # The key heads of a row are neighbours in memory, the rows of a group share a prompt: launched side by side.
+    kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    prompt = tl.load(prompt_len + row).to(tl.int32)
+    context = prompt + tl.load(tail_len + row).to(tl.int32)
+    prompt_base = tl.load(prompt_start + row)
+    tail_base = tl.load(tail_start + row) - prompt
+    first = 0
+    if PROMPT_SPLITS:
+        first = prompt
+    if HAS_WINDOW:
+        first = tl.maximum(context - window, first)
+    blocks = tl.cdiv(context - first, BLOCK_N)
+    per_split = tl.cdiv(blocks, SPLITS)
+    from_block = split * per_split
+
+    g, n = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    is_head, head = g < GROUP, kv_head * GROUP + g
+    q_at = query + row.to(tl.int64) * stride_qb + head[:, None] * stride_qh + d[None, :]
+    q = tl.load(q_at, mask=is_head[:, None] & (d < D)[None, :], other=0.0).to(pool_k.dtype.element_ty)
+    pool_k += kv_head * stride_kh
+    pool_v += kv_head * stride_vh
+    highest, total, mixed = start_of(sinks, head, is_head, split == 0, BLOCK_DV, HAS_SINKS)
+    row_head = row.to(tl.int64) * (tl.num_programs(0) * GROUP) + head
+    for part in tl.static_range(PROMPT_SPLITS):
+        at = row_head * PROMPT_SPLITS + part
+        found = _load_part(prompt_out, prompt_max, prompt_sum, at, is_head & (split == 0), DV, BLOCK_DV)
+        highest, total, mixed = join(highest, total, mixed, *found)
+
+    for block in range(from_block, tl.minimum(from_block + per_split, blocks)):
+        key = first + block * BLOCK_N + n
+        seen = key < context
+        place = tl.where(key < prompt, prompt_base, tail_base) + key
+        keys = tl.load(
+            pool_k + place[:, None] * stride_ks + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0
+        )
+        scores = tl.where(seen[None, :], scores_of(q, keys, scale, softcap, HAS_SOFTCAP), -INF)
+        values = tl.load(
+            pool_v + place[:, None] * stride_vs + dv[None, :], mask=seen[:, None] & (dv < DV)[None, :], other=0.0
+        )
+        highest, total, mixed = accumulate(scores, values, highest, total, mixed)
+
+    at = row_head * SPLITS + split
+    if SPLITS == 1:
+        mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    else:
+        tl.store(part_max + at, highest, mask=is_head)
+        tl.store(part_sum + at, total, mask=is_head)
+    tl.store(out + at[:, None] * DV + dv[None, :], mixed, mask=is_head[:, None] & (dv < DV)[None, :])
+
+
+@triton.jit
+def _merge_kernel(
+    part_out, part_max, part_sum, out, DV: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """One softmax of a row and head's splits: maxima and sums [rows·heads, splits], mixtures [..., splits, Dv]."""
+    at = tl.program_id(0).to(tl.int64)
+    s, dv = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_DV)
+    is_split = s < SPLITS
+    highest = tl.load(part_max + at * SPLITS + s, mask=is_split, other=-INF)
+    top = tl.max(highest, 0)
+    # A split without keys has maximum -inf and weight 0. Where none has keys, the result is zero.
+    weight = tl.exp2(highest - tl.where(top > -INF, top, 0.0))
+    total = tl.sum(weight * tl.load(part_sum + at * SPLITS + s, mask=is_split, other=0.0), 0)
+    mixed = tl.load(
+        part_out + (at * SPLITS + s)[:, None] * DV + dv[None, :],
+        mask=is_split[:, None] & (dv < DV)[None, :],
+        other=0.0,
+    )
+    merged = tl.sum(mixed * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + at * DV + dv, merged, mask=dv < DV)
+
+
+def _open_softmax(query: Tensor, splits: int, size_v: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for mixtures [B, H, splits, Dv], maxima and sums [B, H, splits] of a softmax in parts."""
+    mixed = query.new_empty(*query.shape[:2], splits, size_v, dtype=torch.float32)
+    highest, total = mixed.new_empty(2, *mixed.shape[:3])
+    return mixed, highest, total
+
+
+def decode_attention(
+    query: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    prompt_start: Tensor,
+    prompt_len: Tensor,
+    tail_start: Tensor,
+    tail_len: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    splits: int = 1,
+    shared: bool = False,
+) -> Tensor:
+    """`gruppo.engine.reference.decode_attention` on a GPU. The keys of a row are divided among `splits` programs.
+
+    With `shared`, prompts are read once for the neighbouring rows that have them. Lengths are read on the device and
+    nothing is synchronised: it can be captured in a CUDA graph.
+    """
+    (batch, heads, size), (_, kv_heads, size_v) = query.shape, pool_v.shape
+    block_d, block_dv = padded(size), padded(size_v)
+    table = _DECODE_FLOAT if pool_k.dtype == torch.float32 else _DECODE_HALF
+    block_n, warps, stages = table[max(block_d, block_dv)]
+    numbers = (scale, softcap or 1.0, window or 0, *query.stride()[:2], *pool_k.stride()[:2], *pool_v.stride()[:2])
+    shape = dict(D=size, DV=size_v, GROUP=heads // kv_heads, BLOCK_D=block_d, BLOCK_DV=block_dv)
+    shape |= dict(HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None)
+    prompt_parts: tuple[Tensor | None, ...] = (None, None, None)
+    if shared:
+        prompt_parts = _open_softmax(query, _PROMPT_SPLITS, size_v)
+        block_m, block_n_prompt, warps_prompt, stages_prompt = _prompt_blocks(pool_k.dtype, max(block_d, block_dv))
+        block_g = triton.next_power_of_2(heads // kv_heads)
+        rows = max(block_m // block_g, 1)
+        _prompt_kernel[(kv_heads, triton.cdiv(batch, rows), _PROMPT_SPLITS)](
+            query, pool_k, pool_v, prompt_start, prompt_len, tail_len, *prompt_parts, batch, *numbers,
+            **shape, ROWS=rows, BLOCK_G=block_g, BLOCK_N=block_n_prompt, SPLITS=_PROMPT_SPLITS,
+            num_warps=warps_prompt, num_stages=stages_prompt,
+        )  # fmt: skip
+    out = query.new_empty(batch, heads, size_v)
+    parts = (out, None, None) if splits == 1 else _open_softmax(query, splits, size_v)
+    _decode_kernel[(kv_heads, batch, splits)](
+        query, pool_k, pool_v, prompt_start, prompt_len, tail_start, tail_len, sinks, *parts, *prompt_parts, *numbers,
+        **shape, BLOCK_G=padded(heads // kv_heads), BLOCK_N=block_n, SPLITS=splits,
+        PROMPT_SPLITS=_PROMPT_SPLITS if shared else 0, HAS_SINKS=sinks is not None,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_kernel[(batch * heads,)](
+            *parts, out, DV=size_v, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), BLOCK_DV=block_dv,
+            num_warps=1 if splits < 8 else 4,
+        )  # fmt: skip
+    return out
+
+
+def _prompt_blocks(dtype: torch.dtype, size: int) -> tuple[int, int, int, int]:
+    """Queries and keys per block, warps and stages of the prompt kernel."""
+    if dtype == torch.float32:
+        return 32, *PREFILL_FLOAT[size][1:]
+    return PREFILL_HALF[size]

@@ -1,0 +1,83 @@
+"""Sampling with the built-in engine, from the training weights themselves."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from gruppo.engine.engine import Engine
+from gruppo.engine.settings import SamplingSettings, merged_config, unsupported
+from gruppo.engine.support import trial, unsupported_model
+from gruppo.plan import RolloutPlan
+from gruppo.policy.loading import context_length, has_learned_positions
+from gruppo.policy.prefix import inner_model
+from gruppo.types import Completion, SampleRequest, StopReason
+
+
+def why_not(model: Any, config: GenerationConfig, *, autocast_dtype: torch.dtype | None = None) -> list[str]:
+    """What keeps the engine from sampling from this model with these settings; nothing if it can.
+
+    If nothing is known to be missing, a trial of a few tokens is compared with the model's own forward pass.
+    """
+    inner = inner_model(model)
+    reasons = unsupported(merged_config(config, getattr(inner, "generation_config", None))) + unsupported_model(model)
+    if reasons:
+        return reasons
+    failure = trial(model, autocast_dtype=autocast_dtype)
+    return [failure] if failure else []
+
+
+class BuiltinBackend:
+    """Samples with an engine that runs the training module in place; see `gruppo.engine.engine`."""
+
+    name = "builtin"
+
+    def __init__(
+        self,
+        policy: Callable[[], nn.Module],
+        config: GenerationConfig,
+        *,
+        stop_ids: Sequence[int],
+        tokenizer: Any = None,
+        autocast_dtype: torch.dtype | None = None,
+        entropies: bool = False,
+    ):
+        self.policy = policy
+        self.config = config
+        self.stop_ids = tuple(sorted(stop_ids))
+        self.entropies = entropies
+        model = inner_model(policy())
+        # Rotary positions go on past the length that the config names, as they do in transformers; learned ones end.
+        context = context_length(model) if has_learned_positions(model) else None
+        self.engine = Engine(policy, autocast_dtype=autocast_dtype, tokenizer=tokenizer, context_length=context)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """What the last call did."""
+        return self.engine.counters.to_dict()
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """`count` completions for each request, flat and in order."""
+        completions = self.engine.sample(requests, self._settings(), entropies=self.entropies)
+        return [self._ended_by_padding(completion) for completion in completions]
+
+    def _settings(self) -> SamplingSettings:
+        """Read anew each time: a callback may have changed the config."""
+        config = merged_config(self.config, inner_model(self.policy()).generation_config)
+        return SamplingSettings.from_generation_config(config, stop_ids=self.stop_ids)
+
+    def _ended_by_padding(self, completion: Completion) -> Completion:
+        # A padding token that the model itself wrote last counts as an end, as with the other backends.
+        if completion.stop is StopReason.LENGTH and completion.ids[-1] == self.config.pad_token_id:
+            return replace(completion, stop=StopReason.EOS)
+        return completion
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan in force. A run that is resumed with it samples the same completions."""
+        return {"plan": None if self.engine.plan is None else self.engine.plan.to_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.engine.plan = None if state["plan"] is None else RolloutPlan(**state["plan"])

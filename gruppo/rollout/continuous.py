@@ -1,0 +1,179 @@
+"""Sampling with transformers' continuous batching: keys and values in pages, and a row that ends makes room.
+
+It runs the training weights as they are. Where training computes in half precision (autocast) so does this; only the
+pages are stored in it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousMixin
+
+from gruppo.errors import ConfigError, RolloutError
+from gruppo.policy.modes import sampling_mode
+from gruppo.policy.prefix import inner_model
+from gruppo.rollout.base import settings_besides
+from gruppo.types import Completion, SampleRequest, StopReason
+
+# The fields of a GenerationConfig that continuous batching reads. It drops all others, some without a word.
+_READ = {"do_sample", "eos_token_id", "max_new_tokens", "temperature", "top_k", "top_p"}
+# Fields of ContinuousBatchingConfig that say how large the pages and the buffers beside them get.
+_SIZES = {"max_batch_tokens", "max_memory_percent", "num_blocks"}
+_MEMORY_SHARE = 0.5  # of the free memory of a GPU
+_TOKENS_PER_PASS = 512  # on a CPU, where the attention mask is a dense tensor of so many rows
+
+
+class ContinuousBatchingBackend:
+    """Generates with the training module through `generate_batch`, every completion a request of its own.
+
+    `settings` are fields of ContinuousBatchingConfig.
+    """
+
+    name = "transformers_continuous_batching"
+    timer = "transformers.generate_batch"  # the name under which dashboards know this phase
+
+    def __init__(
+        self,
+        policy: Callable[[], PreTrainedModel],
+        config: GenerationConfig,
+        *,
+        stop_ids: Sequence[int],
+        settings: Mapping[str, Any] | None = None,
+        autocast_dtype: torch.dtype | None = None,
+    ):
+        self.policy = policy  # called anew each time: wrapping for training replaces the module
+        self.config = config
+        self.stop_ids = set(stop_ids)
+        self.settings = dict(settings or {})
+        self.autocast_dtype = autocast_dtype
+        self._check(policy())
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """`count` completions for each request, flat and in order."""
+        if not requests:
+            return []
+        policy = self.policy()
+        self._check(policy)
+        model = inner_model(policy)
+        prompts = [list(request.prompt_ids) for request in requests for _ in range(request.count)]
+        runner = model if self.autocast_dtype is None else _Autocast(model, self.autocast_dtype)
+        with sampling_mode(policy), _paged_attention(model):
+            outputs = runner.generate_batch(
+                prompts,
+                generation_config=self.config,
+                continuous_batching_config=ContinuousBatchingConfig(**self._batching(model, prompts)),
+                progress_bar=False,
+            )
+        # generate_batch leaves out what it lost and hands on what failed; either would shift rows or cut them short.
+        if len(outputs) != len(prompts):
+            raise RolloutError(
+                f"Continuous batching returned {len(outputs)} of {len(prompts)} completions; its log says why."
+            )
+        if errors := [output.error for output in outputs.values() if output.error is not None]:
+            raise RolloutError(f"Continuous batching failed for {len(errors)} of {len(prompts)} prompts: {errors[0]}")
+        return [self._completion(output) for output in outputs.values()]
+
+    def _check(self, policy: Any) -> None:
+        """Raise for what continuous batching would leave out."""
+        config = self.config
+        if unread := settings_besides(config, _READ):
+            raise ConfigError(
+                f"transformers' continuous batching does not know {', '.join(unread)}; remove it, or set "
+                "use_transformers_continuous_batching=False."
+            )
+        if config.max_new_tokens is None:
+            raise ConfigError("max_new_tokens=None: continuous batching needs a limit; set max_completion_length.")
+        adapters = getattr(policy, "peft_config", {}).values()
+        if virtual := [a for a in adapters if getattr(a, "is_prompt_learning", False)]:
+            raise ConfigError(
+                f"{type(virtual[0]).__name__} puts virtual tokens before the prompt, which continuous batching leaves "
+                "out; set use_transformers_continuous_batching=False."
+            )
+
+    def _batching(self, model: Any, prompts: list[list[int]]) -> dict[str, Any]:
+        # The second is for tensor parallelism, but would set an environment variable in any run of several processes.
+        settings = {"return_logprobs": True, "disable_nccl_graph_mixing": False} | self.settings
+        if _can_refuse_flash() and not _is_half(model):
+            settings.setdefault("auto_switch_to_flash", False)
+        if _SIZES & settings.keys():
+            return settings
+        if model.device.type != "cpu":
+            return settings | {"max_memory_percent": _MEMORY_SHARE}
+        # A share of the machine's memory would be filled with zeros each time; ask for what the completions need.
+        page = settings.get("page_size") or settings.get("block_size") or 256
+        blocks = sum(-(-(len(prompt) + self.config.max_new_tokens) // page) + 1 for prompt in prompts)
+        return settings | {"num_blocks": blocks, "max_batch_tokens": max(_TOKENS_PER_PASS, len(prompts))}
+
+    def _completion(self, output: Any) -> Completion:
+        ids, logps = output.generated_tokens, output.logprobs
+        # A padding token that the model itself wrote last counts as an end, too.
+        ended = bool(ids) and (ids[-1] in self.stop_ids or ids[-1] == self.config.pad_token_id)
+        stop = StopReason.EOS if ended else StopReason.LENGTH
+        return Completion(ids, stop, logps if len(logps) == len(ids) else None)
+
+
+class _Autocast(ContinuousMixin):  # type: ignore[misc]  # transformers has no types
+    """A model as continuous batching sees it: activations and pages in `dtype`, the weights as they are.
+
+    Its loop runs in a thread of its own, which knows nothing of an autocast around the call.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype):
+        self.model = model
+        self.dtype = dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def eval(self) -> "_Autocast":
+        return self
+
+    def __call__(self, *, cache: Any, **batch: Any) -> Any:
+        if "update" not in vars(cache):
+            cache.update = _casting(cache.update, self.dtype)
+        with torch.autocast(self.model.device.type, self.dtype):
+            return self.model(cache=cache, **batch)
+
+
+def _casting(update: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """Pages have one type, but under autocast only values come in it: the rotary embedding makes keys float32."""
+
+    def cast_and_update(*, key_states: Tensor, value_states: Tensor, **kwargs: Any) -> Any:
+        return update(key_states=key_states.to(dtype), value_states=value_states.to(dtype), **kwargs)
+
+    return cast_and_update
+
+
+@contextmanager
+def _paged_attention(model: Any) -> Iterator[None]:
+    """Let the attention be switched to a paged one; what it was comes back, whatever happens."""
+    found = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    kept = [(c, c._attn_implementation) for config in found.values() for c in _with_parts(config)]
+    try:
+        # Versions without that setting keep an attention that is paged already; flash cannot compute in float32.
+        if not _can_refuse_flash() and not _is_half(model) and model.config._attn_implementation in ("sdpa", "eager"):
+            model.set_attn_implementation(f"paged|{model.config._attn_implementation}")
+        yield
+    finally:
+        for config, attention in kept:
+            config._attn_implementation = attention
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    yield config
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            yield from _with_parts(part)
+
+
+def _can_refuse_flash() -> bool:
+    return any(f.name == "auto_switch_to_flash" for f in fields(ContinuousBatchingConfig))
+
+
+def _is_half(model: Any) -> bool:
+    return model.dtype in (torch.bfloat16, torch.float16)

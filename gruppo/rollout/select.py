@@ -1,0 +1,69 @@
+"""Which backend samples."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from gruppo.errors import ConfigError
+from gruppo.rollout import builtin
+from gruppo.rollout.base import RolloutBackend
+from gruppo.rollout.continuous import ContinuousBatchingBackend
+from gruppo.rollout.hf import TransformersBackend
+
+logger = logging.getLogger(__name__)
+
+
+def choose_backend(
+    args: Any,
+    policy: Callable[[], Any],
+    config: GenerationConfig,
+    *,
+    stop_ids: Sequence[int],
+    tokenizer: Any,
+    needed: bool = True,
+) -> RolloutBackend:
+    """The backend that the config asks for; "auto" takes the built-in engine, or says why it cannot.
+
+    `policy` returns the module to sample from. `needed` is False in runs whose completions come from elsewhere: then
+    "auto" does not try the engine.
+    """
+    if args.use_transformers_continuous_batching:
+        return ContinuousBatchingBackend(
+            policy,
+            config,
+            stop_ids=stop_ids,
+            settings=args.transformers_continuous_batching_config,
+            autocast_dtype=autocast_dtype(args),
+        )
+    if args.rollout_backend == "builtin" or (args.rollout_backend == "auto" and needed):
+        reasons = builtin.why_not(policy(), config, autocast_dtype=autocast_dtype(args))
+        if not reasons:
+            return builtin.BuiltinBackend(
+                policy, config, stop_ids=stop_ids, tokenizer=tokenizer, autocast_dtype=autocast_dtype(args)
+            )
+        _report(args, "; ".join(reason.rstrip(".") for reason in reasons))
+    return TransformersBackend(
+        policy, config, stop_ids=stop_ids, tokenizer=tokenizer, pad_to_multiple_of=args.pad_to_multiple_of
+    )
+
+
+def _report(args: Any, reasons: str) -> None:
+    """Raise if the built-in engine was asked for by name; else say, once per run, that it is not used."""
+    if args.rollout_backend == "builtin":
+        raise ConfigError(
+            f"rollout_backend='builtin' cannot sample here: {reasons}. Change that, or set rollout_backend to "
+            "'transformers'."
+        )
+    if args.process_index == 0:
+        logger.warning(
+            f"The built-in engine cannot sample here: {reasons}. transformers does; rollout_backend='transformers' "
+            "asks for it without this message."
+        )
+
+
+def autocast_dtype(args: Any) -> torch.dtype | None:
+    """The half precision that training computes in, if any, whatever the weights are stored in."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
