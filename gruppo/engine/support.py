@@ -14,7 +14,7 @@ from gruppo.engine.engine import Engine
 from gruppo.engine.settings import SamplingSettings
 from gruppo.plan import RolloutPlan
 from gruppo.policy.prefix import forward_arguments, inner_model, position_ids
-from gruppo.types import SampleRequest
+from gruppo.types import SampleRequest, StopReason
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # Rotary frequencies that depend on the longest sequence of the batch.
@@ -80,6 +80,8 @@ def trial(model: nn.Module, *, autocast_dtype: torch.dtype | None = None) -> str
         return f"a trial of it failed: {type(error).__name__}: {error}"
     finally:
         engine.release()
+    if any(completion.stop is StopReason.NAN for completion in completions):
+        return "in a trial its logits were not finite"
     rows = [prompts[i // 2] + list(completion.ids) for i, completion in enumerate(completions)]
     expected = _plain_logps(model, rows, autocast_dtype)
     ours = [torch.tensor(completion.plain_logps) for completion in completions]

@@ -111,9 +111,7 @@ def _decode_kernel(
     context = prompt + tl.load(tail_len + row).to(tl.int32)
     prompt_base = tl.load(prompt_start + row)
     tail_base = tl.load(tail_start + row) - prompt
-    first = 0
-    if PROMPT_SPLITS:
-        first = prompt
+    first = prompt if PROMPT_SPLITS > 0 else 0
     if HAS_WINDOW:
         first = tl.maximum(context - window, first)
     blocks = tl.cdiv(context - first, BLOCK_N)
