@@ -11,7 +11,6 @@ from torch import Tensor
 from gruppo.engine import reference
 
 __all__ = [
-    "add_rms_norm",
     "choose_splits",
     "decode_attention",
     "gated",
@@ -116,20 +115,6 @@ def rms_norm(
 ) -> Tensor:
     options = dict(plus_one=plus_one, in_float32_weight=in_float32_weight, out_dtype=out_dtype)
     return _home(x).rms_norm(x, weight, eps, **options)
-
-
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    plus_one: bool,
-    in_float32_weight: bool,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    options = dict(plus_one=plus_one, in_float32_weight=in_float32_weight, out_dtype=out_dtype)
-    return _home(x).add_rms_norm(x, residual, weight, eps, **options)
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

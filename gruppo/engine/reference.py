@@ -13,7 +13,6 @@ from torch.nn import functional
 from gruppo.engine.noise import gumbel, uniform_words
 
 __all__ = [
-    "add_rms_norm",
     "decode_attention",
     "gated",
     "prefill_attention",
@@ -227,22 +226,6 @@ def rms_norm(
         normal = normal.to(x.dtype).float()
     factor = weight.float() + 1 if plus_one else weight.float()
     return (normal * factor).to(out_dtype or x.dtype).contiguous()
-
-
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    plus_one: bool,
-    in_float32_weight: bool,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of x + residual, and that sum, rounded to the residual's dtype before it is normalised."""
-    total = (x + residual).to(residual.dtype)
-    options = dict(plus_one=plus_one, in_float32_weight=in_float32_weight)
-    return rms_norm(total, weight, eps, **options, out_dtype=out_dtype), total
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

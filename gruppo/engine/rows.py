@@ -74,7 +74,8 @@ class Rows:
         self.padding[Field.RESULT] = len(results.lengths) - 1
         self.padding[Field.SEAT] = rows
         self.padding[Field.DONE] = 1
-        self.state = self.padding[:, None].repeat(1, rows)
+        # Every row of the matrix begins at a multiple of 16 bytes: kernels are compiled for such addresses.
+        self.state = self.padding[:, None].repeat(1, -(-rows // 2) * 2)
         self.eos = torch.tensor(list(eos), dtype=torch.long, device=device)
 
     def enter(self, columns: Sequence[Sequence[int]]) -> None:

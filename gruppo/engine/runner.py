@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -119,16 +120,19 @@ class Runner:
         starts = [prompt.start or 0 for prompt, _, _ in batch]
         lengths = [high - low for _, low, high in batch]
         places = [start + i for start, (_, low, high) in zip(starts, batch, strict=True) for i in range(low, high)]
-        # One upload: the parts are views of it.
-        sizes = [len(ids), len(positions), len(places), len(starts), len(batch)]
-        flat = self._upload([*ids, *positions, *places, *starts, *(low for _, low, _ in batch)])
-        id_s, position_s, place_s, start_s, past_s = flat.split(sizes)
-        cu_query = self._upload([0, *torch.tensor(lengths).cumsum(0).tolist()]).int()
-        return id_s, position_s, PrefillLayout(place_s, start_s, past_s, cu_query, max(lengths))
+        past = [low for _, low, _ in batch]
+        id_s, position_s, place_s, start_s, past_s = self._upload(ids, positions, places, starts, past)
+        (cu_query,) = self._upload([0, *accumulate(lengths)])
+        return id_s, position_s, PrefillLayout(place_s, start_s, past_s, cu_query.int(), max(lengths))
 
-    def _upload(self, values: Sequence[int]) -> Tensor:
-        host = torch.tensor(values, dtype=torch.long)
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+    def _upload(self, *lists: Sequence[int]) -> list[Tensor]:
+        """Lists on the device, in one copy. Each begins at a multiple of 16 bytes, as kernels are compiled for."""
+        sizes = [-(-len(values) // 2) * 2 for values in lists]
+        host = torch.zeros(sum(sizes), dtype=torch.long)
+        for part, values in zip(host.split(sizes), lists, strict=True):
+            part[: len(values)] = torch.tensor(values, dtype=torch.long)
+        flat = host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        return [part[: len(values)] for part, values in zip(flat.split(sizes), lists, strict=True)]
 
     # ---- decoding
 

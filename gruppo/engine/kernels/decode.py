@@ -22,7 +22,7 @@ _DECODE_FLOAT = {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2), 128: (32, 4, 2)
 _PROMPT_SPLITS = 2  # programs among which a prompt's keys are divided
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _prompt_kernel(
     query, pool_k, pool_v, prompt_start, prompt_len, tail_len, out, part_max, part_sum, batch, scale, softcap, window,
     stride_qb, stride_qh, stride_ks, stride_kh, stride_vs, stride_vh,

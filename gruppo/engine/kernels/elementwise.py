@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "gated", "rms_norm", "rotary", "write_kv"]
+__all__ = ["gated", "rms_norm", "rotary", "write_kv"]
 
 _ACTIVATIONS = ("silu", "gelu_tanh")
 _TILE = 4096  # elements a program works on, about
@@ -48,23 +48,17 @@ def write_kv(keys: Tensor, values: Tensor, pool_k: Tensor, pool_v: Tensor, place
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "inner"])  # a batch of another size is no reason to compile again
 def _norm_kernel(
-    x, residual, weight, out, total, eps, rows, inner, stride_outer, stride_inner,
-    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    ADD: tl.constexpr, PLUS_ONE: tl.constexpr, WIDE_WEIGHT: tl.constexpr,
+    x, weight, out, eps, rows, inner, stride_outer, stride_inner,
+    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PLUS_ONE: tl.constexpr, WIDE_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Some rows: row r of x is at (r // inner, r % inner); residual, out and total are contiguous."""
+    """Some rows: row r of x is at (r // inner, r % inner); out is contiguous."""
     r = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     there = (r < rows) & (d < D)
     loaded = tl.load(x + (r // inner) * stride_outer + (r % inner) * stride_inner + d, mask=there, other=0.0)
     wide = loaded.to(tl.float32)
-    if ADD:
-        added = wide + tl.load(residual + r * D + d, mask=there, other=0.0).to(tl.float32)
-        loaded = added.to(total.dtype.element_ty)
-        tl.store(total + r * D + d, loaded, mask=there)
-        wide = loaded.to(tl.float32)
     normal = wide * tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
     if not WIDE_WEIGHT:
         normal = normal.to(loaded.dtype).to(tl.float32)
@@ -72,25 +66,6 @@ def _norm_kernel(
     if PLUS_ONE:
         factor += 1
     tl.store(out + r * D + d, normal * factor, mask=there)
-
-
-def _normalise(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus_one: bool, wide: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    x, inner, stride_outer, stride_inner = _two_strides(x)
-    size = x.shape[-1]
-    rows = x.numel() // size
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    block_d = triton.next_power_of_2(size)
-    # Heads are short rows: several to a program. Long rows get the warps instead.
-    block_r = max(1, min(_TILE // 2 // block_d, triton.next_power_of_2(rows)))
-    _norm_kernel[(triton.cdiv(rows, block_r),)](
-        x, residual, weight, out, total, eps, rows, inner, stride_outer, stride_inner,
-        D=size, BLOCK_R=block_r, BLOCK_D=block_d, ADD=residual is not None, PLUS_ONE=plus_one, WIDE_WEIGHT=wide,
-        num_warps=min(16, max(1, block_r * block_d // 512)),
-    )  # fmt: skip
-    return out, total
 
 
 def _two_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
@@ -123,24 +98,19 @@ def rms_norm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`gruppo.engine.reference.rms_norm` on a GPU; x may be a view, such as one head's part of a projection."""
-    return _normalise(x, None, weight, eps, plus_one, in_float32_weight, out_dtype or x.dtype)[0]
-
-
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    plus_one: bool,
-    in_float32_weight: bool,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`gruppo.engine.reference.add_rms_norm` on a GPU."""
-    dtype = out_dtype or residual.dtype
-    out, total = _normalise(x, residual.contiguous(), weight, eps, plus_one, in_float32_weight, dtype)
-    assert total is not None
-    return out, total
+    x, inner, stride_outer, stride_inner = _two_strides(x)
+    size = x.shape[-1]
+    rows = x.numel() // size
+    out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
+    block_d = triton.next_power_of_2(size)
+    # Heads are short rows: several to a program. Long rows get the warps instead.
+    block_r = max(1, min(_TILE // 2 // block_d, triton.next_power_of_2(rows)))
+    _norm_kernel[(triton.cdiv(rows, block_r),)](
+        x, weight, out, eps, rows, inner, stride_outer, stride_inner,
+        D=size, BLOCK_R=block_r, BLOCK_D=block_d, PLUS_ONE=plus_one, WIDE_WEIGHT=in_float32_weight,
+        num_warps=min(16, max(1, block_r * block_d // 512)),
+    )  # fmt: skip
+    return out
 
 
 @triton.jit
