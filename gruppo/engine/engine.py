@@ -168,7 +168,7 @@ class Engine:
         runner = self._runner
         if (
             runner is None
-            or (runner.pool.tokens, runner.rows.state.shape[1]) != (self.plan.kv_tokens, self.plan.rows)
+            or (runner.pool.tokens, runner.rows.capacity) != (self.plan.kv_tokens, self.plan.rows)
             or not self._fits(runner, work, settings, entropies)
         ):
             self._runner = None  # its memory first
@@ -176,6 +176,8 @@ class Engine:
         runner.rows.clear()
         runner.rows.results.clear()
         runner.set_temperature(settings.temperature)
+        lengths = [prompt.prefix_length for prompt in work.runnable]
+        runner.prompt_tokens = sum(lengths) / max(len(lengths), 1)
         runner.seen = self._seen(runner, model, settings, device)
         return runner
 

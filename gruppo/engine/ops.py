@@ -43,9 +43,12 @@ def choose_splits(batch: int, kv_heads: int) -> int:
     return splits
 
 
-def shares_prompts(batch: int) -> bool:
-    """Whether a batch is large enough that reading prompts in a kernel of its own pays."""
-    return batch >= 64
+def shares_prompts(batch: int, prompt_tokens: float) -> bool:
+    """Whether a kernel that reads prompts once for several rows pays, for prompts of this mean length.
+
+    Short ones come from the cache for all but the first row, and a second kernel costs more than that.
+    """
+    return batch >= 64 and prompt_tokens >= 256
 
 
 def write_kv(keys: Tensor, values: Tensor, pool_k: Tensor, pool_v: Tensor, places: Tensor) -> None:

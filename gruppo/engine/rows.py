@@ -67,6 +67,7 @@ class Rows:
     def __init__(self, rows: int, results: Results, *, scratch: int, eos: Sequence[int], device: torch.device):
         self.results = results
         self.device = device
+        self.capacity = rows
         self.count = 0
         self.padding = torch.zeros(len(Field), dtype=torch.long, device=device)
         self.padding[Field.TAIL_START] = scratch

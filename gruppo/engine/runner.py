@@ -96,6 +96,7 @@ class Runner:
         self.inverse_temperature = torch.ones(1, device=self.device)
         self.seen: Tensor | None = None  # (rows, V): tokens that a completion and its prompt have, by seat
         self.seen_memory: Tensor | None = None  # stays when a call needs none: graphs that were captured point to it
+        self.prompt_tokens = 0.0  # mean length of the prefixes at hand
         self.captures = 0
         self.capture_seconds = 0.0
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
@@ -162,7 +163,7 @@ class Runner:
             tail_start=tail_start,
             tail_len=tail_len + 1,
             splits=ops.choose_splits(bucket, self.pool.shapes[0][0]),
-            shared=ops.shares_prompts(bucket),
+            shared=self._shares_prompts(bucket),
         )
         with autocast(self.device, self.autocast_dtype):
             logits = forward(self.model, state[Field.TOKEN], prompt_len + tail_len, EngineCache(self.pool, layout))
@@ -182,12 +183,20 @@ class Runner:
             self.seen[seats, choice.tokens.clamp(min=0)] = True
         self.rows.record(state, choice)
 
+    def _shares_prompts(self, bucket: int) -> bool:
+        return ops.shares_prompts(bucket, self.prompt_tokens)
+
     # ---- graphs
 
     def _graph(self, bucket: int, settings: SamplingSettings) -> torch.cuda.CUDAGraph | None:
         """The recorded step for a batch of this size; None if the model cannot be recorded."""
         # What is not part of the recorded step: the temperature is read from memory, limits are per row.
-        key = (bucket, replace(settings, temperature=1.0, stop_strings=(), max_new_tokens=_length_matters(settings)))
+        shared = self._shares_prompts(bucket)
+        key = (
+            bucket,
+            shared,
+            replace(settings, temperature=1.0, stop_strings=(), max_new_tokens=_length_matters(settings)),
+        )
         if key not in self._graphs:
             start = time.perf_counter()
             saved = self.rows.state.clone()

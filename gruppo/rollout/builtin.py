@@ -77,7 +77,9 @@ class BuiltinBackend:
 
     def state_dict(self) -> dict[str, Any]:
         """The plan in force. A run that is resumed with it samples the same completions."""
-        return {"plan": None if self.engine.plan is None else self.engine.plan.to_dict()}
+        plan = self.engine.plan
+        return {"plan": None if plan is None else plan.to_dict(), "may_grow": self.engine.may_grow}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.engine.plan = None if state["plan"] is None else RolloutPlan(**state["plan"])
+        self.engine.may_grow = state["may_grow"]

@@ -22,9 +22,10 @@ from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.modes import sampling_mode
 from gruppo.rewards.runner import RewardInputs, RewardRunner
 from gruppo.rollout.base import RolloutBackend, group_requests, stop_strings
+from gruppo.rollout.builtin import BuiltinBackend
 from gruppo.rollout.custom import CustomRollout
 from gruppo.trainer.feeding import Feeding
-from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics
+from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rollout_metrics
 from gruppo.trainer.profiling import profiling_context
 from gruppo.types import Completion, Prompt, Rollout, StopReason, TrainBatch
 
@@ -125,6 +126,8 @@ class Collecting(Feeding):
         requests = group_requests(prompt_ids, group_size=self.group_size, first_row=first_row, key=key)
         with self.timer(getattr(self.backend, "timer", f"{self.backend.name}.generate")):
             completions = self.backend.sample(requests)
+        if isinstance(self.backend, BuiltinBackend):
+            self.metrics.add(self.mode, rollout_metrics(self.backend.counters))
         # The loss knows log-probs of rollout functions and hooks; those of a backend have no part in it yet.
         return [replace(completion, logps=None) for completion in completions]
 

@@ -4,11 +4,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import Trainer
 
 from gruppo.policy.adapters import is_peft_model, reload_trained_adapter
 from gruppo.policy.loading import model_name as name_of
+from gruppo.rollout.base import RolloutBackend
+from gruppo.rollout.state import backend_state, load_state, save_states
 from gruppo.trainer.card import model_card
 from gruppo.trainer.completions import (
     CompletionLog,
@@ -29,6 +32,7 @@ class Reporting(Trainer):
     metrics: MetricStore
     completion_logs: dict[str, CompletionLog]
     entropy_control: EntropyControl
+    backend: RolloutBackend
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add the metrics collected since the last log, then show the completions."""
@@ -82,7 +86,10 @@ class Reporting(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        local = [backend_state(self.backend)]
+        states = gather_object(local) if self.accelerator.num_processes > 1 else local
         if self.args.should_save and folder.exists():
+            save_states(folder, states)
             self.entropy_control.save(folder)
             self.create_model_card(output_dir=folder)
 
@@ -96,6 +103,8 @@ class Reporting(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.entropy_control.load(Path(checkpoint))
+            place = {"rank": self.accelerator.process_index, "world": self.accelerator.num_processes}
+            load_state(Path(checkpoint), self.backend, **place)
 
     def create_model_card(
         self,

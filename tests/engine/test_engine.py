@@ -178,7 +178,7 @@ SETTINGS = st.builds(
     temperature=st.sampled_from([1.0, 1.7]),
     top_k=st.sampled_from([0, 6]),
     stop_ids=st.sampled_from([(), (EOS,), tuple(range(1, 64, 4))]),
-    stop_strings=st.sampled_from([(), ("A", "!!", "-2"), ("E",)]),
+    stop_strings=st.sampled_from([(), ("A", "!!", "-2"), ("C", "E")]),  # C is among the stop_ids as well
 )
 CALLS = st.lists(st.tuples(REQUESTS, SETTINGS), min_size=1, max_size=2)
 
@@ -319,18 +319,32 @@ def test_end_tokens_and_the_limit() -> None:
 
 
 def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(late: bool) -> None:
-    prompt, key = PROMPTS[3], 5
-    free = engine().sample([SampleRequest(prompt, 1, key)], SamplingSettings(max_new_tokens=9))[0]
-    string = tokenizer().decode(free.ids[2:4])
-    assert len(string) == 2, "two printable characters"
-    settings = SamplingSettings(max_new_tokens=9, stop_strings=("never", string))
+    settings = SamplingSettings(max_new_tokens=9)
+    completions = engine().sample([SampleRequest(PROMPTS[3], 99)], settings)
+    plain = [len(set(tokenizer().decode(c.ids))) == 9 for c in completions]  # nine different characters
+    free, request = completions[plain.index(True)], [SampleRequest(PROMPTS[3], 1, first_sample=plain.index(True))]
+    settings = replace(settings, stop_strings=("never", tokenizer().decode(free.ids[2:4])))
     sampler = engine()
-    (completion,) = sampler.sample([SampleRequest(prompt, 1, key)], settings)
+    (completion,) = sampler.sample(request, settings)
     assert (completion.ids, completion.stop) == (free.ids[:4], StopReason.STOP_STRING)
-    assert completion.logps == free.logps[:4]  # type: ignore[index]
+    assert completion.logps == pytest.approx(free.logps[:4])  # type: ignore[index]
     assert sampler.counters.decode_tokens == 4
     # Late: looks are three steps apart, and the steps after the look that finds the string are already launched.
     assert sampler.counters.wasted_rows == (9 - 4 if late else 0)
+
+    (ended,) = sampler.sample(request, replace(settings, stop_ids=(free.ids[3],)))
+    assert (ended.ids, ended.stop) == (free.ids[:4], StopReason.EOS), "an end token is the nearer reason"
+
+
+@pytest.mark.usefixtures("late")
+def test_text_after_the_end_is_not_looked_at() -> None:
+    """Columns that a completion never reached hold zeros or an earlier call's tokens."""
+    settings = SamplingSettings(max_new_tokens=8, stop_ids=tuple(range(1, 20)), suppress_tokens=(0,))
+    request = [SampleRequest(PROMPTS[3], 20)]
+    expected = engine().sample(request, settings)
+    assert len({len(c.ids) for c in expected}) > 4
+    unwritten = tokenizer().decode([0])
+    assert engine().sample(request, replace(settings, stop_strings=(unwritten,))) == expected
 
 
 def test_a_stop_string_in_the_prompt_does_not_count() -> None:

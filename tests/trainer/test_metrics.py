@@ -482,6 +482,7 @@ VARIED: dict[str, dict[str, Any]] = {
     "vespo": {"loss_type": "vespo"},
     "cut prompts": {"max_prompt_length": 2},
     "rloo": {"trainer_class": RecordedRLOO},
+    "sampled by the built-in engine": {"trainer_class": GRPOTrainer},
 }
 KEYS_OF_TRAINER = {
     *("loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos", "train_loss", "train_runtime"),

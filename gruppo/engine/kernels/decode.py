@@ -6,20 +6,31 @@ Rows of one group share their prompt: in large batches a kernel of its own reads
 the decode kernel goes on from what it found. Places are int64: a pool's elements can number more than 2³¹.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gruppo.engine.kernels.prefill import PREFILL_FLOAT, PREFILL_HALF
 from gruppo.engine.kernels.softmax import INF, accumulate, join, padded, scores_of, start_of
 
 __all__ = ["decode_attention"]
 
-# Padded head size -> keys per block, warps, stages. By what fits: three decode programs share a multiprocessor.
-_DECODE_HALF = {16: (128, 4, 3), 32: (128, 4, 3), 64: (128, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3), 512: (16, 4, 3)}
+# Padded head size -> keys per block, warps, stages. Those of 64 and 128 are the fastest of 15 tried on an H200.
+_DECODE_HALF = {16: (64, 2, 3), 32: (64, 2, 3), 64: (64, 2, 3), 128: (128, 4, 2), 256: (32, 4, 3), 512: (16, 4, 2)}
 _DECODE_FLOAT = {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2), 128: (32, 4, 2), 256: (16, 4, 2), 512: (16, 4, 1)}
-_PROMPT_SPLITS = 2  # programs among which a prompt's keys are divided
+# The same for prompts that several rows share, with queries per block before them.
+_PROMPT_HALF = {
+    16: (64, 64, 4, 3),
+    32: (64, 64, 4, 3),
+    64: (64, 64, 4, 3),
+    128: (64, 64, 4, 3),
+    256: (64, 32, 4, 2),
+    512: (32, 16, 4, 2),
+}
+_PROMPT_FLOAT = {size: (32, *blocks) for size, blocks in _DECODE_FLOAT.items()}
+_ENOUGH_PROGRAMS = 100  # to keep a GPU busy with the prompts of a batch; with fewer, their keys are divided
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -184,6 +195,32 @@ def _open_softmax(query: Tensor, splits: int, size_v: int) -> tuple[Tensor, Tens
     return mixed, highest, total
 
 
+def _read_prompts(
+    query: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    prompt_start: Tensor,
+    prompt_len: Tensor,
+    tail_len: Tensor,
+    numbers: tuple[float, ...],
+    shape: dict[str, Any],
+) -> tuple[int, tuple[Any, ...]]:
+    """The open softmax over the prompts, and in how many parts it is."""
+    batch, kv_heads = len(query), pool_k.shape[1]
+    table = _PROMPT_FLOAT if pool_k.dtype == torch.float32 else _PROMPT_HALF
+    block_m, block_n, warps, stages = table[max(shape["BLOCK_D"], shape["BLOCK_DV"])]
+    block_g = triton.next_power_of_2(shape["GROUP"])
+    rows = max(block_m // block_g, 16 // block_g, 1)
+    tiles = triton.cdiv(batch, rows)
+    splits = 1 if kv_heads * tiles >= _ENOUGH_PROGRAMS else 4
+    parts = _open_softmax(query, splits, shape["DV"])
+    _prompt_kernel[(kv_heads, tiles, splits)](
+        query, pool_k, pool_v, prompt_start, prompt_len, tail_len, *parts, batch, *numbers,
+        **shape, ROWS=rows, BLOCK_G=block_g, BLOCK_N=block_n, SPLITS=splits, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return splits, parts
+
+
 def decode_attention(
     query: Tensor,
     pool_k: Tensor,
@@ -212,23 +249,17 @@ def decode_attention(
     numbers = (scale, softcap or 1.0, window or 0, *query.stride()[:2], *pool_k.stride()[:2], *pool_v.stride()[:2])
     shape = dict(D=size, DV=size_v, GROUP=heads // kv_heads, BLOCK_D=block_d, BLOCK_DV=block_dv)
     shape |= dict(HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None)
-    prompt_parts: tuple[Tensor | None, ...] = (None, None, None)
+    prompt_splits, prompt_parts = 0, (None, None, None)
     if shared:
-        prompt_parts = _open_softmax(query, _PROMPT_SPLITS, size_v)
-        block_m, block_n_prompt, warps_prompt, stages_prompt = _prompt_blocks(pool_k.dtype, max(block_d, block_dv))
-        block_g = triton.next_power_of_2(heads // kv_heads)
-        rows = max(block_m // block_g, 1)
-        _prompt_kernel[(kv_heads, triton.cdiv(batch, rows), _PROMPT_SPLITS)](
-            query, pool_k, pool_v, prompt_start, prompt_len, tail_len, *prompt_parts, batch, *numbers,
-            **shape, ROWS=rows, BLOCK_G=block_g, BLOCK_N=block_n_prompt, SPLITS=_PROMPT_SPLITS,
-            num_warps=warps_prompt, num_stages=stages_prompt,
-        )  # fmt: skip
+        prompt_splits, prompt_parts = _read_prompts(
+            query, pool_k, pool_v, prompt_start, prompt_len, tail_len, numbers, shape
+        )
     out = query.new_empty(batch, heads, size_v)
     parts = (out, None, None) if splits == 1 else _open_softmax(query, splits, size_v)
     _decode_kernel[(kv_heads, batch, splits)](
         query, pool_k, pool_v, prompt_start, prompt_len, tail_start, tail_len, sinks, *parts, *prompt_parts, *numbers,
         **shape, BLOCK_G=padded(heads // kv_heads), BLOCK_N=block_n, SPLITS=splits,
-        PROMPT_SPLITS=_PROMPT_SPLITS if shared else 0, HAS_SINKS=sinks is not None,
+        PROMPT_SPLITS=prompt_splits, HAS_SINKS=sinks is not None,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
@@ -237,10 +268,3 @@ def decode_attention(
             num_warps=1 if splits < 8 else 4,
         )  # fmt: skip
     return out
-
-
-def _prompt_blocks(dtype: torch.dtype, size: int) -> tuple[int, int, int, int]:
-    """Queries and keys per block, warps and stages of the prompt kernel."""
-    if dtype == torch.float32:
-        return 32, *PREFILL_FLOAT[size][1:]
-    return PREFILL_HALF[size]
