@@ -3,9 +3,11 @@
 Philox4x32-10 (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405) turns a counter and a key into four 32-bit
 words. A completion has a 64-bit key; the counter of a draw is made of its position and its vocabulary index i:
 
-    block = i >> 12, lane = i >> 10 & 3, counter = (block * 1024 + (i & 1023), position, 0, 0), word = philox[lane]
+    block, rest = divmod(i, 4 W)    lane, j = divmod(rest, W)
+    word = philox(counter=(W · block + j, position, 0, 0), key)[lane]
 
-so that a GPU program draws for 4096 neighbouring entries with one call per 1024 counters, each lane a coalesced run.
+so that a GPU program draws for 4 W neighbouring entries with one call per W counters, each lane a coalesced run. The
+width W is 1024, less for vocabularies that have not so many entries in four lanes.
 """
 
 import hashlib
@@ -13,15 +15,19 @@ import hashlib
 import torch
 from torch import Tensor
 
-__all__ = ["derive_key", "gumbel", "philox", "uniform_words"]
+__all__ = ["derive_key", "gumbel", "lane_width", "philox", "uniform_words"]
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
-LANE_WIDTH = 1024
 LANES = 4
+
+
+def lane_width(vocabulary: int) -> int:
+    """W for a vocabulary of this size, a power of two from 16 to 1024."""
+    return min(1024, max(16, 1 << (-(-vocabulary // LANES) - 1).bit_length()))
 
 
 def derive_key(*words: int) -> int:
@@ -39,28 +45,27 @@ def philox(
     masking after the shift drops it. c1 and c3 keep high bits through the rounds; they are only ever xored into what
     is masked next.
     """
-    for _ in range(_ROUNDS):
+    rounds = torch.arange(_ROUNDS, device=k0.device).view(-1, *(1,) * k0.dim())
+    keys = zip((k0 + rounds * _KEY_STEPS[0]) & _MASK, (k1 + rounds * _KEY_STEPS[1]) & _MASK, strict=True)
+    for key0, key1 in keys:
         left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((right >> 32) ^ (c1 ^ k0)).bitwise_and_(_MASK)
-        c2 = ((left >> 32) ^ (c3 ^ k1)).bitwise_and_(_MASK)
+        c0 = ((right >> 32) ^ (c1 ^ key0)).bitwise_and_(_MASK)
+        c2 = ((left >> 32) ^ (c3 ^ key1)).bitwise_and_(_MASK)
         c1, c3 = right, left
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK, (k1 + _KEY_STEPS[1]) & _MASK
     return c0, c1 & _MASK, c2, c3 & _MASK
 
 
 def uniform_words(noise_keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     """The 32-bit word of every vocabulary entry: noise_keys and positions int64 [B], result int64 [B, V]."""
-    lanes = min(LANES, -(-vocabulary // LANE_WIDTH))
-    blocks = -(-vocabulary // (LANES * LANE_WIDTH))
-    # A vocabulary below one lane needs no more counters than it has entries.
-    c0 = torch.arange(min(vocabulary, LANE_WIDTH * blocks), device=noise_keys.device)[None]
+    width = lane_width(vocabulary)
+    lanes = min(LANES, -(-vocabulary // width))
+    blocks = -(-vocabulary // (LANES * width))
+    c0 = torch.arange(width * blocks, device=noise_keys.device)[None]
     c1 = positions[:, None] & _MASK
     zero = torch.zeros((1, 1), dtype=torch.int64, device=noise_keys.device)
     key = noise_keys[:, None]
     words = philox(c0, c1, zero, zero, key & _MASK, key >> 32 & _MASK)[:lanes]
-    if lanes == 1:
-        return words[0]
-    by_lane = [word.unflatten(1, (blocks, LANE_WIDTH)) for word in words]
+    by_lane = [word.unflatten(1, (blocks, width)) for word in words]
     return torch.stack(by_lane, dim=2).flatten(1)[:, :vocabulary]
 
 

@@ -220,6 +220,8 @@ def rms_norm(
     `plus_one` is Gemma's 1 + weight. The normalised x is rounded to x's dtype before the weight, as Llama does, unless
     `in_float32_weight` (Gemma, OLMo 2). The result is contiguous, in `out_dtype` or x's.
     """
+    if x.dtype == weight.dtype == torch.float32 and not plus_one and out_dtype in (None, torch.float32):
+        return functional.rms_norm(x, weight.shape, weight, eps)  # the same in one operation
     wide = x.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if not in_float32_weight:

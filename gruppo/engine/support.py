@@ -48,6 +48,11 @@ def unsupported_model(model: nn.Module) -> list[str]:
         reasons.append(f"its rotary embedding ({', '.join(kinds)}) depends on the longest sequence of a batch")
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in _adapters(model)):
         reasons.append("its adapter learns virtual prompt tokens")
+    devices = sorted({str(parameter.device) for parameter in inner.parameters()})
+    if len(devices) > 1:
+        reasons.append(f"its weights are on several devices ({', '.join(devices)})")
+    elif devices and torch.device(devices[0]).type not in ("cpu", "cuda"):
+        reasons.append(f"the engine has no kernels for {devices[0]}")
     return reasons
 
 

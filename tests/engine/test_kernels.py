@@ -302,7 +302,7 @@ def test_a_bad_row_is_told_and_the_others_are_not_touched(backend: Backend, gree
 def words_kernel(keys, positions, out):  # type: ignore[no-untyped-def]
     row, chunk = tl.program_id(0), tl.program_id(1)
     to = out + (row * tl.num_programs(1) + chunk) * 4096 + tl.arange(0, 1024)
-    w0, w1, w2, w3 = draw_words(keys, positions, row, chunk)
+    w0, w1, w2, w3 = draw_words(keys, positions, row, chunk, 1024)
     tl.store(to, w0.to(tl.int64))
     tl.store(to + 1024, w1.to(tl.int64))
     tl.store(to + 2048, w2.to(tl.int64))

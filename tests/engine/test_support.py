@@ -90,6 +90,12 @@ def virtual_prompt() -> Any:
     return get_peft_model(build("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
 
 
+def in_two_places() -> Any:
+    model = build("llama")
+    model.model.layers[2].to("meta")  # as with device_map="auto" and a model that one device cannot hold
+    return model
+
+
 class Wrapped(nn.Module):
     """What DDP looks like from outside."""
 
@@ -119,6 +125,8 @@ def own_attention() -> Any:
         (longrope, "its rotary embedding (longrope) depends on the longest sequence of a batch"),
         (virtual_prompt, "its adapter learns virtual prompt tokens"),
         (lambda: Wrapped(virtual_prompt()), "its adapter learns virtual prompt tokens"),
+        (in_two_places, "its weights are on several devices (cpu, meta)"),
+        (lambda: build("llama").to("meta"), "the engine has no kernels for meta"),
         (own_attention, "BloomForCausalLM does not let its attention be chosen"),
         (lambda: nn.Linear(2, 2), "Linear is not a transformers model"),
     ],
@@ -370,17 +378,17 @@ def test_a_resumed_run_samples_under_the_saved_plan() -> None:
     model = build("llama")
     fields = dict(do_sample=True, temperature=1.0, top_k=0)
     first = builtin(model, **fields)
-    assert first.state_dict() == {"plan": None}
+    assert first.state_dict() == {"plan": None, "may_grow": True}
     first.engine.plan = RolloutPlan(kv_tokens=40, rows=2, prefill_tokens=16)
     expected = first.sample(REQUESTS)
     saved = json.loads(json.dumps(first.state_dict()))
-    assert saved == {"plan": {"kv_tokens": 40, "rows": 2, "prefill_tokens": 16}}
+    assert saved == {"plan": {"kv_tokens": 40, "rows": 2, "prefill_tokens": 16}, "may_grow": True}
 
     resumed = builtin(model, **fields)
     resumed.load_state_dict(saved)
     assert resumed.sample(REQUESTS) == expected
     assert resumed.engine.plan == first.engine.plan
-    resumed.load_state_dict({"plan": None})
+    resumed.load_state_dict({"plan": None, "may_grow": True})
     resumed.sample(REQUESTS)
     assert resumed.engine.plan is not None
     assert resumed.engine.plan.rows == 7

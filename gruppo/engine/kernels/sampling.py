@@ -1,9 +1,9 @@
 """Triton sampling: noise, arg-max, log-prob and entropy of a vocabulary of logits, read once.
 
-The first kernel reduces 4096 entries of a row to a handful of numbers, the second a row's handfuls to its token. Noise
-is that of `gruppo.engine.noise`, integer for integer. The largest x + Gumbel noise = x - log E is found as the largest
-e^x / E: the exponentials are there already for the log-prob, and a second logarithm of every entry would be a fifth of
-the instructions.
+The first kernel reduces up to 4096 entries of a row to a handful of numbers, the second a row's handfuls to its token.
+Noise is that of `gruppo.engine.noise`, integer for integer. The largest x + Gumbel noise = x - log E is found as the
+largest e^x / E: the exponentials are there already for the log-prob, and a second logarithm of every entry would cost a
+third of the time.
 """
 
 import torch
@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gruppo.engine.noise import LANES, lane_width
+
 __all__ = ["sample_tokens"]
 
-_LANE = tl.constexpr(1024)
-_CHUNK = 4096
 _INF = tl.constexpr(float("inf"))
 
 
@@ -31,10 +31,10 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def draw_words(noise_keys, positions, row, chunk):
-    """The words of a row's 4096 vocabulary entries from chunk * 4096 on, as four uint32 [1024]."""
+def draw_words(noise_keys, positions, row, chunk, LANE: tl.constexpr):
+    """The words of a row's 4 * LANE vocabulary entries from chunk * 4 * LANE on, as four uint32 [LANE]."""
     key = tl.load(noise_keys + row).to(tl.uint64, bitcast=True)
-    c0 = (chunk * _LANE + tl.arange(0, _LANE)).to(tl.uint32)
+    c0 = (chunk * LANE + tl.arange(0, LANE)).to(tl.uint32)
     zero = tl.zeros_like(c0)
     c1 = zero + tl.load(positions + row).to(tl.uint32)
     return philox(c0, c1, zero, zero, (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32))
@@ -72,18 +72,18 @@ def _better(best, index, other, other_index):
 @triton.jit
 def _chunk_kernel(
     logits, noise_keys, positions, inverse_temperature, part_float, part_index, vocabulary, stride,
-    GREEDY: tl.constexpr, ENTROPY: tl.constexpr,
+    LANE: tl.constexpr, GREEDY: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one row: its maximum, mass, mean under that mass, and best entry, each to a [B, chunks] plane."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     chunks, plane = tl.num_programs(1), tl.num_programs(0) * tl.num_programs(1)
     inverse = tl.load(inverse_temperature)
     logits += row.to(tl.int64) * stride
-    i0 = chunk * 4 * _LANE + tl.arange(0, _LANE)
+    i0 = chunk * 4 * LANE + tl.arange(0, LANE)
     x0 = _scaled(logits, i0, vocabulary, inverse)
-    x1 = _scaled(logits, i0 + _LANE, vocabulary, inverse)
-    x2 = _scaled(logits, i0 + 2 * _LANE, vocabulary, inverse)
-    x3 = _scaled(logits, i0 + 3 * _LANE, vocabulary, inverse)
+    x1 = _scaled(logits, i0 + LANE, vocabulary, inverse)
+    x2 = _scaled(logits, i0 + 2 * LANE, vocabulary, inverse)
+    x3 = _scaled(logits, i0 + 3 * LANE, vocabulary, inverse)
 
     highest = tl.max(tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)), 0)
     anchor = tl.where(highest > -_INF, highest, 0.0)
@@ -99,12 +99,12 @@ def _chunk_kernel(
         tl.store(part_float + 2 * plane + at, tl.sum((mean0 + mean1) + (mean2 + mean3), 0))
 
     if not GREEDY:
-        w0, w1, w2, w3 = draw_words(noise_keys, positions, row, chunk)
+        w0, w1, w2, w3 = draw_words(noise_keys, positions, row, chunk, LANE)
         x0, x1 = mass0 / exponential(w0), mass1 / exponential(w1)
         x2, x3 = mass2 / exponential(w2), mass3 / exponential(w3)
-    best, index = _better(x0, i0, x1, i0 + _LANE)
-    best, index = _better(best, index, x2, i0 + 2 * _LANE)
-    best, index = _better(best, index, x3, i0 + 3 * _LANE)
+    best, index = _better(x0, i0, x1, i0 + LANE)
+    best, index = _better(best, index, x2, i0 + 2 * LANE)
+    best, index = _better(best, index, x3, i0 + 3 * LANE)
     top = tl.max(best, 0)
     tl.store(part_float + 3 * plane + at, top if GREEDY else highest + tl.log(top))
     tl.store(part_index + at, tl.min(tl.where(best == top, index, 2147483647), 0))
@@ -153,7 +153,8 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`gruppo.engine.reference.sample_tokens` on a GPU, in two kernels. The last dimension must be contiguous."""
     batch, vocabulary = logits.shape
-    chunks = triton.cdiv(vocabulary, _CHUNK)
+    lane = lane_width(vocabulary)
+    chunks = triton.cdiv(vocabulary, LANES * lane)
     part_float = logits.new_empty(4, batch, chunks, dtype=torch.float32)
     part_index = logits.new_empty(batch, chunks, dtype=torch.int32)
     tokens = logits.new_empty(batch, dtype=torch.int64)
@@ -161,7 +162,7 @@ def sample_tokens(
     entropies = torch.empty_like(logps) if entropy else None
     _chunk_kernel[(batch, chunks)](
         logits, noise_keys, positions, inverse_temperature, part_float, part_index, vocabulary, logits.stride(0),
-        GREEDY=greedy, ENTROPY=entropy, num_warps=4,
+        LANE=lane, GREEDY=greedy, ENTROPY=entropy, num_warps=max(1, lane // 256),
     )  # fmt: skip
     _row_kernel[(batch,)](
         logits, inverse_temperature, part_float, part_index, tokens, logps, entropies, chunks, logits.stride(0),
