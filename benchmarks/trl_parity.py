@@ -80,6 +80,8 @@ def run(library: Any, case: str) -> tuple[dict[str, torch.Tensor], list[dict[str
     dataset = chats(24) if settings.pop("chat", False) else prompts(24)
     if "dtype" in settings:
         settings["model_init_kwargs"] = {"dtype": settings.pop("dtype")}
+    if library.__name__ == "gruppo":
+        settings["rollout_backend"] = "transformers"  # both must sample the same completions
     rewards = [length_reward, second_reward] if "reward_weights" in settings else length_reward
     with tempfile.TemporaryDirectory() as folder:
         settings = base_args(folder, **(COMMON | settings))

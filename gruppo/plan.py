@@ -7,6 +7,7 @@ Sizes are counted in bytes and tokens from numbers that a model's config gives; 
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 # Shares of free memory. A pool of keys and values stays allocated between rollouts, so the update must fit beside it.
@@ -141,8 +142,17 @@ def training_bytes(parameters: Any) -> int:
 def free_memory(device: Any) -> int:
     """Bytes that can still be allocated on a torch device, what the allocator holds unused included."""
     if device.type != "cuda":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return _free_ram()
     import torch
 
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _free_ram() -> int:
+    """Bytes of main memory for the taking; on Linux with what the page cache would give up."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -62,6 +62,7 @@ class Engine:
         self.fuse = fuse
         self.graphs = graphs
         self.counters = Counters()
+        self._least = 0  # places that the largest prompt and one completion of it need
         self._runner: Runner | None = None
         self._addresses: Any = None
         self._shadow: Shadow | None = None
@@ -98,7 +99,7 @@ class Engine:
         """After a failed allocation: half the budgets. Noise does not depend on them, so nothing is lost."""
         plan = self.plan
         self.release()
-        if plan is None or plan.rows == 1:
+        if plan is None or (plan.rows == 1 and plan.kv_tokens <= self._least):
             raise RolloutError(
                 "The device has no memory left to sample even one completion at a time. Lower max_completion_length, "
                 "or per_device_train_batch_size so that the update keeps less."
@@ -161,10 +162,10 @@ class Engine:
         """A runner with room for this work: the one of the last call if it will do."""
         device = next(model.parameters()).device
         demand = self._demand(model, work, settings, device)
-        if self.plan is None or (self.may_grow and self._runner is not None and not self.plan.covers(demand)):
+        if self.plan is None or (self.may_grow and not self.plan.covers(demand)):
             self._runner, self.plan = None, demand
-        least = max((p.prefix_length + p.tail_tokens for p in work.prompts if p.owed), default=0)
-        self.plan = self.plan.widened(least)
+        self._least = max((p.prefix_length + p.tail_tokens for p in work.runnable), default=0)
+        self.plan = self.plan.widened(self._least)
         runner = self._runner
         if (
             runner is None

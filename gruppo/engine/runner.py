@@ -138,7 +138,7 @@ class Runner:
     # ---- decoding
 
     def set_temperature(self, temperature: float) -> None:
-        self.inverse_temperature.fill_(1 / temperature)
+        self.inverse_temperature.fill_(1 / (temperature or 1.0))  # 0 is a way to say greedy, which has none
 
     def decode(self, settings: SamplingSettings, steps: int) -> int:
         """Sample `steps` more tokens for every row; returns the size of the batch that was run."""

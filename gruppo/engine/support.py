@@ -13,6 +13,7 @@ from torch import nn
 from gruppo.engine.engine import Engine
 from gruppo.engine.settings import SamplingSettings
 from gruppo.plan import RolloutPlan
+from gruppo.policy.loading import context_length, has_learned_positions
 from gruppo.policy.prefix import forward_arguments, inner_model, position_ids
 from gruppo.types import SampleRequest, StopReason
 
@@ -75,7 +76,9 @@ def trial(model: nn.Module, *, autocast_dtype: torch.dtype | None = None) -> str
     inner = inner_model(model)
     vocabulary = inner.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in (1, 7, 19)]
+    context = context_length(inner) if has_learned_positions(inner) else None
+    lengths = [n for n in (1, 7, 19) if context is None or n + _TRIAL_TOKENS <= context]
+    prompts = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
     engine = Engine(lambda: model, autocast_dtype=autocast_dtype, plan=RolloutPlan(256, 4, 16), graphs=False)
     settings = SamplingSettings(max_new_tokens=_TRIAL_TOKENS)
     requests = [SampleRequest(ids, 2, noise_key=i) for i, ids in enumerate(prompts)]

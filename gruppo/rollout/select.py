@@ -39,7 +39,7 @@ def choose_backend(
             autocast_dtype=autocast_dtype(args),
         )
     if args.rollout_backend == "builtin" or (args.rollout_backend == "auto" and needed):
-        reasons = builtin.why_not(policy(), config, autocast_dtype=autocast_dtype(args))
+        reasons = sharded(args) or builtin.why_not(policy(), config, autocast_dtype=autocast_dtype(args))
         if not reasons:
             return builtin.BuiltinBackend(
                 policy, config, stop_ids=stop_ids, tokenizer=tokenizer, autocast_dtype=autocast_dtype(args)
@@ -67,3 +67,13 @@ def _report(args: Any, reasons: str) -> None:
 def autocast_dtype(args: Any) -> torch.dtype | None:
     """The half precision that training computes in, if any, whatever the weights are stored in."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+
+
+def sharded(args: Any) -> list[str]:
+    """Why no single process has the weights to sample from, if that is so."""
+    plugin = getattr(args, "deepspeed_plugin", None)
+    if getattr(args, "fsdp", None):
+        return ["FSDP spreads the weights over processes"]
+    if plugin is not None and plugin.zero_stage == 3:
+        return ["DeepSpeed ZeRO-3 spreads the weights over processes"]
+    return []

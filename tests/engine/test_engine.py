@@ -636,7 +636,7 @@ def test_when_not_even_one_completion_fits(monkeypatch: pytest.MonkeyPatch) -> N
     sampler = engine(RolloutPlan(80, 4, 64))
     with pytest.raises(RolloutError, match="no memory left to sample even one completion"):
         sampler.sample(requests, settings)
-    assert tried == [80, 40, 20]
+    assert tried == [80, 40, 20, 10, 9]  # the prompt's four tokens before the last, and five of a completion
     assert "forward" not in {name for module in exact().modules() for name in vars(module)}
     monkeypatch.undo()
     assert_same(sampler.sample(requests, settings), engine().sample(requests, settings))

@@ -379,10 +379,10 @@ def test_a_resumed_run_samples_under_the_saved_plan() -> None:
     fields = dict(do_sample=True, temperature=1.0, top_k=0)
     first = builtin(model, **fields)
     assert first.state_dict() == {"plan": None, "may_grow": True}
-    first.engine.plan = RolloutPlan(kv_tokens=40, rows=2, prefill_tokens=16)
+    first.engine.plan, first.engine.may_grow = RolloutPlan(kv_tokens=40, rows=2, prefill_tokens=16), False
     expected = first.sample(REQUESTS)
     saved = json.loads(json.dumps(first.state_dict()))
-    assert saved == {"plan": {"kv_tokens": 40, "rows": 2, "prefill_tokens": 16}, "may_grow": True}
+    assert saved == {"plan": {"kv_tokens": 40, "rows": 2, "prefill_tokens": 16}, "may_grow": False}
 
     resumed = builtin(model, **fields)
     resumed.load_state_dict(saved)

@@ -2,8 +2,8 @@
 
 The first kernel reduces up to 4096 entries of a row to a handful of numbers, the second a row's handfuls to its token.
 Noise is that of `gruppo.engine.noise`, integer for integer. The largest x + Gumbel noise = x - log E is found as the
-largest e^x / E: the exponentials are there already for the log-prob, and a second logarithm of every entry would cost a
-third of the time.
+largest e^x / E: the exponentials are there already for the log-prob, and a second logarithm of every entry would cost
+a third of the time.
 """
 
 import torch
