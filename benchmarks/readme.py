@@ -1,11 +1,29 @@
-"""Put the measured numbers into README.md, from the result files: `python benchmarks/readme.py`."""
+"""Put the measured numbers into README.md and docs/engine.md, from the result files: `python benchmarks/readme.py`."""
 
 import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
+ROLLOUTS = ("qwen2-1.5b", "qwen2-1.5b-fp32", "qwen2-7b", "smollm2", "demo-cpu")
+PEERS = {
+    "transformers": "transformers generate",
+    "vllm": "vLLM 0.24 as TRL drives it",
+    "vllm-best": "vLLM 0.24 in a plain script",
+}
+# Parts of a decoding step and the names of their kernels.
+PARTS = {
+    "matrix products, the head included": "^nvjet|cutlass|splitK",
+    "attention": "^_decode_kernel|^_prompt_kernel|^_merge_kernel",
+    "noise, argmax and log-prob": "^_chunk_kernel|^_row_kernel",
+    "gated activations": "^_gated_kernel",
+    "norms": "^_norm_kernel",
+    "residual additions": r"elementwise_kernel<8, at::native::CUDAFunctor_add<c10::B",
+    "rotary embeddings": "^_rotary_kernel",
+    "KV writes": "^_write_kernel",
+}
 
 
 def rows() -> dict[str, str]:
@@ -22,9 +40,35 @@ def rows() -> dict[str, str]:
         f"at most {math.ceil(max(seconds))} s",
         "cpu_step": f"{step['wall_ratio']:.2f} × faster ({step['wall_seconds']['gruppo']:.2f} s against "
         f"{step['wall_seconds']['trl']:.2f} s)",
+        **{f"rollout_{case}": rollout(results[f"rollout_{case}"]) for case in ROLLOUTS},
         "trl_parity": f"equal to {max(full):.0e} of their size in {len(full)} settings in float32 "
         f"({max(half):.0e} in bfloat16)",
     }
+
+
+def rollout(result: dict[str, Any]) -> str:
+    """Tokens a second of the built-in engine and how much faster than each peer of the same run."""
+    rates = {name: engine["median_tokens_per_second"] for name, engine in result["engines"].items()}
+    own = rates.pop("builtin")
+    peers = ", ".join(f"{own / rate:.1f} × {PEERS[name]}" for name, rate in rates.items() if name in PEERS)
+    seconds = result["engines"]["builtin"]["median_seconds"]
+    return f"{own:,.0f} tokens/s, {seconds:.2f} s a batch" + (f"; {peers}" if peers else "")
+
+
+def time_table() -> str:
+    """Where a decoding step goes, as a Markdown table, from the profile of the 1.5B case."""
+    lines = (ROOT / "benchmarks/results/rollout_qwen2-1.5b.profile.txt").read_text().splitlines()
+    kernels = [(float(line.split()[0]), line.split(maxsplit=3)[3]) for line in lines[3:] if line.strip()]
+    busy = float(re.search(r"kernels ([\d.]+) ms", lines[0])[1])  # type: ignore[index]
+    rows = {what: sum(us for us, name in kernels if re.search(match, name)) / 1000 for what, match in PARTS.items()}
+    rows["bookkeeping and what is below 2 µs"] = busy - sum(rows.values())
+    table = [f"| {what} | {ms:.2f} | {100 * ms / busy:.0f} % |" for what, ms in rows.items()]
+    return "\n".join(["| part of a step | ms | share |", "|---|---|---|", *table, f"| all kernels | {busy:.2f} | |"])
+
+
+def fill_engine_page(text: str) -> str:
+    """docs/engine.md with its table replaced."""
+    return re.sub(r"\| part of a step .*?\n(?=\n)", lambda _: time_table() + "\n", text, flags=re.DOTALL)
 
 
 def fill(text: str) -> str:
@@ -38,5 +82,5 @@ def fill(text: str) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(fill(readme.read_text()))
+    for page, filled in ((ROOT / "README.md", fill), (ROOT / "docs/engine.md", fill_engine_page)):
+        page.write_text(filled(page.read_text()))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.readme import fill
+from benchmarks.readme import fill, fill_engine_page
 from gruppo.demo import EXAMPLE
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -13,6 +13,12 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 def test_the_table_holds_the_committed_results() -> None:
     assert fill(README) == README, "run `python benchmarks/readme.py`"
+
+
+def test_the_engine_page_shows_the_committed_profile() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "engine.md").read_text()
+    assert "| attention | 1." in page
+    assert fill_engine_page(page) == page, "run `python benchmarks/readme.py`"
 
 
 def test_the_snippet_is_the_demo_example() -> None:

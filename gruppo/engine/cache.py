@@ -17,7 +17,7 @@ from transformers import AttentionInterface, Cache
 
 from gruppo.engine import ops
 from gruppo.engine.kv import KvPool
-from gruppo.engine.reference import KeyTable, decode_attention_at
+from gruppo.engine.reference import KeyTable, Workspace, decode_attention_at
 from gruppo.errors import RolloutError
 
 ATTENTION_NAME = "gruppo_engine"
@@ -50,6 +50,7 @@ class DecodeLayout:
     tail_len: Tensor  # this token included
     splits: int = 1
     shared: bool = False  # neighbouring rows often have the same prompt
+    workspace: Workspace = field(default_factory=Workspace)
     tables: dict[int | None, KeyTable] = field(default_factory=dict)  # by window
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, *, window: int | None, **options: Any) -> Tensor:
@@ -59,7 +60,7 @@ class DecodeLayout:
             return ops.decode_attention(query, keys, values, *context, window=window, **options)
         if window not in self.tables:
             self.tables[window] = KeyTable.of(*context, window)
-        return decode_attention_at(query, keys, values, self.tables[window], **options)
+        return decode_attention_at(query, keys, values, self.tables[window], workspace=self.workspace, **options)
 
 
 class EngineCache(Cache):
@@ -92,6 +93,17 @@ class EngineCache(Cache):
         keys, values = self.pool.layer(self.layer)
         out = self.layout.attend(query[0].transpose(0, 1).to(self.pool.dtype), keys, values, **options)
         return out[None]
+
+    # What a lean model calls instead (lean.py); nothing is transposed.
+
+    def write_and_attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+        """Queries, keys and values (N, heads, D) of one layer to outputs (N, H, Dv)."""
+        self.write(layer, keys, values)
+        return self.layout.attend(query, *self.pool.layer(layer), **options)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keys and values (N, heads, D) of one layer to their places."""
+        ops.write_kv(keys, values, *self.pool.layer(layer), self.layout.places)
 
     # What models ask a cache besides; positions are always given, and no mask is made for this attention.
 

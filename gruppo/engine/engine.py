@@ -16,6 +16,7 @@ from torch import nn
 from gruppo.engine.fusion import fused_swaps
 from gruppo.engine.inplace import Swap, attention_swaps, swapped
 from gruppo.engine.kv import KvPool, RangeAllocator
+from gruppo.engine.lean import LeanModel, lean_model, untouched
 from gruppo.engine.loop import Counters, Loop, collect
 from gruppo.engine.rows import Results, Rows
 from gruppo.engine.runner import Runner, kv_shapes
@@ -67,6 +68,8 @@ class Engine:
         self._addresses: Any = None
         self._shadow: Shadow | None = None
         self._swaps: list[Swap] = []
+        self._lean: LeanModel | None = None
+        self._looked_for_lean = False
         self._kv: tuple[list[tuple[int, int, int]], torch.dtype] = ([], torch.float32)
 
     # ---- the call
@@ -78,20 +81,19 @@ class Engine:
         model = inner_model(self.policy())
         vocabulary = model.get_input_embeddings().weight.shape[0]
         settings.check_vocabulary(vocabulary)
-        work = Work.of(requests, settings.max_new_tokens, vocabulary, self.context_length)
-        if not work.completions:
-            return []
         while True:
+            work = Work.of(requests, settings.max_new_tokens, vocabulary, self.context_length)
             try:
-                with self._borrowed(model):
-                    return self._run(model, work, settings, entropies)
+                with self._borrowed(model) as lean:
+                    return self._run(model, lean, work, settings, entropies) if work.completions else []
             except torch.OutOfMemoryError:
-                self._shrink()
-                work = Work.of(requests, settings.max_new_tokens, vocabulary, self.context_length)
+                pass
+            self._shrink()  # not in the handler: the traceback would keep what must be freed
 
     def release(self) -> None:
         """Free pool, graphs and cast weights. The next call makes them again."""
         self._runner, self._shadow, self._addresses, self._swaps = None, None, None, []
+        self._lean, self._looked_for_lean = None, False
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -110,15 +112,19 @@ class Engine:
     # ---- preparation
 
     @contextmanager
-    def _borrowed(self, model: Any) -> Iterator[None]:
-        """The module in evaluation mode with the engine's attention; everything comes back, whatever happens."""
+    def _borrowed(self, model: Any) -> Iterator[LeanModel | None]:
+        """The module in evaluation mode with the engine's attention; everything comes back, whatever happens.
+
+        Yields the lean version of it where there is one.
+        """
         with sampling_mode(model):
             self._notice_changes(model)
             if self._shadow is not None:
                 self._shadow.refresh()
+            lean = self._lean_model(model)
             try:
                 with swapped([*attention_swaps(model), *self._swaps]):
-                    yield
+                    yield lean
             finally:
                 if self._shadow is not None:
                     self._shadow.forget()
@@ -144,6 +150,18 @@ class Engine:
             shapes, dtype = kv_shapes(model, device)
         self._kv = (shapes, self.autocast_dtype or dtype)
         self._addresses = addresses
+
+    def _lean_model(self, model: Any) -> LeanModel | None:
+        """A shorter way through the model, while there is nothing on its parts that it would pass by."""
+        if not self.fuse or self.autocast_dtype is not None or not untouched(model):
+            return None
+        if not self._looked_for_lean:
+            with swapped(attention_swaps(model)):
+                self._lean = lean_model(model, self._kv[0])
+            self._looked_for_lean = True
+        if self._lean is not None:
+            self._lean.forget()
+        return self._lean
 
     def _demand(self, model: Any, work: Work, settings: SamplingSettings, device: torch.device) -> RolloutPlan:
         """The budgets that this call would like, within what is free."""
@@ -213,8 +231,11 @@ class Engine:
 
     # ---- the rollout itself
 
-    def _run(self, model: Any, work: Work, settings: SamplingSettings, entropies: bool) -> list[Completion]:
+    def _run(
+        self, model: Any, lean: LeanModel | None, work: Work, settings: SamplingSettings, entropies: bool
+    ) -> list[Completion]:
         runner = self._prepare(model, work, settings, entropies)
+        runner.lean = lean
         assert self.plan is not None
         places = RangeAllocator(runner.pool.tokens)
         scheduler = Scheduler(work.prompts, places, self.plan.rows)

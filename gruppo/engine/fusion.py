@@ -46,14 +46,20 @@ _CONVENTIONS = (
 
 
 def _norm(module: nn.Module, dtypes: set[torch.dtype]) -> list[Swap]:
+    forward = fused_norm(module, dtypes)
+    return [] if forward is None or "forward" in vars(module) else [Swap(module, "forward", forward)]
+
+
+def fused_norm(module: nn.Module, dtypes: set[torch.dtype]) -> Callable[[Tensor], Tensor] | None:
+    """What a norm does to inputs of these types; None if it is no norm that is known here."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     named = type(module).__name__.endswith("RMSNorm")
     if not named or not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
-        return []
+        return None
     conventions = {dtype: found for dtype in dtypes if (found := _convention(module, weight, eps, dtype)) is not None}
-    if not conventions or "forward" in vars(module):
-        return []
+    if not conventions:
+        return None
     original: Callable[[Tensor], Tensor] = module.forward
 
     def forward(x: Tensor) -> Tensor:
@@ -62,7 +68,7 @@ def _norm(module: nn.Module, dtypes: set[torch.dtype]) -> list[Swap]:
             return original(x)
         return ops.rms_norm(x, weight, eps, out_dtype=x.dtype, **convention)
 
-    return [Swap(module, "forward", forward)]
+    return forward
 
 
 @torch.no_grad()
@@ -87,14 +93,24 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _activation(module: nn.Module) -> str | None:
+    x = torch.linspace(-4, 4, 64)
+    return next((name for name, known in _ACTIVATIONS.items() if _agree(module(x), known(x))), None)
+
+
+def known_activation(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The function that an activation module computes, if it is one of these."""
+    kind = _activation(module)
+    return None if kind is None else _ACTIVATIONS[kind]
+
+
 @torch.no_grad()
 def _gated_mlp(module: nn.Module) -> list[Swap]:
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
     if not all(isinstance(part, nn.Module) for part in parts) or "forward" in vars(module):
         return []
     gate, up, down, act = (part for part in parts if part is not None)
-    x = torch.linspace(-4, 4, 64)
-    kind = next((name for name, known in _ACTIVATIONS.items() if _agree(act(x), known(x))), None)
+    kind = _activation(act)
     if kind is None:
         return []
 

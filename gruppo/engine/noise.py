@@ -11,6 +11,8 @@ width W is 1024, less for vocabularies that have not so many entries in four lan
 """
 
 import hashlib
+import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -36,6 +38,14 @@ def derive_key(*words: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
+@cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The multipliers (1, 2), and what is added to the two key words in each round (10, 2)."""
+    with torch.inference_mode(False):
+        rounds = torch.arange(_ROUNDS)[:, None] * torch.tensor(_KEY_STEPS)
+        return torch.tensor([_MULTIPLIERS]).to(device), rounds.to(device)
+
+
 def philox(
     c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -43,16 +53,17 @@ def philox(
 
     A product of two 32-bit words wraps in int64, which leaves all of its 64 bits right: only the sign is wrong, and
     masking after the shift drops it. c1 and c3 keep high bits through the rounds; they are only ever xored into what
-    is masked next.
+    is masked next. Pairs of words are computed together: for small batches the number of operations counts.
     """
-    rounds = torch.arange(_ROUNDS, device=k0.device).view(-1, *(1,) * k0.dim())
-    keys = zip((k0 + rounds * _KEY_STEPS[0]) & _MASK, (k1 + rounds * _KEY_STEPS[1]) & _MASK, strict=True)
-    for key0, key1 in keys:
-        left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((right >> 32) ^ (c1 ^ key0)).bitwise_and_(_MASK)
-        c2 = ((left >> 32) ^ (c3 ^ key1)).bitwise_and_(_MASK)
-        c1, c3 = right, left
-    return c0, c1 & _MASK, c2, c3 & _MASK
+    words = torch.broadcast_tensors(c0, c1, c2, c3)
+    even, odd = torch.stack(words[::2]), torch.stack(words[1::2])
+    multipliers, key_steps = (constant.view(-1, 2, *(1,) * k0.dim()) for constant in _constants(k0.device))
+    for keys in ((torch.stack((k0, k1)) + key_steps) & _MASK).unbind():
+        products = (even * multipliers[0]).flip(0)
+        even = (products >> 32).bitwise_xor_(odd).bitwise_xor_(keys).bitwise_and_(_MASK)
+        odd = products
+    odd = odd & _MASK
+    return even[0], odd[0], even[1], odd[1]
 
 
 def uniform_words(noise_keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
@@ -72,9 +83,8 @@ def uniform_words(noise_keys: Tensor, positions: Tensor, vocabulary: int) -> Ten
 def gumbel(words: Tensor) -> Tensor:
     """Standard Gumbel noise of 32-bit words, float32 and finite: -log(E), E = -log(1 - v), v = (word + ½) / 2³².
 
-    Small v, where the winning draws come from, goes through the series of -log(1 - v); 1 - v would round it away.
+    log1p keeps the small v, where the winning draws come from; 1 - v would round them away. Words that round to v = 1
+    count as 1 - v = 2⁻³³.
     """
-    v = words.to(torch.float32).add_(0.5).mul_(2.0**-32)
-    series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4))))
-    exponential = torch.where(v < 2.0**-6, series, (1 - v).clamp_(min=2.0**-33).log_().neg_())
-    return exponential.log_().neg_()
+    minus_v = words.to(torch.float32).add_(0.5).mul_(-(2.0**-32))
+    return minus_v.log1p_().clamp_(min=-33 * math.log(2)).neg_().log_().neg_()

@@ -4,6 +4,7 @@ Same names, arguments and results as `gruppo.engine.kernels`. Shapes: B rows, H 
 D and Dv their sizes, N tokens, P sequences, S places of the key/value pool, V vocabulary.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -29,28 +30,51 @@ def write_kv(keys: Tensor, values: Tensor, pool_k: Tensor, pool_v: Tensor, place
     pool_v.index_copy_(0, places, values.to(pool_v.dtype))
 
 
+class Workspace:
+    """Memory for the keys and values that a layer gathers, kept: fresh pages cost more than the copy into them."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+
+    def gather(self, name: str, pool: Tensor, table: "KeyTable") -> Tensor:
+        """The keys [B, L, Hkv, D] that each row sees, in the memory of this name; the next layer writes over them."""
+        shape = (len(table.places), *pool.shape[1:])
+        size = math.prod(shape)
+        memory = self._memory.get(name)
+        if memory is None or len(memory) < size or memory.dtype is not pool.dtype:
+            memory = self._memory[name] = pool.new_empty(size)
+        # index_select is several times quicker than indexing with a matrix of places.
+        gathered = torch.index_select(pool, 0, table.places, out=memory[:size].view(shape))
+        return gathered.view(-1, table.width, *pool.shape[1:])
+
+
 class KeyTable(NamedTuple):
     """Which keys one query per row sees: the same in every layer with the same window."""
 
     places: Tensor  # int64 [B * L], row by row
     width: int  # L
-    visible: Tensor | None  # bool [B, 1, 1, L]; None = all
+    bias: Tensor | None  # float32 [B, 1, 1, L], -inf where a row has no key; None = all have
 
     @classmethod
     def of(
         cls, prompt_start: Tensor, prompt_len: Tensor, tail_start: Tensor, tail_len: Tensor, window: int | None
     ) -> "KeyTable":
-        total = prompt_len + tail_len
-        longest = int(total.max())
-        first = torch.zeros_like(total) if window is None else (total - window).clamp(min=0)
+        total = (prompt_len + tail_len)[:, None]
+        shortest, longest = (int(bound) for bound in total.aminmax())
         width = longest if window is None else min(window, longest)
-        keys_BL = first[:, None] + torch.arange(width, device=total.device)
-        visible = keys_BL < total[:, None]
+        key = torch.arange(width, device=total.device)
+        if window is not None:
+            key = key + (total - window).clamp_(min=0)
+        bias = None if shortest >= width else _bias(key < total)
         # What is past the end reads the row's last place: one of its own, so no stranger's value meets a zero weight.
-        key = torch.minimum(keys_BL, total[:, None] - 1)
+        key = torch.minimum(key, total - 1)
         start = torch.where(key < prompt_len[:, None], prompt_start[:, None], (tail_start - prompt_len)[:, None])
-        mask = None if bool(visible.all()) else visible[:, None, None]
-        return cls((start + key).flatten(), width, mask)
+        return cls(start.add_(key).flatten(), width, None if bias is None else bias[:, None, None])
+
+
+def _bias(visible: Tensor) -> Tensor:
+    """What masks scores by addition."""
+    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
 def decode_attention(
@@ -77,7 +101,10 @@ def decode_attention(
     divides the work) change nothing here.
     """
     table = KeyTable.of(prompt_start, prompt_len, tail_start, tail_len, window)
-    return decode_attention_at(query, pool_k, pool_v, table, scale=scale, softcap=softcap, sinks=sinks)
+    space = Workspace()
+    return decode_attention_at(
+        query, pool_k, pool_v, table, scale=scale, softcap=softcap, sinks=sinks, workspace=space
+    )
 
 
 def decode_attention_at(
@@ -89,16 +116,16 @@ def decode_attention_at(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    workspace: Workspace,
 ) -> Tensor:
     """`decode_attention` with the table made before, once for all layers."""
     (batch, heads, _), kv_heads = query.shape, pool_k.shape[1]
-    # index_select is several times quicker than indexing with a matrix of places.
-    keys = pool_k.index_select(0, table.places).unflatten(0, (batch, table.width)).transpose(1, 2)
-    values = pool_v.index_select(0, table.places).unflatten(0, (batch, table.width)).transpose(1, 2)
+    keys = workspace.gather("keys", pool_k, table).transpose(1, 2)
+    values = workspace.gather("values", pool_v, table).transpose(1, 2)
     # The heads that share keys stand as queries of one head; nothing is repeated.
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, -1)
     shaped_sinks = None if sinks is None else sinks.view(1, kv_heads, -1)
-    return _attend(grouped, keys, values, table.visible, scale, softcap, shaped_sinks).reshape(batch, heads, -1)
+    return _attend(grouped, keys, values, table.bias, scale, softcap, shaped_sinks).reshape(batch, heads, -1)
 
 
 def prefill_attention(
@@ -125,6 +152,8 @@ def prefill_attention(
     group = heads // kv_heads
     out = query.new_empty(len(query), heads, pool_v.shape[2])
     bounds = cu_query.tolist()
+    plain = softcap is None and sinks is None
+    shaped_sinks = None if sinks is None else sinks.view(kv_heads, group, 1)
     for p, (start, before) in enumerate(zip(starts.tolist(), past.tolist(), strict=True)):
         begin, end = bounds[p], bounds[p + 1]
         if begin == end:
@@ -133,17 +162,24 @@ def prefill_attention(
         first = 0 if window is None else max(0, before - window + 1)  # what the chunk's first query still sees
         keys = _per_query_head(pool_k[start + first : start + length], group)
         values = _per_query_head(pool_v[start + first : start + length], group)
-        position = torch.arange(before, length, device=query.device)[:, None]
-        key = torch.arange(first, length, device=query.device)
-        visible = key <= position
-        if window is not None:
-            visible &= position - key < window
-        shaped_sinks = None if sinks is None else sinks.view(kv_heads, group, 1)
         queries = query[begin:end].transpose(0, 1).unflatten(0, (kv_heads, group))
-        mask = None if bool(visible.all()) else visible
-        attended = _attend(queries, keys, values, mask, scale, softcap, shaped_sinks)
+        if plain and not before and (window is None or length <= window):
+            attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
+        else:
+            bias = _causal(before, length, first, window, query.device)
+            attended = _attend(queries, keys, values, bias, scale, softcap, shaped_sinks)
         out[begin:end] = attended.flatten(0, 1).transpose(0, 1)
     return out
+
+
+def _causal(before: int, length: int, first: int, window: int | None, device: torch.device) -> Tensor | None:
+    """The bias [M, L] of queries at before .. length to keys from `first` on; None = they see all."""
+    position = torch.arange(before, length, device=device)[:, None]
+    key = torch.arange(first, length, device=device)
+    visible = key <= position
+    if window is not None:
+        visible &= position - key < window
+    return None if bool(visible.all()) else _bias(visible)
 
 
 def _per_query_head(pool: Tensor, group: int) -> Tensor:
@@ -155,19 +191,20 @@ def _attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    visible: Tensor | None,
+    bias: Tensor | None,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[B, H, M, D] over [B, H, L, D] and [B, H, L, Dv]; `visible` broadcasts to [B, H, M, L], `sinks` to [B, H, M]."""
+    """[B, H, M, D] over [B, H, L, D] and [B, H, L, Dv]; `bias` broadcasts to [B, H, M, L], `sinks` to [B, H, M]."""
     if softcap is None and sinks is None:
-        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
+        bias = None if bias is None else bias.to(query.dtype)
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
     scores = query.float() @ keys.float().transpose(-1, -2) * scale
     if softcap is not None:
         scores = (scores / softcap).tanh_().mul_(softcap)
-    if visible is not None:
-        scores.masked_fill_(~visible, float("-inf"))
+    if bias is not None:
+        scores += bias
     if sinks is not None:
         sink = sinks.float().expand(scores.shape[:-1])[..., None]
         weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
@@ -193,17 +230,13 @@ def sample_tokens(
     """
     x = logits.float() * inverse_temperature
     noisy = x if greedy else x + gumbel(uniform_words(noise_keys, positions, x.shape[1]))
-    logsumexp = x.logsumexp(-1)
-    valid = logsumexp.isfinite()  # of +inf the result is +inf, of nothing but -inf it is -inf
     tokens = noisy.argmax(-1)
-    logps = x.gather(1, tokens[:, None])[:, 0] - logsumexp
-    logps = logps.where(valid, torch.nan)
+    logp_all = x.log_softmax(-1)  # all NaN where the row has NaN, +inf or nothing but -inf
+    logps = logp_all.gather(1, tokens[:, None])[:, 0]
     entropies = None
     if entropy:
-        logp_all = x - logsumexp[:, None]
         entropies = -(logp_all.exp() * logp_all.masked_fill(x == -torch.inf, 0.0)).sum(-1)
-        entropies = entropies.where(valid, torch.nan)
-    return tokens.where(valid, -1), logps, entropies
+    return tokens.masked_fill(logps.isnan(), -1), logps, entropies
 
 
 def rms_norm(
@@ -221,7 +254,9 @@ def rms_norm(
     `in_float32_weight` (Gemma, OLMo 2). The result is contiguous, in `out_dtype` or x's.
     """
     if x.dtype == weight.dtype == torch.float32 and not plus_one and out_dtype in (None, torch.float32):
-        return functional.rms_norm(x, weight.shape, weight, eps)  # the same in one operation
+        # The same in fewer operations; torch's own rms_norm is slow on a CPU, for long rows by far.
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        return (x * squares.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()).mul_(weight).contiguous()
     wide = x.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if not in_float32_weight:

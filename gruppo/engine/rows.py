@@ -108,24 +108,24 @@ class Rows:
         never leaves its tail, and what it writes goes to the row of results that nobody reads.
         """
         results = self.results
-        alive = state[Field.DONE] == 0
-        column = state[Field.TAIL_LEN]
+        fields = state.unbind()
+        done, column = fields[Field.DONE].bool(), fields[Field.TAIL_LEN]
         broken = choice.tokens < 0
-        token = torch.where(broken, state[Field.TOKEN], choice.tokens)
-        target = torch.where(alive, state[Field.RESULT], len(results.lengths) - 1)
-        results.tokens[target, column] = token
-        results.logps[target, column] = choice.logps
-        results.plain_logps[target, column] = choice.plain_logps
+        token = torch.where(broken, fields[Field.TOKEN], choice.tokens)
+        target = fields[Field.RESULT].masked_fill(done, len(results.lengths) - 1)
+        results.tokens.index_put_((target, column), token)
+        results.logps.index_put_((target, column), choice.logps)
+        results.plain_logps.index_put_((target, column), choice.plain_logps)
         if results.entropies is not None:
             assert choice.entropies is not None
-            results.entropies[target, column] = choice.entropies
+            results.entropies.index_put_((target, column), choice.entropies)
 
+        length = column + 1
         ended = (token[:, None] == self.eos).any(1)
-        full = column + 1 >= state[Field.LIMIT]
-        stop = torch.where(broken, 3, torch.where(ended, 1, torch.where(full, 2, 0)))
-        results.stops[target] = stop
-        results.lengths[target] = column + 1 - broken.long()
-        going_on = alive & (stop == 0)
-        state[Field.TOKEN] = torch.where(going_on, token, state[Field.TOKEN])
-        state[Field.TAIL_LEN] += going_on
-        state[Field.DONE] = (~going_on).long()
+        stop = ((length >= fields[Field.LIMIT]) * 2).masked_fill_(ended, 1).masked_fill_(broken, 3)  # as in STOPS
+        results.stops.index_put_((target,), stop)
+        results.lengths.index_put_((target,), length.sub_(broken.long()))
+        stays = done.logical_or_(stop)
+        fields[Field.TOKEN].copy_(torch.where(stays, fields[Field.TOKEN], token))
+        column.add_(stays.logical_not())
+        fields[Field.DONE].copy_(stays)

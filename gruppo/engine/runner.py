@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -14,12 +14,15 @@ from gruppo.engine import ops
 from gruppo.engine.cache import DecodeLayout, EngineCache, PrefillLayout, ShapeProbe
 from gruppo.engine.inplace import autocast, without_collection
 from gruppo.engine.kv import KvPool
+from gruppo.engine.reference import Workspace
 from gruppo.engine.rows import Field, Rows
 from gruppo.engine.sampling import choose
 from gruppo.engine.scheduler import PromptWork
 from gruppo.engine.settings import SamplingSettings
 
 logger = logging.getLogger(__name__)
+
+LeanForward = Callable[[Tensor, Tensor, EngineCache, bool], Tensor]
 
 
 def forward(model: nn.Module, ids: Tensor, positions: Tensor, cache: Any, **options: Any) -> Tensor:
@@ -96,12 +99,21 @@ class Runner:
         self.inverse_temperature = torch.ones(1, device=self.device)
         self.seen: Tensor | None = None  # (rows, V): tokens that a completion and its prompt have, by seat
         self.seen_memory: Tensor | None = None  # stays when a call needs none: graphs that were captured point to it
+        self.lean: LeanForward | None = None  # instead of the model's own forward
+        self.workspace = Workspace()
         self.prompt_tokens = 0.0  # mean length of the prefixes at hand
         self.captures = 0
         self.capture_seconds = 0.0
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self._memory: Any = None  # the graphs' common pool: they never run at the same time
         self._stream: Any = None
+
+    def _forward(self, ids: Tensor, positions: Tensor, cache: EngineCache, *, logits: bool = True) -> Tensor:
+        """Logits of packed tokens; without `logits` only their keys and values matter."""
+        if self.lean is not None:
+            return self.lean(ids, positions, cache, logits)
+        with autocast(self.device, self.autocast_dtype):
+            return forward(self.model, ids, positions, cache, logits_to_keep=0 if logits else 1)
 
     # ---- prompts
 
@@ -111,8 +123,7 @@ class Runner:
         for batch in prompt_chunks(prompts, budget):
             ids, positions, layout = self._packed(batch)
             tokens += len(ids)
-            with autocast(self.device, self.autocast_dtype):
-                forward(self.model, ids, positions, EngineCache(self.pool, layout), logits_to_keep=1)
+            self._forward(ids, positions, EngineCache(self.pool, layout), logits=False)
         return tokens
 
     def _packed(self, batch: Sequence[tuple[PromptWork, int, int]]) -> tuple[Tensor, Tensor, PrefillLayout]:
@@ -155,23 +166,24 @@ class Runner:
     def _step(self, bucket: int, settings: SamplingSettings) -> None:
         """One token for the first `bucket` rows. Nothing here waits for the device."""
         state = self.rows.state[:, :bucket]
-        prompt_len, tail_start, tail_len = (state[f] for f in (Field.PROMPT_LEN, Field.TAIL_START, Field.TAIL_LEN))
+        fields = state.unbind()
+        prompt_len, tail_start, tail_len = (fields[f] for f in (Field.PROMPT_LEN, Field.TAIL_START, Field.TAIL_LEN))
         layout = DecodeLayout(
             places=tail_start + tail_len,
-            prompt_start=state[Field.PROMPT_START],
+            prompt_start=fields[Field.PROMPT_START],
             prompt_len=prompt_len,
             tail_start=tail_start,
             tail_len=tail_len + 1,
             splits=ops.choose_splits(bucket, self.pool.shapes[0][0]),
             shared=self._shares_prompts(bucket),
+            workspace=self.workspace,
         )
-        with autocast(self.device, self.autocast_dtype):
-            logits = forward(self.model, state[Field.TOKEN], prompt_len + tail_len, EngineCache(self.pool, layout))
-        seats = state[Field.SEAT]
+        logits = self._forward(fields[Field.TOKEN], prompt_len + tail_len, EngineCache(self.pool, layout))
+        seats = fields[Field.SEAT]
         choice = choose(
             logits,
             settings,
-            keys=state[Field.KEY],
+            keys=fields[Field.KEY],
             positions=tail_len,
             inverse_temperature=self.inverse_temperature,
             generated=tail_len,
