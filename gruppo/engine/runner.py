@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -74,6 +75,12 @@ def prompt_chunks(prompts: Sequence[PromptWork], budget: int) -> Iterator[list[t
 
 def _length_matters(settings: SamplingSettings) -> int:
     return settings.max_new_tokens if settings.forced_eos_token_id else 1
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures of a process: libraries keep a workspace for every stream they have seen."""
+    return torch.cuda.Stream(device)
 
 
 class Runner:
@@ -234,7 +241,7 @@ class Runner:
         torch.cuda.synchronize(self.device)
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(self.device)  # one for all: libraries keep a workspace per stream
+            self._stream = _capture_stream(self.device)
         with torch.cuda.stream(self._stream):
             self._step(bucket, settings)
         self._stream.synchronize()
