@@ -31,6 +31,9 @@ def git_commit() -> str:
 
 def _portable(argument: str) -> str:
     """An argument without the part of a path that means something on one machine only."""
+    option, equals, value = argument.partition("=")
+    if equals and Path(value).is_absolute():
+        return f"{option}={Path(value).name}"
     path = Path(argument)
     if not path.is_absolute():
         return argument

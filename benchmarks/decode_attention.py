@@ -3,8 +3,8 @@
     python benchmarks/decode_attention.py                 (needs a CUDA device)
 
 Rows, heads and sizes are those of the rollout cases, tails half their length; prompts of several lengths. `floor` is
-what a device-to-device copy needs to move the distinct bytes (each prompt once, every tail). A copy writes as much as it
-reads and is recorded in a graph like the rest; a kernel that only reads can be quicker.
+what a device-to-device copy needs to move the distinct bytes (each prompt once, every tail). A copy writes as much as
+it reads and is recorded in a graph like the rest; a kernel that only reads can be quicker.
 """
 
 import argparse
