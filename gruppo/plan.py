@@ -83,6 +83,14 @@ class RolloutPlan:
         """Whether a rollout that would like `demand` runs well enough under this plan."""
         return 1.5 * self.kv_tokens >= demand.kv_tokens and 1.5 * self.rows >= demand.rows
 
+    def grown(self, demand: "RolloutPlan") -> "RolloutPlan":
+        """Enough for both; a plan never shrinks because a smaller rollout came by."""
+        return RolloutPlan(
+            max(self.kv_tokens, demand.kv_tokens),
+            max(self.rows, demand.rows),
+            max(self.prefill_tokens, demand.prefill_tokens),
+        )
+
     def widened(self, kv_tokens: int) -> "RolloutPlan":
         return replace(self, kv_tokens=max(self.kv_tokens, kv_tokens))
 

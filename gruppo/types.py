@@ -64,7 +64,9 @@ class SampleRequest:
 
     prompt_ids: Sequence[int]
     count: int
-    noise_key: int = 0  # the prompt's stream of random numbers: completion i draws from (noise_key, first_sample + i)
+    # The prompt's stream of random numbers: completion i draws from (noise_key, first_sample + i). None: by its place
+    # among the requests.
+    noise_key: int | None = None
     first_sample: int = 0
 
 

@@ -28,7 +28,9 @@ class SamplingConfig:
         None, "Extra variables for every rendering of the chat template."
     )
     rollout_backend: str = option(
-        "auto", "What samples: builtin, transformers or vllm; auto is builtin, or transformers where it cannot run."
+        "auto",
+        "What samples: builtin, transformers or vllm (not yet); auto is builtin, or transformers where that cannot "
+        "run, decided when the trainer is made.",
     )
     cache_implementation: str | None = option(None, "Kind of KV cache used by transformers generation.")
     use_transformers_continuous_batching: bool = option(False, "Generate with transformers' continuous batching.")

@@ -84,7 +84,8 @@ class Engine:
         while True:
             work = Work.of(requests, settings.max_new_tokens, vocabulary, self.context_length)
             try:
-                with self._borrowed(model) as lean:
+                # What is made here serves later calls too, which inference tensors would not allow.
+                with torch.inference_mode(False), self._borrowed(model) as lean:
                     return self._run(model, lean, work, settings, entropies) if work.completions else []
             except torch.OutOfMemoryError:
                 pass
@@ -164,14 +165,17 @@ class Engine:
         return self._lean
 
     def _demand(self, model: Any, work: Work, settings: SamplingSettings, device: torch.device) -> RolloutPlan:
-        """The budgets that this call would like, within what is free."""
+        """The budgets that this call would like, within what is free or in our own pool."""
+        free = free_memory(device) + (0 if self._runner is None else self._runner.pool.bytes)
+        if self.plan is None:  # later the optimizer has what it needs
+            free -= training_bytes(model.parameters())
         return plan_rollout(
             ModelShape.from_config(model.config),
             prefix_lengths=[prompt.prefix_length for prompt in work.prompts if prompt.owed],
             completions=sum(limit > 0 for limit in work.limits),
             max_new_tokens=settings.max_new_tokens,
             bytes_per_value=self._kv[1].itemsize,
-            free_bytes=free_memory(device) - training_bytes(model.parameters()),
+            free_bytes=free,
             device=device.type,
             filtered=needs_filter(settings),
         )
@@ -180,8 +184,10 @@ class Engine:
         """A runner with room for this work: the one of the last call if it will do."""
         device = next(model.parameters()).device
         demand = self._demand(model, work, settings, device)
-        if self.plan is None or (self.may_grow and not self.plan.covers(demand)):
-            self._runner, self.plan = None, demand
+        if self.plan is None:
+            self.plan = demand
+        elif self.may_grow and not self.plan.covers(demand):
+            self.plan = self.plan.grown(demand)
         self._least = max((p.prefix_length + p.tail_tokens for p in work.runnable), default=0)
         self.plan = self.plan.widened(self._least)
         runner = self._runner
@@ -210,7 +216,8 @@ class Engine:
         assert self.plan is not None
         shapes, dtype = self._kv
         pool = KvPool(shapes, self.plan.kv_tokens, dtype=dtype, device=device)
-        results = Results(work.completions, settings.max_new_tokens, entropies=entropies, device=device)
+        completions = max(work.completions, self.plan.rows)  # a small rollout must not make room for small ones only
+        results = Results(completions, settings.max_new_tokens, entropies=entropies, device=device)
         return Runner(
             model,
             pool,
@@ -224,7 +231,7 @@ class Engine:
         if not needs_seen(settings):
             return None
         if runner.seen_memory is None:
-            vocabulary = model.get_output_embeddings().weight.shape[0]
+            vocabulary = model.get_input_embeddings().weight.shape[0]  # of prompts; some heads have fewer
             size = (self.plan.rows + 1, vocabulary)  # type: ignore[union-attr]
             runner.seen_memory = torch.zeros(size, dtype=torch.bool, device=device)
         return runner.seen_memory

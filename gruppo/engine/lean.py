@@ -40,14 +40,23 @@ def lean_model(model: Any, shapes: Sequence[tuple[int, int, int]]) -> "LeanModel
     """The lean version of a model, if there is one. The engine's attention is in place; `shapes` as in KvPool."""
     if not _is_plain(model) or any(size != value_size for _, size, value_size in shapes):
         return None
-    expected = _probe(model, shapes, lambda *inputs: forward(model, *inputs))
-    if expected is None or set(expected.options) != set(range(len(model.model.layers))):
-        return None
-    lean = _build(model, expected.heads, expected.options)
-    ours = None if lean is None else _probe(model, shapes, lean)
-    if ours is None or not all(_near(a, b) for a, b in zip(ours.tensors, expected.tensors, strict=True)):
-        return None
+    lean = None
+    for first in _first_positions(model.config):
+        expected = _probe(model, shapes, lambda *inputs: forward(model, *inputs), first)
+        if expected is None or set(expected.options) != set(range(len(model.model.layers))):
+            return None
+        lean = lean or _build(model, expected.heads, expected.options)
+        ours = None if lean is None else _probe(model, shapes, lean, first)
+        if ours is None or not all(_near(a, b) for a, b in zip(ours.tensors, expected.tensors, strict=True)):
+            return None
     return lean
+
+
+def _first_positions(config: Any) -> list[int]:
+    """Where to compare: at the beginning, and past the lengths from which on some models do things differently."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    lengths = {rope.get("original_max_position_embeddings"), getattr(config, "max_position_embeddings", None)}
+    return [0, *sorted(2 * length for length in lengths if isinstance(length, int))]
 
 
 # ---- recognition
@@ -93,7 +102,9 @@ class _Observed(EngineCache):
         return super().attend(query, **options)
 
 
-def _probe(model: Any, shapes: Sequence[tuple[int, int, int]], run: Callable[..., Tensor]) -> _Observed | None:
+def _probe(
+    model: Any, shapes: Sequence[tuple[int, int, int]], run: Callable[..., Tensor], first: int
+) -> _Observed | None:
     """Run two short sequences, packed as prompts are; what comes of them are logits, keys and values."""
     count = sum(_PROBE)
     pool = KvPool(shapes, count, dtype=torch.float32, device=torch.device("cpu"))
@@ -101,7 +112,7 @@ def _probe(model: Any, shapes: Sequence[tuple[int, int, int]], run: Callable[...
     bounds = torch.tensor([0, _PROBE[0], count], dtype=torch.int32)
     cache = _Observed(pool, PrefillLayout(torch.arange(count), starts, none_before, bounds, max(_PROBE)))
     ids = torch.randint(model.lm_head.out_features, (count,), generator=torch.Generator().manual_seed(0))
-    positions = torch.cat([torch.arange(length) for length in _PROBE])
+    positions = torch.cat([torch.arange(first, first + length) for length in _PROBE])
     try:
         logits = run(ids, positions, cache)
     except (TypeError, ValueError, RuntimeError, AttributeError):

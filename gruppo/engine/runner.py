@@ -194,7 +194,7 @@ class Runner:
             positions=tail_len,
             inverse_temperature=self.inverse_temperature,
             generated=tail_len,
-            seen=None if self.seen is None else self.seen[seats],
+            seen=None if self.seen is None else self.seen[seats][:, : logits.shape[-1]],
             entropy=self.rows.results.entropies is not None,
             prompt_lengths=prompt_len + 1,
         )

@@ -20,7 +20,9 @@ class Shadow:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self.dtype = dtype
-        self.linears = [m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype is torch.float32]
+        # A layer with a forward of its own (an adapter made by hand, say) is left to autocast.
+        plain = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
+        self.linears = [m for m in plain if m.weight.dtype is torch.float32]
         self._originals: dict[int, Tensor] = {}
         self._copies: dict[int, Tensor] = {}
         for linear in self.linears:

@@ -47,6 +47,8 @@ def unsupported_model(model: nn.Module) -> list[str]:
         reasons.append("its attention is not causal")
     if kinds := sorted(_rope_types(text) & _BATCH_DEPENDENT_ROPE):
         reasons.append(f"its rotary embedding ({', '.join(kinds)}) depends on the longest sequence of a batch")
+    if _is_wrapped(inner):
+        reasons.append("it has a hook or a forward of its own, which the engine would pass by")
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in _adapters(model)):
         reasons.append("its adapter learns virtual prompt tokens")
     devices = sorted({str(parameter.device) for parameter in inner.parameters()})
@@ -55,6 +57,12 @@ def unsupported_model(model: nn.Module) -> list[str]:
     elif devices and torch.device(devices[0]).type not in ("cpu", "cuda"):
         reasons.append(f"the engine has no kernels for {devices[0]}")
     return reasons
+
+
+def _is_wrapped(model: Any) -> bool:
+    """Whether something was put around the model as a whole, other than what accelerate puts there."""
+    by_accelerate = hasattr(model, "_hf_hook") or hasattr(model, "_original_forward")
+    return bool(model._forward_hooks or model._forward_pre_hooks or ("forward" in vars(model) and not by_accelerate))
 
 
 def _adapters(model: nn.Module) -> list[Any]:
@@ -74,7 +82,7 @@ def _rope_types(config: Any) -> set[str]:
 def trial(model: nn.Module, *, autocast_dtype: torch.dtype | None = None) -> str | None:
     """Sample a few tokens and check their log-probs against a plain forward pass; what is wrong, or None."""
     inner = inner_model(model)
-    vocabulary = inner.get_input_embeddings().weight.shape[0]
+    vocabulary = min(part.weight.shape[0] for part in (inner.get_input_embeddings(), inner.get_output_embeddings()))
     generator = torch.Generator().manual_seed(0)
     context = context_length(inner) if has_learned_positions(inner) else None
     lengths = [n for n in (1, 7, 19) if context is None or n + _TRIAL_TOKENS <= context]
@@ -84,14 +92,14 @@ def trial(model: nn.Module, *, autocast_dtype: torch.dtype | None = None) -> str
     requests = [SampleRequest(ids, 2, noise_key=i) for i, ids in enumerate(prompts)]
     try:
         completions = engine.sample(requests, settings)
+        if any(completion.stop is StopReason.NAN for completion in completions):
+            return "in a trial its logits were not finite"
+        rows = [prompts[i // 2] + list(completion.ids) for i, completion in enumerate(completions)]
+        expected = _plain_logps(model, rows, autocast_dtype)
     except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:  # whatever it stumbles over
         return f"a trial of it failed: {type(error).__name__}: {error}"
     finally:
         engine.release()
-    if any(completion.stop is StopReason.NAN for completion in completions):
-        return "in a trial its logits were not finite"
-    rows = [prompts[i // 2] + list(completion.ids) for i, completion in enumerate(completions)]
-    expected = _plain_logps(model, rows, autocast_dtype)
     ours = [torch.tensor(completion.plain_logps) for completion in completions]
     difference = torch.cat([(a - b[-len(a) :]).abs() for a, b in zip(ours, expected, strict=True)]).mean().item()
     dtype = autocast_dtype or next(p.dtype for p in inner.parameters() if p.is_floating_point())

@@ -8,6 +8,8 @@ from gruppo.engine.scheduler import PromptWork
 from gruppo.errors import RolloutError
 from gruppo.types import SampleRequest
 
+_BY_PLACE = 2**63  # sets keys made of a request's number apart from those that are given
+
 
 @dataclass
 class Work:
@@ -44,7 +46,8 @@ class Work:
             for i in range(request.count):
                 if limit:
                     prompt.owed.append(work.completions)
-                work.keys.append(_signed(derive_key(request.noise_key, request.first_sample + i)))
+                stream = derive_key(_BY_PLACE, number) if request.noise_key is None else request.noise_key
+                work.keys.append(_signed(derive_key(stream, request.first_sample + i)))
                 work.limits.append(limit)
         work.prompts = list(prompts.values())
         return work

@@ -23,12 +23,13 @@ def choose_backend(
     *,
     stop_ids: Sequence[int],
     tokenizer: Any,
+    mixed_precision: str = "no",
     needed: bool = True,
 ) -> RolloutBackend:
     """The backend that the config asks for; "auto" takes the built-in engine, or says why it cannot.
 
-    `policy` returns the module to sample from. `needed` is False in runs whose completions come from elsewhere: then
-    "auto" does not try the engine.
+    `policy` returns the module to sample from; `mixed_precision` is accelerate's word for how it is trained. `needed`
+    is False in runs whose completions come from elsewhere: then "auto" does not try the engine.
     """
     if args.use_transformers_continuous_batching:
         return ContinuousBatchingBackend(
@@ -36,13 +37,13 @@ def choose_backend(
             config,
             stop_ids=stop_ids,
             settings=args.transformers_continuous_batching_config,
-            autocast_dtype=autocast_dtype(args),
+            autocast_dtype=autocast_dtype(mixed_precision),
         )
     if args.rollout_backend == "builtin" or (args.rollout_backend == "auto" and needed):
-        reasons = sharded(args) or builtin.why_not(policy(), config, autocast_dtype=autocast_dtype(args))
+        reasons = sharded(args) or builtin.why_not(policy(), config, autocast_dtype=autocast_dtype(mixed_precision))
         if not reasons:
             return builtin.BuiltinBackend(
-                policy, config, stop_ids=stop_ids, tokenizer=tokenizer, autocast_dtype=autocast_dtype(args)
+                policy, config, stop_ids=stop_ids, tokenizer=tokenizer, autocast_dtype=autocast_dtype(mixed_precision)
             )
         _report(args, "; ".join(reason.rstrip(".") for reason in reasons))
     return TransformersBackend(
@@ -64,9 +65,9 @@ def _report(args: Any, reasons: str) -> None:
         )
 
 
-def autocast_dtype(args: Any) -> torch.dtype | None:
+def autocast_dtype(mixed_precision: str) -> torch.dtype | None:
     """The half precision that training computes in, if any, whatever the weights are stored in."""
-    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
 
 
 def sharded(args: Any) -> list[str]:

@@ -1,8 +1,8 @@
 """From prompts to scored tensors: the first half of a training step."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +51,8 @@ class Collecting(Feeding):
     temperature: float
     _sampling_anew = False  # a generation that was counted before the run was resumed inside it
     # The random numbers of a generation follow from its place in the run, which a resumed run knows as well, …
-    _place: tuple[int, ...] = (0, 0)  # epoch and generation; evaluation: update, set and batch
+    _place: tuple[int, ...] | None = None  # run, epoch and generation; evaluation: update, set and batch
+    _asked_elsewhere = 0  # rollouts outside of both, a callback's, say
     _own_rows = range(0)  # … from a row's place in the batch of all processes, …
     _requests_made = 0  # … and, where a hook asks several times, from which time it is
     scoring_shortcuts = True  # score rows of one prompt and of similar length together; False is the slow twin
@@ -95,6 +96,7 @@ class Collecting(Feeding):
         else:
             prompts = self.prompt_encoder(rows, tokenize=lambda texts: self._tokenize_prompts(texts)[0])
             self._own_rows, self._requests_made = self._rows_in_batch(len(rows)), 0
+            self._asked_elsewhere += self._place is None
             completions = self._sample([list(prompt.ids) for prompt in prompts])
         outputs = decode(self.processing_class, prompts, [completion.ids for completion in completions])
         return [
@@ -111,6 +113,15 @@ class Collecting(Feeding):
             raise RolloutError(f"{len(ids)} completions came back for {len(prompt_ids)} prompts.")
         return [Completion(row, self._stop(row), None if logps is None else logps[i]) for i, row in enumerate(ids)]
 
+    @contextmanager
+    def _at(self, place: tuple[int, ...]) -> Iterator[None]:
+        """Rollouts in here draw the random numbers of this place."""
+        self._place = place
+        try:
+            yield
+        finally:
+            self._place = None
+
     def _rows_in_batch(self, count: int) -> range:
         """The place of this process's rows in the batch of all processes."""
         counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).tolist()
@@ -118,7 +129,8 @@ class Collecting(Feeding):
         return range(first, first + count)
 
     def _ask_backend(self, prompt_ids: list[list[int]]) -> list[Completion]:
-        key = [self.args.seed, self.mode == "eval", self._requests_made, *self._place]
+        place = self._place or (2**63, self._asked_elsewhere)
+        key = [self.args.seed, self.mode == "eval", self._requests_made, *place]
         first_row = self._own_rows.start
         if len(prompt_ids) != len(self._own_rows):  # a hook asks for rows of its own choice
             key, first_row = [*key, self.accelerator.process_index], 0

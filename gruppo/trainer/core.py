@@ -143,6 +143,7 @@ class PolicyTrainer(KnownNames, Updating):
         self.completion_logs = {mode: CompletionLog(args.generation_batch_size) for mode in ("train", "eval")}
         self._queue: deque[dict[str, Any]] = deque()
         self._step = 0
+        self._earlier_runs = 0  # calls of train() before this one
         self._random_state_due: str | None = None  # the checkpoint whose random state is still to be restored
         self._update_seconds = 0.0
 
@@ -179,6 +180,7 @@ class PolicyTrainer(KnownNames, Updating):
             ),
             stop_ids=self.eos_token_ids,
             tokenizer=self.processing_class,
+            mixed_precision=self.accelerator.mixed_precision,  # a launcher may have set it, not the config
             needed=rollout_func is None,
         )
         self._hub_uploads = None
@@ -222,7 +224,12 @@ class PolicyTrainer(KnownNames, Updating):
         self.metrics.discard()
         self._epoch_iterator = None
         self._random_state_due = kwargs.get("resume_from_checkpoint")
-        return super()._inner_training_loop(*args, **kwargs)
+        if self._random_state_due is not None:
+            self._earlier_runs = 0  # it is the first run that goes on
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self._earlier_runs += 1
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random state once: Trainer does it only after the first rollouts of a resumed epoch."""
@@ -253,8 +260,9 @@ class PolicyTrainer(KnownNames, Updating):
         if not self._queue:
             rows = self.rows_of(generation) if isinstance(step, int) else step
             self._sampling_anew = phase > 0
-            self._place = (self._epoch, generation) if isinstance(step, int) else (self.state.global_step, position)
-            slices = self._collect_slices(rows)
+            place = (self._epoch, generation) if isinstance(step, int) else (self.state.global_step, position)
+            with self._at((self._earlier_runs, *place)):
+                slices = self._collect_slices(rows)
             # A run that resumes inside a generation collects it anew and goes on with the slice it had reached.
             self._queue.extend((slices * self.args.num_iterations)[phase:])
         return self._queue.popleft()
@@ -310,9 +318,10 @@ class PolicyTrainer(KnownNames, Updating):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
         with self._in_mode("eval"):
-            self._place = (self.state.global_step, crc32(self._eval_prefix.encode()), self._batches_evaluated)
+            place = (self.state.global_step, crc32(self._eval_prefix.encode()), self._batches_evaluated)
             self._batches_evaluated += 1
-            tensors = self._prepare_inputs(self._generate_and_score_completions(inputs))
+            with self._at(place):
+                tensors = self._prepare_inputs(self._generate_and_score_completions(inputs))
             loss = self.compute_loss(model, tensors)
             rows = int(self._size.rows)
             self._rows_evaluated += rows

@@ -44,7 +44,16 @@ def choose(needed: bool = True, **settings: Any) -> Any:
     args = GRPOConfig(**base_args("unused", **settings))
     model = tiny_model()
     config = generation_config(args, pad_token_id=0, bos_token_id=None, stop_ids=[1])
-    return choose_backend(args, lambda: model, config, stop_ids=[1], tokenizer=tiny_tokenizer(), needed=needed)
+    precision = "bf16" if args.bf16 else "no"
+    return choose_backend(
+        args,
+        lambda: model,
+        config,
+        stop_ids=[1],
+        tokenizer=tiny_tokenizer(),
+        mixed_precision=precision,
+        needed=needed,
+    )
 
 
 @pytest.mark.parametrize("name", ["auto", "builtin"])

@@ -120,3 +120,22 @@ def test_changing_the_temperature_changes_the_engine_s(tmp_path: Path) -> None:
     rows = [{"prompt": "abc"}] * 8
     cold = [list(rollout.completion.ids) for rollout in trainer.rollout(rows)]
     assert all(ids == cold[0] for ids in cold)
+
+
+def test_a_callback_s_rollouts_and_a_second_run_draw_numbers_of_their_own(tmp_path: Path) -> None:
+    trainer = train(tmp_path, learning_rate=0.0)
+    rows = [{"prompt": "abc"}] * 4
+    first, second = ([list(r.completion.ids) for r in trainer.rollout(rows)] for _ in range(2))
+    assert first != second
+    before = list(trainer.sampled)
+    trainer.sampled.clear()
+    trainer.train()
+    assert trainer.sampled[0] not in before
+
+
+def test_the_precision_is_the_accelerator_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher sets it in the environment, where the config does not see it."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    trainer = train(tmp_path, max_steps=1)
+    assert trainer.accelerator.mixed_precision == "bf16"
+    assert trainer.backend.engine.autocast_dtype is torch.bfloat16
