@@ -72,24 +72,15 @@ class EngineCache(Cache):
         self.pool = pool
         self.layout = layout
         self.layer = -1
-        self.attended: set[int] = set()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Write (1, Hkv, N, D) keys and values to their places; the attention reads them from there."""
         self.layer = layer_idx
-        keys, values = self.pool.layer(layer_idx)
-        ops.write_kv(
-            key_states[0].transpose(0, 1).to(self.pool.dtype),
-            value_states[0].transpose(0, 1).to(self.pool.dtype),
-            keys,
-            values,
-            self.layout.places,
-        )
+        self.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
         return key_states, value_states
 
     def attend(self, query: Tensor, **options: Any) -> Tensor:
         """(1, H, N, D) queries to (1, N, H, Dv) outputs."""
-        self.attended.add(self.layer)
         keys, values = self.pool.layer(self.layer)
         out = self.layout.attend(query[0].transpose(0, 1).to(self.pool.dtype), keys, values, **options)
         return out[None]
@@ -103,7 +94,8 @@ class EngineCache(Cache):
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Keys and values (N, heads, D) of one layer to their places."""
-        ops.write_kv(keys, values, *self.pool.layer(layer), self.layout.places)
+        dtype = self.pool.dtype
+        ops.write_kv(keys.to(dtype), values.to(dtype), *self.pool.layer(layer), self.layout.places)
 
     # What models ask a cache besides; positions are always given, and no mask is made for this attention.
 

@@ -173,7 +173,7 @@ class Loop:
         look.ready()
         live = self.scheduler.live
         stops = look.stops.tolist()
-        self._find_stop_strings(look, stops)
+        self._find_stop_strings(look)
         ended = [c for c in look.completions if c in live and (stops[c] or c in self.cut)]
         if not ended:
             return
@@ -184,7 +184,7 @@ class Loop:
         self.order = [self.order[row] for row in kept]
         self.rows.keep(kept)
 
-    def _find_stop_strings(self, look: Look, stops: Sequence[int]) -> None:
+    def _find_stop_strings(self, look: Look) -> None:
         if self.stop_strings is None or look.fresh is None:
             return
         lengths = look.lengths.tolist()

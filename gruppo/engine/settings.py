@@ -102,6 +102,18 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_dict_in_generate": ((False,), "the output of anything but tokens and their log-probs"),
 }
 
+# Values at which the honoured fields do nothing. Padding is no part of what is sampled.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "temperature": (1,),
+    "top_k": (0,),
+    "top_p": (1,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "min_new_tokens": (0,),
+    "min_length": (0,),
+    "do_sample": (False,),
+}
+
 # generate looks at these only with do_sample=True.
 SAMPLING_ONLY = frozenset({"typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"})
 
@@ -128,6 +140,17 @@ def merged_config(config: Any, model_config: Any | None) -> Any:
     if no_length:
         merged.max_new_tokens = defaults["max_length"]
     return merged
+
+
+def in_effect(config: Any) -> dict[str, Any]:
+    """The fields of a config that shape what is sampled, where they are set to do so."""
+    off = NEUTRAL | {name: values for name, (values, _) in UNSUPPORTED.items()}
+    return {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in IRRELEVANT and name != "pad_token_id"
+        if value is not None and value != [] and value not in off.get(name, ())
+    }
 
 
 def unsupported(config: Any) -> list[str]:

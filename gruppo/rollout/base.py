@@ -1,24 +1,10 @@
 """What a rollout backend is: something that answers sample requests."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+from gruppo.engine.noise import derive_key
 from gruppo.types import Completion, SampleRequest
-
-# Fields of a GenerationConfig that are neutral at 1, and those that change nothing about what is sampled.
-_NEUTRAL_AT_ONE = {
-    "encoder_repetition_penalty",
-    "guidance_scale",
-    "length_penalty",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "repetition_penalty",
-    "temperature",
-    "top_p",
-    "typical_p",
-}
-_WITHOUT_EFFECT = {"_from_model_config", "bos_token_id", "disable_compile", "pad_token_id", "transformers_version"}
 
 
 class RolloutBackend(Protocol):
@@ -59,27 +45,10 @@ def group_requests(
 
 
 def _noise_key(*words: int) -> int:
-    from gruppo.engine.noise import derive_key
-
-    return derive_key(*(word % 2**64 for word in words)) % 2**64
+    return derive_key(*(word % 2**64 for word in words))  # a seed may be negative
 
 
 def stop_strings(config: Any) -> list[str]:
     """The strings that end a completion."""
     strings = getattr(config, "stop_strings", None) or []
     return [strings] if isinstance(strings, str) else list(strings)
-
-
-def settings_besides(config: Any, known: Collection[str]) -> list[str]:
-    """`name=value` of each setting of a GenerationConfig that has an effect and is not in `known`."""
-    return [
-        f"{name}={value!r}"
-        for name, value in config.to_dict().items()
-        if name not in known and name not in _WITHOUT_EFFECT and not _is_neutral(name, value)
-    ]
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    if name == "use_cache":
-        return value is not False
-    return value is None or not value or (name in _NEUTRAL_AT_ONE and value == 1)

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousMixin
 
+from gruppo.engine.settings import in_effect
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.modes import sampling_mode
 from gruppo.policy.prefix import inner_model
-from gruppo.rollout.base import settings_besides
 from gruppo.types import Completion, SampleRequest, StopReason
 
 # The fields of a GenerationConfig that continuous batching reads. It drops all others, some without a word.
@@ -81,7 +81,7 @@ class ContinuousBatchingBackend:
     def _check(self, policy: Any) -> None:
         """Raise for what continuous batching would leave out."""
         config = self.config
-        if unread := settings_besides(config, _READ):
+        if unread := [f"{name}={value!r}" for name, value in in_effect(config).items() if name not in _READ]:
             raise ConfigError(
                 f"transformers' continuous batching does not know {', '.join(unread)}; remove it, or set "
                 "use_transformers_continuous_batching=False."

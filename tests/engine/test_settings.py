@@ -15,6 +15,7 @@ from gruppo.engine.settings import (
     SAMPLING_ONLY,
     UNSUPPORTED,
     SamplingSettings,
+    in_effect,
     merged_config,
     unsupported,
 )
@@ -293,3 +294,19 @@ def test_edges_of_the_ranges_are_allowed() -> None:
     settings(vocab_size=10, top_p=1.0, top_k=0, min_p=1.0, temperature=1e-6, repetition_penalty=0.5, stop_ids=[1, 99])
     settings(vocab_size=10, min_p=0.0, suppress_tokens=[0, 8], forced_bos_token_id=9, min_new_tokens=99)
     settings(suppress_tokens=[10**6])  # without a vocabulary nobody can say
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, {}),
+        ({"temperature": 0.5, "top_k": 3}, {"temperature": 0.5, "top_k": 3}),
+        ({"temperature": 1.0, "top_p": 1, "top_k": 0, "num_beams": 1, "repetition_penalty": 1.0}, {}),
+        ({"use_cache": True, "disable_compile": True, "pad_token_id": 7, "suppress_tokens": []}, {}),
+        ({"use_cache": False, "num_beams": 2, "min_p": 0.1}, {"use_cache": False, "num_beams": 2, "min_p": 0.1}),
+        ({"cache_implementation": "static"}, {"cache_implementation": "static"}),
+        ({"suppress_tokens": [3], "stop_strings": "."}, {"suppress_tokens": [3], "stop_strings": "."}),
+    ],
+)
+def test_settings_that_matter(settings: dict[str, Any], found: dict[str, Any]) -> None:
+    assert in_effect(GenerationConfig(**settings)) == found

@@ -3,7 +3,7 @@
 import pytest
 from transformers import GenerationConfig
 
-from gruppo.rollout.base import group_requests, settings_besides, stop_strings
+from gruppo.rollout.base import group_requests, stop_strings
 from gruppo.types import SampleRequest, StopReason
 
 A, B, C = [1, 2], [3], [4, 5, 6]
@@ -66,21 +66,6 @@ def test_noise_keys_depend_on_every_word_and_fit_64_bits():
     assert len(keys) == 3 * 3 * 2
     assert all(0 <= key < 2**64 for key in keys)
     assert group_requests([A], group_size=2, key=[1, 2]) == group_requests([A], group_size=2, key=[1, 2])
-
-
-@pytest.mark.parametrize(
-    ("settings", "found"),
-    [
-        ({}, []),
-        ({"temperature": 0.5, "top_k": 3}, ["temperature=0.5", "top_k=3"]),
-        ({"temperature": 1.0, "top_p": 1, "top_k": 0, "num_beams": 1, "repetition_penalty": 1.0}, []),
-        ({"use_cache": True, "disable_compile": True, "pad_token_id": 7, "suppress_tokens": []}, []),
-        ({"use_cache": False, "num_beams": 2}, ["use_cache=False", "num_beams=2"]),
-        ({"max_new_tokens": 5, "cache_implementation": "static"}, ["cache_implementation='static'"]),
-    ],
-)
-def test_settings_that_matter(settings, found):
-    assert sorted(settings_besides(GenerationConfig(**settings), {"max_new_tokens"})) == sorted(found)
 
 
 @pytest.mark.parametrize(("given", "read"), [(None, []), ("a", ["a"]), (["a", "b"], ["a", "b"])])
