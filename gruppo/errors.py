@@ -4,6 +4,8 @@
     DataError(ValueError)        a dataset, row or prompt that cannot be used; raised as early as it can be known
     RewardError(ValueError)      a reward function broke its contract (wrong length, wrong type, NaN)
     RolloutError(RuntimeError)   a rollout backend broke its contract (lost a completion, returned nothing)
+    PackingError(RuntimeError)   a model does something that packed rows cannot do (an attention mask of its own)
+    ParityError(RuntimeError)    the fast path of an update differs from the slow one by more than rounding
 
 The policy:
 
@@ -12,7 +14,7 @@ The policy:
 3. Everything else propagates; nothing is caught broadly.
 """
 
-__all__ = ["ConfigError", "DataError", "RewardError", "RolloutError"]
+__all__ = ["ConfigError", "DataError", "PackingError", "ParityError", "RewardError", "RolloutError"]
 
 
 class ConfigError(ValueError):
@@ -29,3 +31,11 @@ class RewardError(ValueError):
 
 class RolloutError(RuntimeError):
     """A rollout backend broke its contract."""
+
+
+class PackingError(RuntimeError):
+    """A model does something that packed rows cannot do."""
+
+
+class ParityError(RuntimeError):
+    """The fast path of an update differs from the slow one by more than rounding."""

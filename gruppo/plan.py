@@ -16,6 +16,12 @@ _POOL_SHARE = 0.6
 _MOST_ROWS = {"cuda": 1024, "cpu": 256}
 # Prompt tokens in one forward pass: enough to keep the device busy, few enough that activations stay small.
 _PREFILL_TOKENS = {"cuda": 8192, "cpu": 2048}
+# Tokens in one forward and backward pass: more keep more activations and gain nothing.
+_UPDATE_TOKENS = {"cuda": 8192, "cpu": 4096}
+# Of free memory: allocators leave gaps.
+_UPDATE_SHARE = 0.8
+# Blocks of logits and of their gradients in the fused head.
+_HEAD_WORKSPACE = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,16 @@ class ModelShape:
         """Activations of a forward pass without gradients: a few copies of the stream and the widest layer's."""
         widths = 6 * self.hidden + 3 * self.intermediate + 2 * (self.heads + 2 * self.kv_heads) * self.head_dim
         return tokens * widths * bytes_per_value
+
+    def update_bytes(self, bytes_per_value: int, *, checkpointing: bool) -> int:
+        """Activations of one token that are kept from the forward to the backward pass.
+
+        A layer keeps the inputs of its matrix products and norms, queries, keys and values before and after rotation,
+        and the two or three wide vectors of its MLP. With checkpointing all layers but one keep their input only.
+        """
+        attention = (3 * self.heads + 4 * self.kv_heads) * self.head_dim
+        layer = (8 * self.hidden + attention + 3 * self.intermediate) * bytes_per_value
+        return layer + self.layers * self.hidden * bytes_per_value if checkpointing else self.layers * layer
 
     def logits_bytes(self, rows: int, bytes_per_value: int, *, filtered: bool) -> int:
         """Logits of one decoding step; filters work on sorted float32 copies of them."""
@@ -127,6 +143,50 @@ def plan_rollout(
     return RolloutPlan(max(min(wanted, budget), least), rows, max(prefill, 16))
 
 
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How an update is cut.
+
+    Example:
+        UpdatePlan(tokens=8192, checkpointing=False)
+    """
+
+    tokens: int  # most tokens in one forward and backward pass
+    checkpointing: bool
+
+    def halved(self) -> "UpdatePlan":
+        """What to try after an allocation failed."""
+        return replace(self, tokens=max(self.tokens // 2, 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_update(
+    shape: ModelShape,
+    *,
+    longest_row: int,
+    bytes_per_value: int,
+    free_bytes: int,
+    device: str,
+    checkpointing: bool | None = None,
+    tokens: int | None = None,
+) -> UpdatePlan:
+    """The cut of an update whose longest row has so many tokens.
+
+    `free_bytes` is what is left once gradients and optimizer have theirs. `checkpointing` None turns it on only if a
+    single row would not fit without it; `tokens` sets the budget.
+    """
+    head = 2 * shape.vocabulary * shape.hidden * bytes_per_value + _HEAD_WORKSPACE[device]
+    room = int(max(free_bytes * _UPDATE_SHARE - head, 0))
+    if checkpointing is None:
+        checkpointing = room // shape.update_bytes(bytes_per_value, checkpointing=False) < longest_row
+    if tokens is None:
+        fits = room // shape.update_bytes(bytes_per_value, checkpointing=checkpointing)
+        tokens = max(min(fits, _UPDATE_TOKENS[device]), longest_row)
+    return UpdatePlan(tokens, checkpointing)
+
+
 def batch_buckets(rows: int) -> list[int]:
     """Batch sizes that decoding is prepared for, about a quarter apart: a batch runs in the next one up.
 
@@ -153,8 +213,11 @@ def free_memory(device: Any) -> int:
         return _free_ram()
     import torch
 
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    free += torch.cuda.memory_reserved(device) - allocated
+    # A process may have been given a share only (torch.cuda.set_per_process_memory_fraction).
+    return min(free, int(torch.cuda.get_per_process_memory_fraction(device) * total) - allocated)
 
 
 def _free_ram() -> int:

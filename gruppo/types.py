@@ -125,6 +125,9 @@ class TrainBatch:
     importance_sampling_ratio: "Tensor | None" = None  # (B, T) or (B, 1)
     tool_mask: "Tensor | None" = None
     num_items_in_batch: "Tensor | None" = None  # 0-d: loss tokens of the whole generation batch
+    # What the built-in engine found while sampling, (B, T): under the tempered distribution, before top-k and the like.
+    engine_logps: "Tensor | None" = None
+    engine_entropies: "Tensor | None" = None
 
     def __len__(self) -> int:
         return len(self.completion_ids)

@@ -251,6 +251,19 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("empty-stop-string", generating(stop_strings=["a", ""]), r"=\['a', ''\] must be a string or a list"),
         ("stop-number", generating(stop_strings=3), r"\['stop_strings'\]=3 must be a string or a list"),
         ("stop-string-of-a-beam", generating(stop_strings=".", num_beams=2), "with num_beams=2.*Remove one"),
+        ("parity-word", grpo(parity_check="always"), "parity_check='always' must be 'first', 'off' or 'every:N'"),
+        ("parity-number", rloo(parity_check="every:0"), "parity_check='every:0' must be"),
+        ("token-budget", grpo(max_tokens_per_micro_batch=0), "max_tokens_per_micro_batch=0 must be at least 1"),
+        (
+            "budget-of-padded-rows",
+            grpo(max_tokens_per_micro_batch=4096, packed_update=False),
+            "max_tokens_per_micro_batch=4096 needs packed rows: set packed_update=True",
+        ),
+        (
+            "fused-padded-rows",
+            rloo(fused_layers=True, packed_update=False),
+            "fused_layers=True needs packed rows: set packed_update=True",
+        ),
         ("unknown-backend", grpo(rollout_backend="hf"), "rollout_backend='hf' is not one of auto, builtin"),
         (
             "misspelt-backend",

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gruppo.engine.inplace import attention_swaps, swapped
+from gruppo.engine.cache import ATTENTION_NAME
 from gruppo.engine.kv import KvPool
 from gruppo.engine.runner import kv_shapes
 from gruppo.plan import ModelShape, RolloutPlan, batch_buckets, free_memory, plan_rollout, training_bytes
+from gruppo.policy.inplace import attention_swaps, swapped
 from tests.engine.models import BUILDERS, build
 
 GIB = 2**30
@@ -86,7 +87,7 @@ def test_shapes_are_read_from_configs_of_all_dialects(config: Any, shape: ModelS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_and_values_take_what_the_plan_says(name: str, dtype: torch.dtype) -> None:
     model, device = build(name).to(dtype), torch.device("cpu")
-    with swapped(attention_swaps(model)), torch.no_grad():
+    with swapped(attention_swaps(model, ATTENTION_NAME)), torch.no_grad():
         shapes, found = kv_shapes(model, device)
     assert found is dtype
     pool = KvPool(shapes, 9, dtype=dtype, device=device)

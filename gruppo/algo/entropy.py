@@ -7,9 +7,13 @@ from gruppo.algo.tensors import count, masked_sum
 __all__ = ["active_entropy_coef", "entropy_bonus", "next_entropy_coef"]
 
 
-def entropy_bonus(entropy_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Mean entropy over the tokens of `mask_BT`, differentiable, 0-d; 0 when there are none."""
-    return masked_sum(entropy_BT, mask_BT) / count(mask_BT, entropy_BT).clamp(min=1.0)
+def entropy_bonus(entropy_BT: Tensor, mask_BT: Tensor, tokens: Tensor | None = None) -> Tensor:
+    """Mean entropy over the tokens of `mask_BT`, differentiable, 0-d; 0 when there are none.
+
+    `tokens` (B, 1) divides instead of their number where the rows are a part of what the mean is over.
+    """
+    tokens = count(mask_BT, entropy_BT) if tokens is None else tokens
+    return masked_sum(entropy_BT / tokens.clamp(min=1.0), mask_BT)
 
 
 def active_entropy_coef(coef: float, last_entropy: float, target: float, adaptive: bool) -> float:

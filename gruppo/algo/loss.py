@@ -47,7 +47,8 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, size: UpdateSize) ->
     policy = reduce_loss(terms, x.mask_BT, settings.reduction, size, settings.max_completion_length)
     loss = policy
     if inputs.entropy_coef != 0:
-        bonus = entropy_bonus(_required(inputs.entropy_BT, "entropy_BT", "the entropy bonus"), chosen_BT)
+        entropy_BT = _required(inputs.entropy_BT, "entropy_BT", "the entropy bonus")
+        bonus = entropy_bonus(entropy_BT, chosen_BT, size.micro_batch_chosen)
         loss = policy - inputs.entropy_coef * bonus / size.micro_batches
     chosen_entropy = None if inputs.entropy_BT is None else _mean(inputs.entropy_BT, chosen_BT)
     return LossOutput(loss, policy.detach(), stats, chosen_entropy)

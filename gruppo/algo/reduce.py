@@ -26,6 +26,10 @@ class UpdateSize:
     rows: Number
     tokens: Number
     micro_batches: Number
+    micro_batch_tokens: Tensor | None = None
+    """(B, 1): the loss tokens of the micro-batch that each row at hand belongs to. None: the rows at hand are one."""
+    micro_batch_chosen: Tensor | None = None
+    """(B, 1): those of them that pass the entropy threshold; None, too, where the rows at hand are a micro-batch."""
 
 
 def _sequence(terms: Tensor, mask_BT: Tensor, size: UpdateSize, max_completion_length: int | None) -> Tensor:
@@ -35,7 +39,8 @@ def _sequence(terms: Tensor, mask_BT: Tensor, size: UpdateSize, max_completion_l
 
 def _micro_batch(terms: Tensor, mask_BT: Tensor, size: UpdateSize, max_completion_length: int | None) -> Tensor:
     """Mean over the tokens of the micro-batch (BNPO)."""
-    return masked_sum(terms, mask_BT) / count(mask_BT, terms).clamp(min=1.0) / size.micro_batches
+    tokens = count(mask_BT, terms) if size.micro_batch_tokens is None else size.micro_batch_tokens
+    return masked_sum(terms / tokens.clamp(min=1.0), mask_BT) / size.micro_batches
 
 
 def _constant(terms: Tensor, mask_BT: Tensor, size: UpdateSize, max_completion_length: int | None) -> Tensor:

@@ -15,6 +15,7 @@ from gruppo.config.logging import CompletionLoggingConfig
 from gruppo.config.objective import ObjectiveConfig, ReferenceConfig
 from gruppo.config.sampling import SamplingConfig
 from gruppo.config.types import check_json, check_types
+from gruppo.config.update import UpdateConfig
 from gruppo.config.vllm import VLLMConfig
 from gruppo.errors import ConfigError
 
@@ -26,6 +27,7 @@ class PolicyConfig(
     BatchingConfig,
     ObjectiveConfig,
     ReferenceConfig,
+    UpdateConfig,
     CompletionLoggingConfig,
     VLLMConfig,
     DeprecatedConfig,
@@ -43,7 +45,9 @@ class PolicyConfig(
 
     learning_rate: float = option(1e-6, "Initial learning rate of the optimizer.")
     logging_steps: float = option(10, "Log every so many optimizer steps (a share of the run when below 1).")
-    gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: bool | None = option(
+        None, "Recompute activations in the backward pass; None: only if a single row would not fit without it."
+    )
     bf16: bool | None = option(None, "bfloat16 mixed precision; None turns it on where fp16 is off.")
     remove_unused_columns: bool = option(
         False, "Keep only `prompt` (and images) of the dataset; False lets reward functions see every column."
@@ -104,6 +108,13 @@ class PolicyConfig(
         validate.check_sampling(self)
         validate.check_batches(self)
         validate.check_objective(self)
+        validate.check_update(self)
+
+    @property
+    def parity_interval(self) -> int | None:
+        """Updates between two parity checks; 0: only before the first; None: never."""
+        kind, _, number = self.parity_check.partition(":")
+        return {"off": None, "first": 0}.get(kind, int(number or 0))
 
     @property
     def upper_clip(self) -> float:

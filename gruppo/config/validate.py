@@ -1,6 +1,7 @@
 """Every check of the configs, run once at construction. Each error names the field, its value and the fix."""
 
 import difflib
+import re
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
 from functools import wraps
@@ -253,6 +254,17 @@ def check_objective(config: Any) -> None:
     in_range(config, "ref_model_sync_steps", 1)
     if config.sync_ref_model and config.beta == 0:
         raise ConfigError("sync_ref_model=True needs a reference model: set beta > 0.")
+
+
+def check_update(config: Any) -> None:
+    in_range(config, "max_tokens_per_micro_batch", 1)
+    if not re.fullmatch(r"first|off|every:[1-9][0-9]*", config.parity_check):
+        raise ConfigError(
+            f"parity_check={config.parity_check!r} must be 'first', 'off' or 'every:N' with N updates between checks."
+        )
+    for name in ("max_tokens_per_micro_batch", "fused_layers"):
+        if getattr(config, name) and not config.packed_update:
+            raise ConfigError(f"{name}={getattr(config, name)!r} needs packed rows: set packed_update=True.")
 
 
 def check_grpo(config: Any) -> None:

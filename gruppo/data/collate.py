@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gruppo.types import Rollout, TrainBatch
 
@@ -76,6 +77,10 @@ def collate(
     if any(rollout.completion.logps is not None for rollout in rollouts):
         logps = [_known_logps(rollout) for rollout in rollouts]
         batch.sampling_per_token_logps = _ragged(logps, float("nan"), "right", torch.float32, multiple)
+    for name, kind in (("engine_logps", "plain_logps"), ("engine_entropies", "entropies")):
+        values = [getattr(rollout.completion, kind) for rollout in rollouts]
+        if all(value is not None for value in values):
+            setattr(batch, name, _ragged(values, 0.0, "right", torch.float32, multiple))
     return replace(batch, **{name: tensor.to(device) for name, tensor in batch.to_dict().items()})
 
 
@@ -84,6 +89,32 @@ def _known_logps(rollout: Rollout) -> list[float]:
     if completion.logps is None:
         return [float("nan")] * len(completion.ids)
     return [float("nan") if logp is None else logp for logp in completion.logps]
+
+
+def join(batches: Sequence[TrainBatch]) -> TrainBatch:
+    """The rows of several batches in one, as wide as the widest: prompts padded on the left, the rest on the right.
+
+    Example:
+        completion_ids [[3, 4]] and [[5]] -> [[3, 4], [5, 0]]
+    """
+    dicts = [batch.to_dict() for batch in batches]
+    full_width = max(batch.completion_ids.shape[1] for batch in batches)
+    joined = {}
+    for name, first in dicts[0].items():
+        values = [tensors[name] for tensors in dicts]
+        if first.dim() == 2:
+            per_prompt = name in ("prompt_ids", "prompt_mask")
+            # One value per row, (B, 1), is not padded.
+            width = max(value.shape[1] for value in values) if per_prompt else full_width
+            width = 1 if all(value.shape[1] == 1 for value in values) and not per_prompt else width
+            values = [_widened(value, width, left=per_prompt) for value in values]
+        joined[name] = first if first.dim() == 0 else torch.cat(values)
+    return TrainBatch(**joined)
+
+
+def _widened(values: Tensor, width: int, *, left: bool) -> Tensor:
+    missing = width - values.shape[1]
+    return functional.pad(values, (missing, 0) if left else (0, missing)) if missing else values
 
 
 def trim(tensors: dict[str, Any], pad_to_multiple_of: int | None = None) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gruppo.engine.fusion import fused_swaps
-from gruppo.engine.inplace import Swap, attention_swaps, swapped
+from gruppo.engine.cache import ATTENTION_NAME
 from gruppo.engine.kv import KvPool, RangeAllocator
 from gruppo.engine.lean import LeanModel, lean_model, untouched
 from gruppo.engine.loop import Counters, Loop, collect
@@ -29,6 +28,8 @@ from gruppo.engine.work import Work
 from gruppo.errors import RolloutError
 from gruppo.plan import ModelShape, RolloutPlan, batch_buckets, free_memory, plan_rollout, training_bytes
 from gruppo.policy.adapters import adapter_states
+from gruppo.policy.fusion import fused_swaps
+from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.modes import sampling_mode
 from gruppo.policy.prefix import inner_model
 from gruppo.types import Completion, SampleRequest
@@ -124,7 +125,7 @@ class Engine:
                 self._shadow.refresh()
             lean = self._lean_model(model)
             try:
-                with swapped([*attention_swaps(model), *self._swaps]):
+                with swapped([*attention_swaps(model, ATTENTION_NAME), *self._swaps]):
                     yield lean
             finally:
                 if self._shadow is not None:
@@ -147,7 +148,7 @@ class Engine:
             dtypes.add(self.autocast_dtype)
         fused = fused_swaps(model, dtypes) if self.fuse else []
         self._swaps = [*fused, *(self._shadow.swaps() if self._shadow else [])]
-        with swapped(attention_swaps(model)):
+        with swapped(attention_swaps(model, ATTENTION_NAME)):
             shapes, dtype = kv_shapes(model, device)
         self._kv = (shapes, self.autocast_dtype or dtype)
         self._addresses = addresses
@@ -157,7 +158,7 @@ class Engine:
         if not self.fuse or self.autocast_dtype is not None or not untouched(model):
             return None
         if not self._looked_for_lean:
-            with swapped(attention_swaps(model)):
+            with swapped(attention_swaps(model, ATTENTION_NAME)):
                 self._lean = lean_model(model, self._kv[0])
             self._looked_for_lean = True
         if self._lean is not None:

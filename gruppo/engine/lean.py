@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gruppo.engine.cache import EngineCache, PrefillLayout
-from gruppo.engine.fusion import fused_norm, known_activation
 from gruppo.engine.kv import KvPool
 from gruppo.engine.runner import forward
+from gruppo.policy.fusion import fused_norm, known_activation
 
 _MODEL = {"model", "lm_head"}
 _DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}

@@ -13,10 +13,7 @@ from gruppo.engine import reference
 __all__ = [
     "choose_splits",
     "decode_attention",
-    "gated",
     "prefill_attention",
-    "rms_norm",
-    "rotary",
     "sample_tokens",
     "shares_prompts",
     "write_kv",
@@ -105,24 +102,3 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     options = dict(greedy=greedy, entropy=entropy)
     return _home(logits).sample_tokens(logits, noise_keys, positions, inverse_temperature, **options)
-
-
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    plus_one: bool,
-    in_float32_weight: bool,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    options = dict(plus_one=plus_one, in_float32_weight=in_float32_weight, out_dtype=out_dtype)
-    return _home(x).rms_norm(x, weight, eps, **options)
-
-
-def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _home(query).rotary(query, key, cos, sin)
-
-
-def gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
-    return _home(gate).gated(gate, up, activation=activation)

@@ -15,10 +15,7 @@ from gruppo.engine.noise import gumbel, uniform_words
 
 __all__ = [
     "decode_attention",
-    "gated",
     "prefill_attention",
-    "rms_norm",
-    "rotary",
     "sample_tokens",
     "write_kv",
 ]
@@ -237,61 +234,3 @@ def sample_tokens(
     if entropy:
         entropies = -(logp_all.exp() * logp_all.masked_fill(x == -torch.inf, 0.0)).sum(-1)
     return tokens.masked_fill(logps.isnan(), -1), logps, entropies
-
-
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    plus_one: bool,
-    in_float32_weight: bool,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """x / rms(x) times a weight [D], over the last dimension of x [..., D], with float32 statistics.
-
-    `plus_one` is Gemma's 1 + weight. The normalised x is rounded to x's dtype before the weight, as Llama does, unless
-    `in_float32_weight` (Gemma, OLMo 2). The result is contiguous, in `out_dtype` or x's.
-    """
-    if x.dtype == weight.dtype == torch.float32 and not plus_one and out_dtype in (None, torch.float32):
-        # The same in fewer operations; torch's own rms_norm is slow on a CPU, for long rows by far.
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        return (x * squares.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()).mul_(weight).contiguous()
-    wide = x.float()
-    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if not in_float32_weight:
-        normal = normal.to(x.dtype).float()
-    factor = weight.float() + 1 if plus_one else weight.float()
-    return (normal * factor).to(out_dtype or x.dtype).contiguous()
-
-
-def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding, "rotate half": query [1, H, N, D], key [1, Hkv, N, D], cos and sin [1, N, R], R <= D.
-
-    The first R dimensions turn, the others pass. Computed in float32 and rounded once, where transformers rounds each
-    product. The results have the inputs' shapes and lie in memory as [N, heads, D].
-    """
-    return _rotate(query, cos, sin), _rotate(key, cos, sin)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turned = cos.shape[-1]
-    by_token = x[0].transpose(0, 1)
-    out = torch.empty(by_token.shape, dtype=x.dtype, device=x.device)
-    wide = by_token[..., :turned].float()
-    half = torch.cat((-wide[..., turned // 2 :], wide[..., : turned // 2]), dim=-1)
-    out[..., :turned] = wide * cos[0, :, None].float() + half * sin[0, :, None].float()
-    out[..., turned:] = by_token[..., turned:]
-    return out.transpose(0, 1)[None]
-
-
-def gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
-    """activation(gate) * up, [..., F], in float32 inside and rounded once; "silu" or "gelu_tanh"."""
-    wide = gate.float()
-    if activation == "silu":
-        active = functional.silu(wide)
-    elif activation == "gelu_tanh":
-        active = functional.gelu(wide, approximate="tanh")
-    else:
-        raise ValueError(f"activation must be 'silu' or 'gelu_tanh', not {activation!r}")
-    return (active * up.float()).to(gate.dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gruppo.engine.inplace import Swap
+from gruppo.policy.inplace import Swap
 
 
 class Shadow:

@@ -1,61 +1,10 @@
-"""Prompts that several rows share, encoded once.
-
-The keys and values of each distinct prompt are computed in one forward pass and handed to the rows that continue it.
-Gradients flow back through them, so that the result is that of full rows at a fraction of the tokens.
-"""
+"""What a model is inside its wrappers, and prompts that are read before a row is continued from them."""
 
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
-
-# Sharing pays when it saves at least this part of the prompt tokens.
-_WORTHWHILE = 0.4
-
-
-class SharedPrompts:
-    """Keys and values of the distinct prompts of a batch, all but each prompt's last token."""
-
-    def __init__(self, config: Any, layers: list[tuple[Tensor, Tensor]], prompt_of_row: Tensor):
-        self.config = config
-        self.layers = layers
-        self.prompt_of_row = prompt_of_row
-
-    @classmethod
-    def encode(
-        cls, model: Any, prompt_ids: Tensor, prompt_mask: Tensor, batch_size: int | None = None
-    ) -> "SharedPrompts | None":
-        """Encode the distinct prompts among left-padded rows, `batch_size` at a time.
-
-        None where sharing does not pay or cannot be done.
-        """
-        rows, width = prompt_ids.shape
-        if width < 2 or not can_continue_from_cache(model) or not keeps_everything(model):
-            return None
-        both = torch.cat([prompt_ids, prompt_mask], 1)
-        distinct, prompt_of_row = torch.unique(both, dim=0, return_inverse=True)
-        if len(distinct) > (1 - _WORTHWHILE) * rows:
-            return None
-        caches = [
-            read_prompts(model, part[:, : width - 1], part[:, width : 2 * width - 1])
-            for part in distinct.split(batch_size or len(distinct))
-        ]
-        layers = [
-            (torch.cat([layer.keys for layer in parts]), torch.cat([layer.values for layer in parts]))
-            for parts in zip(*(cache.layers for cache in caches), strict=True)
-        ]
-        return cls(inner_model(model).config, layers, prompt_of_row)
-
-    def for_rows(self, rows: Tensor) -> DynamicCache:
-        """A cache in which each of these rows has read its prompt."""
-        cache = DynamicCache(config=self.config)
-        prompts = self.prompt_of_row[rows]
-        for i, (keys, values) in enumerate(self.layers):
-            cache.update(keys[prompts], values[prompts], i)
-        return cache
 
 
 def read_prompts(model: Any, ids: Tensor, mask: Tensor) -> DynamicCache:
@@ -70,11 +19,6 @@ def read_prompts(model: Any, ids: Tensor, mask: Tensor) -> DynamicCache:
         logits_to_keep=1,
     )
     return cache
-
-
-def keeps_everything(model: Any) -> bool:
-    """Whether every layer's cache keeps all tokens; one with a window drops what a row's copy would need."""
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=inner_model(model).config).layers)
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:

@@ -25,11 +25,13 @@ def choose_backend(
     tokenizer: Any,
     mixed_precision: str = "no",
     needed: bool = True,
+    entropies: bool = False,
 ) -> RolloutBackend:
     """The backend that the config asks for; "auto" takes the built-in engine, or says why it cannot.
 
     `policy` returns the module to sample from; `mixed_precision` is accelerate's word for how it is trained. `needed`
-    is False in runs whose completions come from elsewhere: then "auto" does not try the engine.
+    is False in runs whose completions come from elsewhere: then "auto" does not try the engine. `entropies` asks for
+    the entropy at each token, from a backend that can give it.
     """
     if args.use_transformers_continuous_batching:
         return ContinuousBatchingBackend(
@@ -43,7 +45,12 @@ def choose_backend(
         reasons = sharded(args) or builtin.why_not(policy(), config, autocast_dtype=autocast_dtype(mixed_precision))
         if not reasons:
             return builtin.BuiltinBackend(
-                policy, config, stop_ids=stop_ids, tokenizer=tokenizer, autocast_dtype=autocast_dtype(mixed_precision)
+                policy,
+                config,
+                stop_ids=stop_ids,
+                tokenizer=tokenizer,
+                autocast_dtype=autocast_dtype(mixed_precision),
+                entropies=entropies,
             )
         _report(args, "; ".join(reason.rstrip(".") for reason in reasons))
     return TransformersBackend(

@@ -2,67 +2,55 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
 
 from gruppo.algo.advantages import Advantages, frac_zero_std
 from gruppo.algo.masks import drop_rows, is_truncated
-from gruppo.algo.recipes import Recipe
 from gruppo.data.collate import collate
 from gruppo.data.prompts import PromptEncoder, reject_images
 from gruppo.data.responses import decode
 from gruppo.errors import RewardError, RolloutError
-from gruppo.policy.adapters import reference_policy
-from gruppo.policy.logprobs import score_tokens
-from gruppo.policy.modes import sampling_mode
 from gruppo.rewards.runner import RewardInputs, RewardRunner
 from gruppo.rollout.base import RolloutBackend, group_requests, stop_strings
 from gruppo.rollout.builtin import BuiltinBackend
 from gruppo.rollout.custom import CustomRollout
-from gruppo.trainer.feeding import Feeding
 from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rollout_metrics
-from gruppo.trainer.profiling import profiling_context
+from gruppo.trainer.scoring import Scoring
 from gruppo.types import Completion, Prompt, Rollout, StopReason, TrainBatch
 
 Row = Mapping[str, Any]
 
 
-class Collecting(Feeding):
+class Collecting(Scoring):
     """The part of the trainer that collects.
 
     Methods with a leading underscore keep names and shapes that subclasses of other trainers of this kind override.
     """
 
-    recipe: Recipe
     prompt_encoder: PromptEncoder
     backend: RolloutBackend
     custom_rollout: CustomRollout | None
     reward_runner: RewardRunner
     reward_func_names: list[str]
     reward_weights: Tensor
-    ref_model: nn.Module | None
     eos_token_ids: list[int]
-    beta: float
-    temperature: float
     _sampling_anew = False  # a generation that was counted before the run was resumed inside it
     # The random numbers of a generation follow from its place in the run, which a resumed run knows as well, …
     _place: tuple[int, ...] | None = None  # run, epoch and generation; evaluation: update, set and batch
     _asked_elsewhere = 0  # rollouts outside of both, a callback's, say
     _own_rows = range(0)  # … from a row's place in the batch of all processes, …
     _requests_made = 0  # … and, where a hook asks several times, from which time it is
-    scoring_shortcuts = True  # score rows of one prompt and of similar length together; False is the slow twin
+    _updates_since_sampling = 0
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
         """Rewards of whole groups, of all processes, to advantages; the two trainers differ here."""
         raise NotImplementedError
-
-    def timer(self, name: str) -> AbstractContextManager[None]:
-        return profiling_context(self, name)
 
     @property
     def group_size(self) -> int:
@@ -73,6 +61,8 @@ class Collecting(Feeding):
     def collect(self, rows: Sequence[Row]) -> TrainBatch:
         """Sample a completion for each row, score it, and compare it with its group."""
         rollouts = self.rollout(rows)
+        if self.mode == "train":
+            self._updates_since_sampling = 0
         self._log_lengths(rollouts)
         batch = self.to_tensors(rollouts)
         kl_penalty_N = self.add_logps(batch)
@@ -140,7 +130,7 @@ class Collecting(Feeding):
             completions = self.backend.sample(requests)
         if isinstance(self.backend, BuiltinBackend):
             self.metrics.add(self.mode, rollout_metrics(self.backend.counters))
-        # The loss knows log-probs of rollout functions and hooks; those of a backend have no part in it yet.
+        # Log-probs of rollout functions and hooks become part of the loss; those of a backend are its `plain_logps`.
         return [replace(completion, logps=None) for completion in completions]
 
     def _stop(self, completion_ids: Sequence[int]) -> StopReason:
@@ -182,97 +172,6 @@ class Collecting(Feeding):
         # Not read here: subclasses that compute their own loss look for it in the dict.
         batch.num_items_in_batch = self.accelerator.reduce(batch.loss_mask_BT.sum(), reduction="sum")
         return batch
-
-    def add_logps(self, batch: TrainBatch) -> Tensor | None:
-        """Add log-probs under the sampling weights and the reference to the batch, where the recipe needs them.
-
-        Returns the KL penalty of each completion of all processes, for recipes that charge it to the reward.
-        """
-        off_policy = self.mode == "train" and not self.args.rollouts_stay_on_policy
-        has_reference = self.args.beta != 0  # whatever a schedule makes of beta meanwhile
-        charge_kl = has_reference and self.recipe.kl == "reward"
-        if off_policy or charge_kl:
-            old_BT = self._frozen_logps(self.model, batch)
-        if off_policy and self.recipe.ratio == "sequence_sum":
-            batch.old_logps = (old_BT * batch.loss_mask_BT).sum(1)
-        elif off_policy:
-            batch.old_per_token_logps = old_BT
-        if charge_kl:
-            return self.beta * self._kl_in_reward(batch, old_BT - self._reference_logps(batch))
-        if has_reference:
-            batch.ref_per_token_logps = self._reference_logps(batch)
-        return None
-
-    def _kl_in_reward(self, batch: TrainBatch, log_ratio_BT: Tensor) -> Tensor:
-        """The KL estimate Σ_t (ℓ_old − ℓ_ref) of each completion of all processes; logs its mean per token."""
-        kl_B = (log_ratio_BT * batch.loss_mask_BT).sum(1)
-        local = torch.stack([kl_B.sum(), batch.loss_mask_BT.sum().to(kl_B)])
-        total, tokens = self.accelerator.reduce(local, reduction="sum").tolist()
-        self.metrics.add(self.mode, {"kl": total / max(tokens, 1)})
-        return gather_rows(self.accelerator, kl_B)
-
-    def _score(self, model: nn.Module, batch: TrainBatch, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and (with `compute_entropy`) entropies of the completions, (B, T) each."""
-        logps_BT, entropy_BT, *_ = self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([batch.prompt_ids, batch.completion_ids], 1),
-            torch.cat([batch.prompt_mask, batch.completion_mask], 1),
-            batch.completion_ids.shape[1],
-            **options,
-        )
-        return logps_BT, entropy_BT
-
-    def _frozen_logps(self, model: nn.Module, batch: TrainBatch) -> Tensor:
-        """Log-probs in evaluation mode: the distribution that was sampled from, without dropout."""
-        bare = self.accelerator.unwrap_model(model) if model is self.model else model
-        with sampling_mode(model):
-            return self._score(bare, batch, batch_size=self._forward_rows)[0]
-
-    def _reference_logps(self, batch: TrainBatch) -> Tensor:
-        if self.ref_model is not None:
-            return self._frozen_logps(self.ref_model, batch)
-        with reference_policy(self.accelerator.unwrap_model(self.model)):
-            return self._frozen_logps(self.model, batch)
-
-    @property
-    def _forward_rows(self) -> int:
-        """Rows per forward pass outside the update."""
-        args = self.args
-        return args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
-
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        **multimodal: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Hook: log-probs (B, T), entropies (B, T) or None, auxiliary loss or None."""
-        with self.timer("_get_per_token_logps_and_entropies"):
-            scores = score_tokens(
-                model,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                temperature=self.temperature,
-                batch_size=batch_size,
-                shortcuts=self._can_shorten(model),
-                entropy=compute_entropy,
-                entropy_gradient=self.entropy_control.enabled,
-            )
-        return scores.logps_BT, scores.entropy_BT, None
-
-    def _can_shorten(self, model: nn.Module) -> bool:
-        """Whether rows may be regrouped and cut for scoring.
-
-        A wrapped model communicates in its forward, so that all processes must run it equally often; who asks for
-        padding wants to see it.
-        """
-        wrapped = model is not self.accelerator.unwrap_model(model)
-        return self.scoring_shortcuts and not wrapped and self.args.pad_to_multiple_of is None
 
     # ---- rewards
 

@@ -9,6 +9,7 @@ An update reads top to bottom:
     _end_of_update      metrics of the update, controllers                               (updating.py)
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,17 +28,23 @@ from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
 from gruppo.data.prompts import PromptEncoder
 from gruppo.errors import ConfigError
 from gruppo.policy import adapters, loading
+from gruppo.policy.packed import PackedPolicy
+from gruppo.policy.support import why_not_packed
 from gruppo.rewards.runner import RewardRunner, function_name, is_reward_model, resolve_rewards, unique_names
+from gruppo.rollout.builtin import BuiltinBackend
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import generation_config
-from gruppo.rollout.select import choose_backend
+from gruppo.rollout.select import autocast_dtype, choose_backend
 from gruppo.trainer import setup
 from gruppo.trainer.completions import CompletionLog, start_hub_uploads
 from gruppo.trainer.entropy import EntropyControl
 from gruppo.trainer.metrics import MetricStore
 from gruppo.trainer.names import KnownNames
+from gruppo.trainer.planning import UpdatePlanner
 from gruppo.trainer.profiling import Timings
 from gruppo.trainer.updating import Updating
+
+logger = logging.getLogger(__name__)
 
 
 def _identity(rows: list[Any]) -> list[Any]:
@@ -182,6 +189,14 @@ class PolicyTrainer(KnownNames, Updating):
             tokenizer=self.processing_class,
             mixed_precision=self.accelerator.mixed_precision,  # a launcher may have set it, not the config
             needed=rollout_func is None,
+            entropies=args.skip_zero_advantage,  # of rows that the update leaves out
+        )
+        self.packed = self._make_packed_policy()
+        self.planner = UpdatePlanner(
+            args,
+            lambda: self.accelerator.unwrap_model(self.model),
+            self._release_sampler,
+            packed=self.packed is not None,
         )
         self._hub_uploads = None
         if self.accelerator.is_main_process and getattr(args, "log_completions_hub_repo", None):
@@ -200,6 +215,32 @@ class PolicyTrainer(KnownNames, Updating):
 
             self.add_callback(SyncRefModelCallback(ref_model=reference, accelerator=self.accelerator))
         return reference
+
+    def _make_packed_policy(self) -> PackedPolicy | None:
+        """How packed rows are run, or None, with a message, where they cannot be."""
+        args = self.args
+        dtype = autocast_dtype(self.accelerator.mixed_precision)
+        on_gpu = self.accelerator.device.type == "cuda"
+        policy = PackedPolicy(
+            fused_head=args.fused_head,
+            fused_layers=on_gpu if args.fused_layers is None else args.fused_layers,
+            autocast_dtype=dtype,
+        )
+        if not args.packed_update:
+            return None
+        reasons = setup.against_packing(self) or why_not_packed(self.accelerator.unwrap_model(self.model), policy)
+        if not reasons:
+            return policy
+        if self.accelerator.is_main_process:
+            logger.warning(
+                f"Rows are padded and run one micro-batch at a time, which is slow: {'; '.join(reasons)}. "
+                "packed_update=False asks for it without this message."
+            )
+        return None
+
+    def _release_sampler(self) -> None:
+        if isinstance(self.backend, BuiltinBackend):
+            self.backend.engine.release()
 
     def make_recipe(self) -> Recipe:
         """The row of the recipe table that the config describes."""
@@ -246,8 +287,11 @@ class PolicyTrainer(KnownNames, Updating):
         self.model.train()  # as in the update itself, whatever an evaluation left behind
         self._load_rng_state(self._random_state_due)
         batches = [self._next_micro_batch(step, i) for i, step in enumerate(islice(epoch_iterator, num_batches))]
+        size = self.update_size(batches) if batches else None
+        if size is not None and self.packed is not None:
+            batches = self.as_update(batches, size)
         self._update_seconds += time.perf_counter() - start
-        return batches, self.update_size(batches) if batches else None
+        return batches, size
 
     def _next_micro_batch(self, step: Any, position: int) -> dict[str, Any]:
         """Micro-step `step` of the epoch, the `position`-th of its update, from the queue.
@@ -280,7 +324,12 @@ class PolicyTrainer(KnownNames, Updating):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         start = time.perf_counter()
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.packed is None:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        elif "update" in inputs:
+            loss = self.run_update(model, inputs["update"])
+        else:  # the update's work is done in its last micro-step
+            loss = torch.zeros((), device=self.accelerator.device)
         self._step += 1
         self._update_seconds += time.perf_counter() - start
         if self.accelerator.sync_gradients:

@@ -69,9 +69,10 @@ class Reporting(Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Six operations per weight and token, forward and backward."""
-        if not isinstance(inputs, dict) or "completion_mask" not in inputs:
+        rows = inputs["update"].batch.to_dict() if "update" in inputs else inputs
+        if "completion_mask" not in rows:
             return 0
-        tokens = int(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum())
+        tokens = int(rows["prompt_mask"].sum() + rows["completion_mask"].sum())
         return 6 * tokens * self._num_weights
 
     @property

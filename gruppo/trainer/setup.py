@@ -2,9 +2,10 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 
 from gruppo.data.prompts import PromptEncoder, check_prompts, read_every_prompt, sample_rows
@@ -43,12 +44,50 @@ def check_config(args: Any, config_class: Any) -> None:
 def reject_unused_hooks(trainer: Any) -> None:
     """Raise for overridden methods that are never called here."""
     for name in UNUSED_HOOKS:
-        owner = next((cls for cls in type(trainer).__mro__ if name in vars(cls)), None)
-        if owner is not None and not owner.__module__.startswith("gruppo.trainer."):
+        if any(hasattr(cls, name) for cls in type(trainer).__mro__) and overridden(trainer, [name]):
             raise NotImplementedError(
                 f"{type(trainer).__name__} overrides `{name}`, which is not called here. Override `_compute_loss`, "
                 "`_generate_single_turn` or `_generate_and_score_completions`, or pass a `rollout_func`."
             )
+
+
+# Methods that see padded rows, one micro-batch at a time.
+PADDED_HOOKS = (
+    "_generate_and_score_completions",
+    "_compute_loss",
+    "_get_per_token_logps_and_entropies",
+    "compute_loss",
+    "training_step",
+    "prediction_step",
+    "get_batch_samples",
+    "_prepare_inputs",
+)
+
+# Every process holds the whole model, so that a forward pass of one process needs no other.
+REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def overridden(trainer: Any, names: Sequence[str]) -> list[str]:
+    """Those of these methods that a subclass outside of this package brings."""
+
+    def owner(name: str) -> type:
+        return next(cls for cls in type(trainer).__mro__ if name in vars(cls))
+
+    return [name for name in names if not owner(name).__module__.startswith(("gruppo.trainer.", "transformers."))]
+
+
+def against_packing(trainer: Any) -> list[str]:
+    """Settings and subclasses that work with padded rows only."""
+    args, reasons = trainer.args, []
+    if hooks := overridden(trainer, PADDED_HOOKS):
+        reasons.append(f"{type(trainer).__name__} overrides {', '.join(hooks)}, which sees padded rows")
+    if trainer.accelerator.distributed_type not in REPLICATED:
+        reasons.append(f"{trainer.accelerator.distributed_type.value} spreads the model over processes")
+    if args.torch_compile:
+        reasons.append("torch_compile=True compiles the model for rows of their own")
+    if args.pad_to_multiple_of is not None:
+        reasons.append(f"pad_to_multiple_of={args.pad_to_multiple_of} asks for padding")
+    return reasons
 
 
 def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) -> None:

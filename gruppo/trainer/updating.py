@@ -1,20 +1,34 @@
-"""From scored tensors to a loss: the second half of a training step."""
+"""From scored tensors to a loss: the second half of a training step.
 
+Packed rows (the fast path):
+
+    training_step   all packs of the update: forward, loss, backward      (one call, in the update's last micro-step)
+    pack_loss       log-probs of one pack → ratio × objective × masks + KL → its share of the loss
+    note_update     metrics of the update, by its nominal micro-batches
+
+Padded rows (the slow twin, and what hooks of subclasses work with): `compute_loss` of one micro-batch at a time.
+"""
+
+import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from gruppo.algo.loss import LossInputs, LossOutput, LossSettings, Max, Mean, Stat, UpdateSize, policy_loss
-from gruppo.algo.masks import entropy_threshold
+from gruppo.algo.masks import entropy_threshold, top_entropy_mask
+from gruppo.policy.packing import PackedRows, Packer
+from gruppo.policy.prefix import inner_model, is_noisy
 from gruppo.trainer.collecting import Collecting
 from gruppo.trainer.metrics import gather_rows, value_stat
+from gruppo.trainer.setup import REPLICATED
+from gruppo.trainer.update import Update
 from gruppo.types import TrainBatch
 
-# Every process holds the whole model, so that a forward pass of one process needs no other.
-_REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+logger = logging.getLogger(__name__)
 
 
 def _required(tensor: Tensor | None) -> Tensor:
@@ -26,9 +40,9 @@ class Updating(Collecting):
     """The part of the trainer that computes the loss."""
 
     loss_settings: LossSettings
-    skip_zero_advantage = True  # run rows that cannot change the update without a graph; False is the slow twin
     _size: UpdateSize  # of the update under way
     _update_seconds: float
+    _in_last_pack = False
 
     def update_size(self, batches: Sequence[dict[str, Any]]) -> UpdateSize:
         """Rows, loss tokens and micro-batches over all processes."""
@@ -43,12 +57,150 @@ class Updating(Collecting):
         rows, tokens, micro_batches = self.accelerator.reduce(local.double(), reduction="sum").tolist()
         return UpdateSize(rows=rows, tokens=tokens, micro_batches=micro_batches)
 
+    # ---- packed rows
+
+    def as_update(self, batches: Sequence[dict[str, Any]], size: UpdateSize) -> list[dict[str, Any]]:
+        """The same number of micro-steps, with all the work in the last: there gradients are agreed on."""
+        self._size = size
+        update = Update.of([TrainBatch.from_dict(batch) for batch in batches], size)
+        return [{} for _ in batches[1:]] + [{"update": update}]
+
+    def run_update(self, model: nn.Module, update: Update) -> Tensor:
+        """Forward and backward of every pack; the loss (0-d).
+
+        What an allocation failure interrupts is done again in smaller packs: the gradients so far are dropped, the
+        rows are still there.
+        """
+        assert self.packed is not None
+        while True:
+            try:
+                with self.packed.active(model), self.timer("compute_loss"):
+                    loss = self._run_packs(model, update)
+                self._note_update(update)
+                return loss
+            except torch.OutOfMemoryError:
+                if self.accelerator.num_processes > 1 and self._in_last_pack:
+                    raise  # the other processes wait for this one's gradients
+            self.planner.shrink()  # not in the handler: the traceback would keep what must be freed
+            model.zero_grad()
+
+    def _run_packs(self, model: nn.Module, update: Update) -> Tensor:
+        packer = update.packer(share=not is_noisy(model, inner_model(model)))
+        budget = self.planner.plan(update.batch).tokens
+        moving = self._moving_rows(update)
+        self._score_still_rows(model, update, packer, budget)
+        loss = torch.zeros((), device=self.accelerator.device)
+        units = self._units(update, moving)
+        for micro_batch, rows in units:
+            packs = packer.packs(rows, budget)
+            if micro_batch is not None and len(packs) > 1:
+                # The threshold is that of the whole micro-batch: its entropies must be known before its loss is.
+                self._score_frozen(model, update, packs)
+                self._set_threshold(update, micro_batch)
+            for pack in packs:
+                self._in_last_pack = pack is packs[-1] and rows is units[-1][1]
+                # Gradients travel between processes once, with the last pack.
+                with nullcontext() if self._in_last_pack else self.accelerator.no_sync(model):
+                    inputs = {"pack": pack, "update": update, "micro_batch": micro_batch}
+                    loss += super().training_step(model, inputs, update.size)
+        return loss
+
+    def _units(self, update: Update, moving: list[int]) -> list[tuple[int | None, list[int]]]:
+        """Rows that may share packs: all of the update, or micro-batch by micro-batch where the loss is defined so."""
+        if getattr(self.args, "top_entropy_quantile", 1.0) >= 1:
+            return [(None, moving)]
+        return [(i, list(range(part.start, part.stop))) for i, part in enumerate(update.micro_batches)]
+
+    def _pack_loss(self, model: nn.Module, pack: PackedRows, update: Update, micro_batch: int | None) -> Tensor:
+        """One pack's share of the update's loss."""
+        assert self.packed is not None
+        scores = self.packed.score(
+            model,
+            pack,
+            temperature=self.temperature,
+            entropy=True,
+            entropy_gradient=self.entropy_control.enabled,
+        )
+        logps_bT, entropy_bT = pack.padded(scores.logps), pack.padded(_required(scores.entropies))
+        update.keep(pack, logps_bT, entropy_bT)
+        if micro_batch is not None and update.thresholds[micro_batch] is None:
+            self._set_threshold(update, micro_batch)
+        rows = torch.tensor(pack.rows, device=logps_bT.device)
+        threshold = None if micro_batch is None else update.thresholds[micro_batch]
+        size = replace(
+            update.size,
+            micro_batch_tokens=update.tokens_B1[rows],
+            micro_batch_chosen=self._chosen_tokens(update, micro_batch, rows),
+        )
+        output = self._policy_loss(update.batch.rows(rows), logps_bT, entropy_bT, threshold, size)
+        # The size is that of all processes, but DDP averages their gradients.
+        return output.loss * self.accelerator.num_processes
+
+    def _set_threshold(self, update: Update, micro_batch: int) -> None:
+        part = update.micro_batches[micro_batch]
+        mask_bT = update.batch.loss_mask_BT[part]
+        update.thresholds[micro_batch] = self._entropy_threshold(update.entropy_BT[part], mask_bT)
+
+    def _chosen_tokens(self, update: Update, micro_batch: int | None, rows: Tensor) -> Tensor:
+        """(b, 1): the tokens of each row's micro-batch that an entropy bonus is the mean over."""
+        if micro_batch is None:
+            return update.tokens_B1[rows]
+        part, threshold = update.micro_batches[micro_batch], _required(update.thresholds[micro_batch])
+        chosen = top_entropy_mask(update.entropy_BT[part], update.batch.loss_mask_BT[part], threshold)
+        return chosen.sum().to(update.tokens_B1).expand(len(rows), 1)
+
+    def _moving_rows(self, update: Update) -> list[int]:
+        """The rows to run, at least one, so that every process has a backward pass."""
+        moving_B = self._can_move(update.batch)
+        rows = moving_B.nonzero()[:, 0].tolist()
+        return rows or [int((update.batch.prompt_mask.sum(1) + update.batch.completion_mask.sum(1)).argmin())]
+
+    def _can_move(self, batch: TrainBatch) -> Tensor:
+        """Bool (B,): the rows whose gradient can be other than 0."""
+        has_loss_B = batch.loss_mask_BT.any(1)
+        everything_counts = (
+            self.loss_settings.beta != 0
+            or self.entropy_control.enabled
+            or getattr(self.args, "top_entropy_quantile", 1.0) < 1
+        )
+        if everything_counts or not self.args.skip_zero_advantage:
+            return has_loss_B
+        return has_loss_B & (_required(batch.advantages) != 0).reshape(len(batch), -1).any(1)
+
+    def _score_still_rows(self, model: nn.Module, update: Update, packer: Packer, budget: int) -> None:
+        """Entropies of rows that are not run, for the metrics, where the sampler did not give them."""
+        if update.batch.engine_entropies is not None:
+            return
+        still_B = ~self._can_move(update.batch) & update.batch.loss_mask_BT.any(1)
+        self._score_frozen(model, update, packer.packs(still_B.nonzero()[:, 0].tolist(), budget))
+
+    @torch.no_grad()
+    def _score_frozen(self, model: nn.Module, update: Update, packs: Sequence[PackedRows]) -> None:
+        assert self.packed is not None
+        # Not through the wrapper: its forward may communicate, and not every process has such rows.
+        bare = self.accelerator.unwrap_model(model)
+        for pack in packs:
+            scores = self.packed.score(bare, pack, temperature=self.temperature, entropy=True)
+            update.keep(pack, pack.padded(scores.logps), pack.padded(_required(scores.entropies)))
+
+    def _note_update(self, update: Update) -> None:
+        """The metrics of the update's nominal micro-batches, from the scores of the packs."""
+        for part, threshold in zip(update.micro_batches, update.thresholds, strict=True):
+            batch, entropy_bT = update.batch.rows(part), update.entropy_BT[part]
+            with torch.no_grad():
+                output = self._policy_loss(batch, update.logps_BT[part], entropy_bT, threshold, update.size)
+            self._defer_stats(batch, update.logps_BT[part], output, update.ran_B[part])
+
+    # ---- padded rows
+
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """The micro-batch's share of the update's loss."""
         if return_outputs:
             raise ValueError("return_outputs=True is not supported: the loss comes from sampled completions.")
+        if "pack" in inputs:
+            return self._pack_loss(model, **inputs)
         self._size = num_items_in_batch if isinstance(num_items_in_batch, UpdateSize) else self.update_size([inputs])
         with self.timer("compute_loss"):
             return self._compute_loss(model, inputs)
@@ -57,30 +209,21 @@ class Updating(Collecting):
         """Hook: the loss of one micro-batch, from the dict of tensors that scoring returned."""
         batch = TrainBatch.from_dict(inputs)
         logps_BT, entropy_BT = self._score_for_loss(model, batch)
-        output = policy_loss(
-            LossInputs(
-                logps_BT=logps_BT,
-                mask_BT=batch.loss_mask_BT,
-                advantages=_required(batch.advantages),
-                old_logps_BT=batch.old_logps if batch.old_per_token_logps is None else batch.old_per_token_logps,
-                ref_logps_BT=batch.ref_per_token_logps,
-                sampler_logps_BT=batch.sampling_per_token_logps,
-                importance_weights=batch.importance_sampling_ratio,
-                entropy_BT=entropy_BT,
-                entropy_threshold=self._entropy_threshold(entropy_BT, batch.loss_mask_BT),
-                entropy_coef=self.entropy_control.active_coef,
-            ),
-            self.loss_settings,
-            self._size,
-        )
-        self.metrics.defer(output.stats | self._entropy_stats(output) | self._sampler_drift(batch, logps_BT))
-        # The size is that of all processes, but DDP averages their gradients.
+        threshold = self._entropy_threshold(entropy_BT, batch.loss_mask_BT)
+        output = self._policy_loss(batch, logps_BT, entropy_BT, threshold, self._size)
+        self._defer_stats(batch, logps_BT, output)
         return output.loss * self.accelerator.num_processes
 
     def _score_for_loss(self, model: nn.Module, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the micro-batch; rows that cannot move the update are run without a graph."""
-        moving_B = self._rows_that_move(batch)
-        if moving_B.all():
+        if self.packed is not None and not torch.is_grad_enabled():
+            packs = self._packs(batch)
+            assert packs is not None
+            logps_BT, entropy_BT = self._score_packs(self.accelerator.unwrap_model(model), batch, packs, entropy=True)
+            return logps_BT, _required(entropy_BT)
+        moving_B = self._can_move(batch)
+        moving_B[0] |= ~moving_B.any()
+        if moving_B.all() or not torch.is_grad_enabled() or not self._replicated:
             logps_BT, entropy_BT = self._score(model, batch, compute_entropy=True)
             return logps_BT, _required(entropy_BT)
         moving = self._score(model, batch.rows(moving_B), compute_entropy=True)
@@ -94,20 +237,36 @@ class Updating(Collecting):
         )
         return logps_BT, entropy_BT
 
-    def _rows_that_move(self, batch: TrainBatch) -> Tensor:
-        """The rows whose gradient can be other than 0, and at least one, so that every process has a backward pass."""
-        advantages = _required(batch.advantages)
-        everything_counts = (
-            self.loss_settings.beta != 0
-            or self.entropy_control.enabled
-            or not torch.is_grad_enabled()
-            or self.accelerator.distributed_type not in _REPLICATED
+    @property
+    def _replicated(self) -> bool:
+        return self.accelerator.distributed_type in REPLICATED
+
+    # ---- the loss and its statistics
+
+    def _policy_loss(
+        self, batch: TrainBatch, logps_BT: Tensor, entropy_BT: Tensor, threshold: Tensor | None, size: UpdateSize
+    ) -> LossOutput:
+        return policy_loss(
+            LossInputs(
+                logps_BT=logps_BT,
+                mask_BT=batch.loss_mask_BT,
+                advantages=_required(batch.advantages),
+                old_logps_BT=batch.old_logps if batch.old_per_token_logps is None else batch.old_per_token_logps,
+                ref_logps_BT=batch.ref_per_token_logps,
+                sampler_logps_BT=batch.sampling_per_token_logps,
+                importance_weights=batch.importance_sampling_ratio,
+                entropy_BT=entropy_BT,
+                entropy_threshold=threshold,
+                entropy_coef=self.entropy_control.active_coef,
+            ),
+            self.loss_settings,
+            size,
         )
-        if everything_counts or not self.skip_zero_advantage:
-            return torch.ones(len(batch), dtype=torch.bool, device=advantages.device)
-        moving_B = (advantages != 0).reshape(len(batch), -1).any(1) & batch.loss_mask_BT.any(1)
-        moving_B[0] |= ~moving_B.any()
-        return moving_B
+
+    def _defer_stats(
+        self, batch: TrainBatch, logps_BT: Tensor, output: LossOutput, ran_B: Tensor | None = None
+    ) -> None:
+        self.metrics.defer(output.stats | self._entropy_stats(output) | self._sampler_drift(batch, logps_BT, ran_B))
 
     def _entropy_threshold(self, entropy_BT: Tensor, mask_BT: Tensor) -> Tensor | None:
         """The entropy above which tokens of this micro-batch, over all processes, carry policy loss."""
@@ -125,14 +284,20 @@ class Updating(Collecting):
         scale = self.accelerator.num_processes if per_tokens else self._size.micro_batches
         return {"policy_loss": value_stat(output.policy_loss * scale), "_chosen_entropy": output.chosen_entropy}
 
-    def _sampler_drift(self, batch: TrainBatch, logps_BT: Tensor) -> dict[str, Stat]:
-        """How far the sampler's own log-probs are from the trainer's at the same weights."""
-        sampled_BT = batch.sampling_per_token_logps
+    def _sampler_drift(self, batch: TrainBatch, logps_BT: Tensor, ran_B: Tensor | None) -> dict[str, Stat]:
+        """How far the sampler's own log-probs are from the trainer's at the same weights, where those are known."""
+        sampled_BT = batch.engine_logps if batch.sampling_per_token_logps is None else batch.sampling_per_token_logps
         if sampled_BT is None:
             return {}
-        trained_BT = logps_BT.detach() if batch.old_per_token_logps is None else batch.old_per_token_logps
+        old_BT = None if self.reuses_engine_logps else batch.old_per_token_logps
+        if old_BT is None and self.mode == "train" and self._updates_since_sampling:
+            return {}
+        trained_BT = logps_BT.detach() if old_BT is None else old_BT
         drift_BT = (trained_BT - sampled_BT).abs()
-        drift = drift_BT[batch.loss_mask_BT.bool() & ~drift_BT.isnan()]
+        counts_BT = batch.loss_mask_BT.bool() & ~drift_BT.isnan()
+        if ran_B is not None and old_BT is None:
+            counts_BT &= ran_B[:, None]
+        drift = drift_BT[counts_BT]
         return {
             "sampling/sampling_logp_difference/mean": Mean(drift.sum(), drift.new_tensor(float(len(drift)))),
             "sampling/sampling_logp_difference/max": Max(drift if len(drift) else drift.new_tensor([torch.nan])),
@@ -140,6 +305,7 @@ class Updating(Collecting):
 
     def _end_of_update(self) -> None:
         """Agree on the metrics of the update, and let the entropy controller act on them."""
+        self._updates_since_sampling += 1
         means = self.metrics.flush("train")
         self.metrics.add("train", {"step_time": self._update_seconds})
         self._update_seconds = 0.0

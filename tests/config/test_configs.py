@@ -28,7 +28,7 @@ QUIET: dict[str, Any] = {"output_dir": "unused", "use_cpu": True, "bf16": False,
 INHERITED = {
     "learning_rate": 1e-6,
     "logging_steps": 10,
-    "gradient_checkpointing": True,
+    "gradient_checkpointing": None,
     "bf16": None,
     "remove_unused_columns": False,
     "lr_scheduler_kwargs": None,
@@ -94,6 +94,15 @@ SHARED = {
     "vllm_guided_decoding_regex": None,
     "wandb_log_unique_prompts": None,
     # ours
+    "max_tokens_per_micro_batch": None,
+    "packed_update": True,
+    "fused_head": True,
+    "fused_layers": None,
+    "skip_zero_advantage": True,
+    "reuse_sampling_logps": True,
+    "parity_check": "first",
+    "dynamic_sampling": False,
+    "max_resample_rounds": 4,
     "rollout_backend": "auto",
     "max_prompt_length": None,
     "pad_to_multiple_of": None,
@@ -177,7 +186,17 @@ SET_SHARED: dict[str, Any] = {
     "log_completions": True,
     "num_completions_to_print": 5,
     "log_unique_prompts": True,
+    "max_tokens_per_micro_batch": 5000,
+    "fused_head": False,
+    "fused_layers": True,
+    "skip_zero_advantage": False,
+    "reuse_sampling_logps": False,
+    "parity_check": "every:7",
+    "dynamic_sampling": True,
+    "max_resample_rounds": 2,
 }
+# Excludes others of them, so it is set by itself.
+ALONE = {"packed_update": False}
 SET_GRPO: dict[str, Any] = SET_SHARED | {
     "loss_type": "sapo",
     "importance_sampling_level": "sequence",
@@ -279,6 +298,19 @@ def test_bf16_is_on_unless_told_otherwise(given, resolved):
     assert GRPOConfig("unused", use_cpu=True, **given).bf16 is resolved
 
 
+# ---- the update
+
+
+@pytest.mark.parametrize(("given", "interval"), [("first", 0), ("off", None), ("every:1", 1), ("every:250", 250)])
+def test_parity_checks_have_an_interval(given, interval):
+    assert GRPOConfig(**QUIET, parity_check=given).parity_interval == interval
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_packed_rows_can_be_turned_off(config):
+    assert parse(config, QUIET | ALONE).packed_update is False
+
+
 # ---- spellings
 
 
@@ -372,7 +404,7 @@ def test_a_waiting_field_says_so(config, name):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_tables_cover_every_field(config):
-    covered = {*SET[config], *WAITING, *ALIASES}
+    covered = {*SET[config], *ALONE, *WAITING, *ALIASES}
     assert set(own_fields(config)) <= covered
     defaults = INHERITED | DEFAULTS[config]
     same = [name for name, value in SET[config].items() if defaults[name] == value]
@@ -512,7 +544,12 @@ def test_every_field_is_read_outside_the_config(config):
     sources = [path for path in root.rglob("*.py") if root / "config" not in path.parents]
     read = set().union(*(read_from_args(ast.parse(path.read_text(encoding="utf-8"))) for path in sources))
     # Fields that are read through a property of the config.
-    for through, name in (("upper_clip", "epsilon_high"), ("eval_group_size", "num_generations_eval")):
+    properties = (
+        ("upper_clip", "epsilon_high"),
+        ("eval_group_size", "num_generations_eval"),
+        ("parity_interval", "parity_check"),
+    )
+    for through, name in properties:
         assert through in read
         read.add(name)
     assert set(own_fields(config)) - read - NOT_YET.keys() - ALIASES.keys() == set()

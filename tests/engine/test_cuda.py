@@ -9,8 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from gruppo.engine.engine import Engine
 from gruppo.engine.settings import SamplingSettings
-from gruppo.engine.support import _plain_logps, trial
+from gruppo.engine.support import trial
 from gruppo.plan import RolloutPlan
+from gruppo.policy.support import plain_logps
 from gruppo.types import SampleRequest
 from tests.engine.models import BUILDERS, build
 from tests.engine.test_models import NEW_TOKENS, greedy, prompts
@@ -94,7 +95,7 @@ def test_logps_are_those_of_the_model(case: str) -> None:
         requests(), SamplingSettings(max_new_tokens=32)
     )
     rows = [list(requests()[i // 8].prompt_ids) + list(c.ids) for i, c in enumerate(completions)]
-    expected = _plain_logps(model, rows, autocast)
+    expected = plain_logps(model, rows, autocast)
     ours = [torch.tensor(c.logps) for c in completions]
     difference = torch.cat([(a - b[-len(a) :]).abs() for a, b in zip(ours, expected, strict=True)])
     print(case, "mean", difference.mean().item(), "max", difference.max().item())

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gruppo.engine import engine as engine_module
-from gruppo.engine import fusion
 from gruppo.engine import runner as runner_module
 from gruppo.engine.cache import ATTENTION_NAME
 from gruppo.engine.engine import Engine
-from gruppo.engine.inplace import Swap, swapped
 from gruppo.engine.settings import SamplingSettings
-from gruppo.engine.support import _plain_logps
+from gruppo.policy import fusion
+from gruppo.policy.inplace import Swap
 from gruppo.policy.prefix import inner_model
+from gruppo.policy.support import plain_logps
 from gruppo.types import SampleRequest
 from tests.engine.models import build
 
@@ -194,12 +193,10 @@ def test_also_when_sampling_fails(policy: Policy, monkeypatch: pytest.MonkeyPatc
 
 
 def everything_fused(model: nn.Module, dtypes: set[torch.dtype]) -> list[Swap]:
-    """What `fused_swaps` does on CUDA. The operations have twins on the CPU; rotary falls back by itself."""
-    norms = [swap for module in model.modules() for swap in fusion._norm(module, dtypes)]
-    mlps = [swap for module in model.modules() for swap in fusion._gated_mlp(module)]
-    rotary = fusion._rotary(model, dtypes)
-    assert (len(norms), len(mlps), len(rotary)) == (7, 3, 1)
-    return norms + mlps + rotary
+    """What `fused_swaps` does on CUDA; the operations have twins on the CPU."""
+    swaps = fusion.fused_swaps(model, dtypes, everything=True)
+    assert len(swaps) == 7 + 3 + 1, "norms, MLPs and the rotary embedding"
+    return swaps
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -415,43 +412,10 @@ def test_log_probs_are_those_of_a_pass_under_the_same_autocast(name: str) -> Non
     rows = [[*REQUESTS[i // 2].prompt_ids, *c.ids] for i, c in enumerate(completions)]
 
     def distance(dtype: torch.dtype | None) -> float:
-        logps = _plain_logps(model, rows, dtype)
+        logps = plain_logps(model, rows, dtype)
         return torch.cat(
             [(torch.tensor(c.logps) - own[-len(c.ids) :]).abs() for c, own in zip(completions, logps, strict=True)]
         ).mean()
 
     assert distance(torch.bfloat16) < 0.02
     assert distance(torch.bfloat16) < 0.5 * distance(None), "the arithmetic is autocast's, not float32"
-
-
-# ---- swapping attributes
-
-
-def test_swaps_are_undone_in_whatever_order_things_fail() -> None:
-    class Picky:
-        name = "of the class"
-
-        def __setattr__(self, key: str, value: Any) -> None:
-            if value == "refused":
-                raise ValueError(value)
-            super().__setattr__(key, value)
-
-    owner, picky = SimpleNamespace(a=1), Picky()
-    with swapped([Swap(owner, "a", 2), Swap(owner, "b", 3), Swap(picky, "name", "own")]):
-        assert (owner.a, owner.b, picky.name) == (2, 3, "own")
-        with swapped([Swap(owner, "a", 4)]):
-            assert owner.a == 4
-        assert owner.a == 2
-    assert vars(owner) == {"a": 1}
-    assert vars(picky) == {}
-    assert picky.name == "of the class"
-    with (
-        pytest.raises(ValueError, match="refused"),
-        swapped([Swap(owner, "a", 2), Swap(picky, "name", "refused"), Swap(owner, "b", 3)]),
-    ):
-        raise AssertionError("never reached")
-    assert vars(owner) == {"a": 1}
-    assert vars(picky) == {}
-    with pytest.raises(KeyboardInterrupt), swapped([Swap(owner, "a", 2), Swap(owner, "a", 5)]):
-        raise KeyboardInterrupt
-    assert vars(owner) == {"a": 1}

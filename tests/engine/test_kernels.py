@@ -6,7 +6,6 @@ everything here is compiled, and the tests marked `gpu` add real shapes.
 
 import inspect
 import math
-import os
 import subprocess
 import sys
 from types import ModuleType
@@ -20,21 +19,10 @@ from torch import Tensor
 
 from gruppo.engine import kernels, noise, ops, reference
 from gruppo.engine.kernels.sampling import draw_words
+from tests import interpreter
 
+interpreter.make_ready()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    # Triton 3.6 makes a loop's bound an integer by int(array of one element), which numpy 2.4 no longer takes.
-    from triton.runtime import interpreter
-
-    _patch = interpreter._patch_lang_tensor
-
-    def _patch_and_index(tensor: Any, scope: Any) -> None:
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = _patch_and_index
-
 
 # The interpreter computes NaN and -inf, on purpose, in numpy.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*", "ignore::RuntimeWarning:numpy.*")
@@ -317,78 +305,6 @@ def test_the_noise_is_the_same_integers_on_every_device() -> None:
     assert torch.equal(out.cpu(), noise.uniform_words(keys.cpu(), positions.cpu(), 12288))
 
 
-# ---- what lies between the matrix products
-
-VIEWS = {
-    "rows": lambda: torch.randn(2, 3, 48),
-    "heads of a projection": lambda: torch.randn(1, 5, 320).view(1, 5, 4, 80).transpose(1, 2),
-    "part of a row": lambda: torch.randn(6, 3, 100)[..., :72],
-    "three strides": lambda: torch.randn(3, 4, 5, 16).permute(2, 0, 1, 3)[:, ::2],
-}
-NORMS = [(False, False), (False, True), (True, True)]  # Llama, OLMo 2, Gemma
-
-
-@pytest.mark.parametrize(("plus_one", "wide"), NORMS)
-@pytest.mark.parametrize("view", VIEWS)
-def test_rms_norm(backend: Backend, view: str, plus_one: bool, wide: bool) -> None:
-    x = VIEWS[view]()
-    weight = torch.randn(x.shape[-1])
-    got = backend.ops.rms_norm(
-        x.to(backend.device), weight.to(backend.device), 1e-3, plus_one=plus_one, in_float32_weight=wide
-    )
-    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-3).sqrt() * (weight.double() + plus_one)
-    assert got.is_contiguous()
-    near(got, exact, torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
-def test_rms_norm_rounds_where_the_models_do(backend: Backend, dtype: torch.dtype) -> None:
-    x, weight = torch.randn(64, 256).to(dtype), torch.randn(256).to(dtype)
-    normal = x.float() * (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    expected = {False: weight * normal.to(dtype), True: (weight.float() * normal).to(dtype)}
-    assert (expected[False] == expected[True]).float().mean() < 0.9
-    for wide, values in expected.items():
-        args = (x.to(backend.device), weight.to(backend.device), 1e-6)
-        got = backend.ops.rms_norm(*args, plus_one=False, in_float32_weight=wide)
-        assert (got.cpu() == values).float().mean() > 0.99  # the statistics may differ in their last bit
-        widened = backend.ops.rms_norm(*args, plus_one=False, in_float32_weight=wide, out_dtype=torch.float32)
-        # Without a last rounding: the product itself, of what was or was not rounded before.
-        product = weight.float() * (normal if wide else normal.to(dtype).float())
-        assert widened.dtype == torch.float32
-        assert ((widened.cpu() - product).abs() < 1e-6).float().mean() > 0.99
-
-
-@pytest.mark.parametrize(("size", "turned"), [(64, 64), (80, 80), (80, 32), (96, 40)])
-def test_rotary(backend: Backend, size: int, turned: int) -> None:
-    tokens, half = 3, turned // 2
-    query, key = torch.randn(1, tokens, 6, size).transpose(1, 2), torch.randn(1, 2, tokens, size + 4)[..., :size]
-    cos, sin = torch.randn(1, tokens, turned), torch.randn(1, tokens, 2 * turned)[..., turned:]
-    got = backend.ops.rotary(*(x.to(backend.device) for x in (query, key, cos, sin)))
-    for x, rotated in zip((query, key), got, strict=True):
-        expected = x.double().clone()
-        for i in range(turned):
-            partner = -x[..., i + half] if i < half else x[..., i - half]
-            expected[..., i] = x[..., i].double() * cos[..., i].double() + partner.double() * sin[..., i].double()
-        assert rotated.shape == x.shape
-        assert rotated.transpose(1, 2).is_contiguous()
-        near(rotated, expected, torch.float32)
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gated(backend: Backend, activation: str) -> None:
-    both = torch.randn(2, 3, 2 * 2500) * 4
-    gate, up = both.double().chunk(2, -1)
-    inner = gate if activation == "silu" else 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-    got = backend.ops.gated(*both.to(backend.device).chunk(2, -1), activation=activation)
-    assert got.is_contiguous()
-    near(got, gate * torch.sigmoid(inner) * up, torch.float32)
-
-
-def test_an_unknown_activation_is_refused(backend: Backend) -> None:
-    with pytest.raises(ValueError, match="silu"):
-        backend.ops.gated(torch.ones(2), torch.ones(2), activation="relu")
-
-
 # ---- the choice between them
 
 
@@ -402,7 +318,8 @@ def test_all_three_modules_offer_the_same_functions() -> None:
 
 def test_cpu_tensors_need_no_triton() -> None:
     code = (
-        "import sys, torch; from gruppo.engine import ops; ops.gated(torch.ones(2), torch.ones(2), activation='silu')"
+        "import sys, torch; from gruppo.engine import ops; x = torch.ones(1, 1, 1); "
+        "ops.write_kv(x, x, x.clone(), x.clone(), torch.tensor([0]))"
     )
     subprocess.run([sys.executable, "-c", f"{code}; assert 'gruppo.engine.kernels' not in sys.modules"], check=True)
 
@@ -537,22 +454,3 @@ def test_sample_tokens_at_size(vocabulary: int, dtype: torch.dtype) -> None:
     logits = (torch.randn(32, vocabulary, device="cuda") * 3).to(dtype)
     for greedy in (False, True):
         check_samples(Backend(ops, "cuda"), logits, 0.9, greedy)  # type: ignore[arg-type]
-
-
-@pytest.mark.gpu
-def test_elementwise_at_size() -> None:
-    x, gate, up = (torch.randn(512, width, device="cuda").bfloat16() for width in (1536, 8960, 8960))
-    weight = torch.randn(1536, device="cuda").bfloat16()
-    for plus_one, wide in NORMS:
-        options = dict(plus_one=plus_one, in_float32_weight=wide)
-        assert (
-            relative_error(ops.rms_norm(x, weight, 1e-6, **options), reference.rms_norm(x, weight, 1e-6, **options))
-            < 1e-3
-        )
-    for activation in ("silu", "gelu_tanh"):
-        exact = reference.gated(gate.double(), up.double(), activation=activation)
-        assert relative_error(ops.gated(gate, up, activation=activation), exact) < 2e-3
-    query, key = (torch.randn(1, 512, heads, 128, device="cuda").bfloat16().transpose(1, 2) for heads in (12, 2))
-    cos, sin = torch.randn(2, 1, 512, 128, device="cuda").bfloat16()
-    for got, expected in zip(ops.rotary(query, key, cos, sin), reference.rotary(query, key, cos, sin), strict=True):
-        assert relative_error(got, expected) < 1e-4

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 from gruppo.engine.engine import Engine
 from gruppo.engine.reference import KeyTable, Workspace
 from gruppo.engine.settings import SamplingSettings
-from gruppo.engine.support import _plain_logps
 from gruppo.plan import RolloutPlan
+from gruppo.policy.support import plain_logps
 from gruppo.types import Completion, SampleRequest
 from tests.engine.models import BUILDERS, build
 
@@ -53,7 +53,7 @@ def test_it_samples_what_the_model_itself_does(name: str, plan: RolloutPlan | No
     assert (short, long) == (True, False)
     assert_same(ours, others)
     rows = [[*REQUESTS[i // 3].prompt_ids, *c.ids] for i, c in enumerate(ours)]
-    for completion, plain in zip(ours, _plain_logps(model, rows, None), strict=True):
+    for completion, plain in zip(ours, plain_logps(model, rows, None), strict=True):
         torch.testing.assert_close(torch.tensor(completion.logps), plain[-len(completion.ids) :], rtol=0, atol=1e-5)
 
 

@@ -8,8 +8,9 @@ import torch
 
 from gruppo.engine.engine import Engine
 from gruppo.engine.settings import SamplingSettings
-from gruppo.engine.support import _plain_logps, trial, unsupported_model
+from gruppo.engine.support import trial, unsupported_model
 from gruppo.plan import RolloutPlan
+from gruppo.policy.support import plain_logps
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.engine.models import BUILDERS, VOCABULARY, build
 
@@ -69,7 +70,7 @@ def test_logps_equal_a_plain_forward(name: str) -> None:
     requests = [SampleRequest(ids, 3, noise_key=i) for i, ids in enumerate(prompts())]
     completions = Engine(lambda: model).sample(requests, settings)
     rows = [prompts()[i // 3] + list(c.ids) for i, c in enumerate(completions)]
-    for completion, expected in zip(completions, _plain_logps(model, rows, None), strict=True):
+    for completion, expected in zip(completions, plain_logps(model, rows, None), strict=True):
         torch.testing.assert_close(torch.tensor(completion.logps), expected[-len(completion.ids) :], rtol=0, atol=1e-5)
 
 

@@ -10,8 +10,9 @@ from torch import nn
 from gruppo.engine.engine import Engine
 from gruppo.engine.settings import SamplingSettings
 from gruppo.engine.shadow import Shadow
-from gruppo.engine.support import _plain_logps, trial, unsupported_model
+from gruppo.engine.support import trial, unsupported_model
 from gruppo.plan import RolloutPlan
+from gruppo.policy.support import plain_logps
 from gruppo.types import SampleRequest
 from tests.engine.models import _SIZE, build
 
@@ -19,7 +20,7 @@ from tests.engine.models import _SIZE, build
 def logp_error(model: Any, tokens: int) -> float:
     """Largest difference to a plain forward pass."""
     (completion,) = Engine(lambda: model).sample([SampleRequest([5, 6, 7], 1)], SamplingSettings(tokens))
-    (expected,) = _plain_logps(model, [[5, 6, 7, *completion.ids]], None)
+    (expected,) = plain_logps(model, [[5, 6, 7, *completion.ids]], None)
     assert completion.logps is not None
     return (torch.tensor(completion.logps) - expected[-len(completion.ids) :]).abs().max().item()
 

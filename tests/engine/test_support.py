@@ -126,7 +126,7 @@ def own_attention() -> Any:
         (virtual_prompt, "its adapter learns virtual prompt tokens"),
         (lambda: Wrapped(virtual_prompt()), "its adapter learns virtual prompt tokens"),
         (in_two_places, "its weights are on several devices (cpu, meta)"),
-        (lambda: build("llama").to("meta"), "the engine has no kernels for meta"),
+        (lambda: build("llama").to("meta"), "there are no kernels for meta"),
         (own_attention, "BloomForCausalLM does not let its attention be chosen"),
         (lambda: nn.Linear(2, 2), "Linear is not a transformers model"),
     ],

@@ -174,10 +174,11 @@ def test_a_peft_config_keeps_the_base_model_as_reference(kind, tmp_path):
     rows = [trainer.train_dataset[i] for i in (0, 0, 1, 1)]
     shake(trainer.model)
     batch = trainer.to_tensors(trainer.rollout(rows))
-    found = trainer._reference_logps(batch)
-    expected = trainer._frozen_logps(tiny_model(), batch)
+    packs = trainer._packs(batch)
+    found = trainer._reference_logps(batch, packs)
+    expected = trainer._frozen_logps(tiny_model(), batch, packs)
     torch.testing.assert_close(found, expected)
-    assert differ(found, trainer._frozen_logps(trainer.model, batch))
+    assert differ(found, trainer._frozen_logps(trainer.model, batch, packs))
 
 
 @pytest.mark.parametrize("kind", TRAINERS)

@@ -87,15 +87,12 @@ def test_positions_do_not_count_padding():
     assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2], [0, 0, 1, 2, 2]]
 
 
-@pytest.mark.parametrize("shortcuts", [True, False])
 @pytest.mark.parametrize("batch_size", [None, 1, 3, 9])
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_are_those_of_each_row_alone(name, batch_size, shortcuts):
+def test_scores_are_those_of_each_row_alone(name, batch_size):
     model = sharp(MODELS[name]())
     with torch.no_grad():
-        logps, entropies = score_tokens(
-            model, *padded(), WIDTH, batch_size=batch_size, shortcuts=shortcuts, entropy=True
-        )
+        logps, entropies = score_tokens(model, *padded(), WIDTH, batch_size=batch_size, entropy=True)
         expected_logps, expected_entropies = alone(model)
     torch.testing.assert_close(logps, expected_logps, rtol=0, atol=1e-10)
     torch.testing.assert_close(entropies, expected_entropies, rtol=0, atol=1e-10)
@@ -133,12 +130,11 @@ def test_what_is_masked_is_exactly_zero_whatever_stands_there():
     torch.testing.assert_close(first.logps_BT, second.logps_BT, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("shortcuts", [True, False])
-def test_tokens_behind_a_hole_in_the_mask_are_scored(shortcuts):
+def test_tokens_behind_a_hole_in_the_mask_are_scored():
     model, (ids, mask) = sharp(tiny_model()), padded()
     mask[:, -WIDTH] = 0
     with torch.no_grad():
-        found = score_tokens(model, ids, mask, WIDTH, shortcuts=shortcuts).logps_BT
+        found = score_tokens(model, ids, mask, WIDTH).logps_BT
         logits = model(input_ids=ids, attention_mask=mask, position_ids=position_ids(mask)).logits
     expected = logits[:, -WIDTH - 1 : -1].log_softmax(-1).gather(2, ids[:, -WIDTH:, None]).squeeze(2)
     torch.testing.assert_close(found, expected * mask[:, -WIDTH:], rtol=0, atol=1e-10)
@@ -173,11 +169,10 @@ def test_entropies_are_left_out_unless_asked_for():
         assert score_tokens(tiny_model(), *padded(), WIDTH).entropy_BT is None
 
 
-@pytest.mark.parametrize("shortcuts", [True, False])
-def test_only_the_logits_that_are_needed_are_made(shortcuts):
+def test_only_the_logits_that_are_needed_are_made():
     model, shapes = tiny_model(), []
     model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
-    score_tokens(model, *padded(), WIDTH, batch_size=3, shortcuts=shortcuts)
+    score_tokens(model, *padded(), WIDTH, batch_size=3)
     assert sum(rows for rows, _, _ in shapes) == 4
     assert max(rows for rows, _, _ in shapes) <= 3
     assert max(width for _, width, _ in shapes) == WIDTH + 1

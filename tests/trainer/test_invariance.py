@@ -17,7 +17,6 @@ from gruppo import GRPOTrainer
 from tests.trainer.scripted import (
     BY_MICRO_BATCH,
     RECIPES,
-    ScriptedRLOO,
     make_trainer,
     relative_difference,
     rows_in_order,
@@ -79,18 +78,6 @@ def test_the_order_of_rows_does_not_matter(recipe: str, tmp_path: Path) -> None:
     assert relative_difference(update(recipe, tmp_path, seed=1), update(recipe, tmp_path, seed=2)) < 1e-9
 
 
-class FullRows(GRPOTrainer):
-    """Every row is scored with its own prompt, in one piece."""
-
-    scoring_shortcuts = False
-
-
-class EveryRow(FullRows):
-    """The slow twin: rows with advantage 0 get a backward pass too."""
-
-    skip_zero_advantage = False
-
-
 def equal_rewards_in_the_first_group(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
     return [1.0 if prompt == "p0:" else len(text) / 8 for prompt, text in zip(prompts, completions, strict=True)]
 
@@ -102,46 +89,49 @@ def test_rows_without_advantage_need_no_backward_pass(recipe: str, all_equal: bo
         (lambda completions, **kwargs: [1.0] * len(completions)) if all_equal else equal_rewards_in_the_first_group
     )
     runs = []
-    for subclass in (FullRows, EveryRow):
-        trainer = make_trainer(recipe, tmp_path, subclass=subclass, reward=reward, **WHOLE)
-        rows: list[int] = []
-        trainer.model.register_forward_hook(
-            lambda m, a, k, o, rows=rows: rows.append(_graph_rows(o)), with_kwargs=True
+    for skip in (True, False):
+        trainer = make_trainer(recipe, tmp_path, skip_zero_advantage=skip, reward=reward, **WHOLE)
+        tokens: list[int] = []
+        trainer.model.model.embed_tokens.register_forward_hook(
+            lambda m, a, o, seen=tokens: seen.append(a[0].numel() if torch.is_grad_enabled() else 0)
         )
-        runs.append((update_of(trainer), sum(rows), trainer.state.log_history[0]))
-    (fast, fast_rows, fast_logs), (slow, slow_rows, slow_logs) = runs
-    assert slow_rows == 16
-    moving = {"kl": 16, "truncated": 9}.get(recipe, 12)  # the KL moves every row; masked rows move nothing
-    assert fast_rows == (1 if all_equal and recipe != "kl" else moving)
+        runs.append((update_of(trainer), sum(tokens), trainer.state.log_history[0]))
+    (fast, few, fast_logs), (slow, many, slow_logs) = runs
+    moves_everything = recipe in ("kl", "top_entropy")
+    assert few == many if moves_everything else 0 < few < (0.15 if all_equal else 0.85) * many
     for name in slow:
         assert torch.allclose(fast[name], slow[name], rtol=1e-9, atol=1e-15), name
     for key in ("entropy", "loss", "completions/mean_length", "reward"):
         assert fast_logs[key] == pytest.approx(slow_logs[key], rel=1e-6, abs=1e-7)
 
 
-class PlainRLOO(ScriptedRLOO):
-    scoring_shortcuts = False
-
-
 @pytest.mark.parametrize("recipe", tiered(RECIPES))
-def test_sharing_prompts_changes_the_work_but_not_the_update(recipe: str, tmp_path: Path) -> None:
-    """Each prompt once for its rows, rows of similar length together; two passes, so that old log-probs count too."""
-    rloo = recipe == "rloo"
+def test_packed_rows_change_the_work_but_not_the_update(recipe: str, tmp_path: Path) -> None:
+    """Each prompt once for its rows and no padding; two passes, so that old log-probs count too."""
     runs = []
-    for subclass in (ScriptedRLOO, PlainRLOO) if rloo else (GRPOTrainer, FullRows):
-        trainer = make_trainer(
-            recipe, tmp_path, subclass=subclass, num_iterations=2, max_steps=2, learning_rate=0.1, **WHOLE
-        )
+    for packed in (True, False):
+        settings = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.1, "packed_update": packed}
+        trainer = make_trainer(recipe, tmp_path, **settings, **WHOLE)
+        assert (trainer.packed is not None) == packed
         tokens: list[int] = []
         trainer.model.model.embed_tokens.register_forward_hook(lambda m, a, o, seen=tokens: seen.append(a[0].numel()))
-        runs.append((update_of(trainer), sum(tokens)))
-    (shared, few), (full, many) = runs
+        runs.append((update_of(trainer), sum(tokens), trainer.state.log_history))
+    (shared, few, shared_logs), (full, many, full_logs) = runs
     assert relative_difference(full, shared) < TOLERANCE[torch.float64]
-    assert few < 0.95 * many
+    assert few < 0.75 * many
+    for a, b in zip(shared_logs, full_logs, strict=True):
+        timeless = [{k: v for k, v in log.items() if "time" not in k and "per_second" not in k} for log in (a, b)]
+        assert timeless[0] == pytest.approx(timeless[1], rel=1e-6, abs=1e-7)
 
 
-def _graph_rows(output: Any) -> int:
-    return len(output.logits) if output.logits.requires_grad else 0
+@pytest.mark.parametrize("budget", [10, 25, 60])
+@pytest.mark.parametrize("recipe", tiered(RECIPES))
+def test_the_token_budget_does_not_matter(recipe: str, budget: int, tmp_path: Path) -> None:
+    """Packs of a row or two, or the whole update in one; nominal micro-batches of four rows either way."""
+    cut = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    whole = update(recipe, tmp_path, **cut)
+    split = update(recipe, tmp_path, max_tokens_per_micro_batch=budget, **cut)
+    assert relative_difference(whole, split) < TOLERANCE[torch.float64]
 
 
 @pytest.mark.slow

@@ -103,10 +103,7 @@ def test_3_rows_that_cannot_move_the_update_have_no_backward_pass(
     fast = run(tmp_path, Watching, **settings)
     assert graded == [2]
 
-    class SlowTwin(Watching):
-        skip_zero_advantage = False
-
-    slow = run(tmp_path, SlowTwin, **settings)
+    slow = run(tmp_path, Watching, skip_zero_advantage=False, **settings)
     assert graded == [2, 4]
     for a, b in zip(fast.model.parameters(), slow.model.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-7)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gruppo.engine.kernels.softmax import INF, accumulate, join, padded, scores_of, start_of
+from gruppo.kernels.gpu.softmax import INF, accumulate, join, padded, scores_of, start_of
 
 __all__ = ["decode_attention"]
 

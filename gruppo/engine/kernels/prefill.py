@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gruppo.engine.kernels.softmax import INF, accumulate, padded, scores_of, start_of
+from gruppo.kernels.gpu.softmax import INF, accumulate, padded, scores_of, start_of
 
 __all__ = ["prefill_attention"]
 

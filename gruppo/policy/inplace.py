@@ -1,6 +1,5 @@
-"""Running the training module itself: what is changed for sampling, and how all of it comes back."""
+"""Running the training module itself in another way: what is changed for a while, and how all of it comes back."""
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,14 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from gruppo.engine.cache import ATTENTION_NAME
-
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class Swap:
-    """An attribute that has another value while the engine runs. Instances only: no class is touched."""
+    """An attribute that has another value for a while. Instances and modules only: no class is touched."""
 
     owner: Any
     name: str
@@ -39,26 +36,14 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
                 delattr(swap.owner, swap.name)
 
 
-def attention_swaps(model: nn.Module) -> list[Swap]:
-    """The engine's attention, in every config that a part of the model reads."""
+def attention_swaps(model: nn.Module, name: str) -> list[Swap]:
+    """The attention registered under this name, in every config that a part of the model reads."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     return [
-        Swap(config, "_attn_implementation_internal", ATTENTION_NAME)
+        Swap(config, "_attn_implementation_internal", name)
         for config in configs.values()
         if hasattr(config, "_attn_implementation_internal")
     ]
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """No garbage collection: a graph that is being captured must not see memory freed by chance."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

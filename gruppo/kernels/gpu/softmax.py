@@ -17,25 +17,32 @@ def padded(size: int) -> int:
 
 
 @triton.jit
+def tanh(x):
+    # By the side of e^-2|x| that cannot overflow.
+    small = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    bounded = (1 - small) / (1 + small)
+    return tl.where(x < 0, -bounded, bounded)
+
+
+@triton.jit
 def scores_of(q, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Scores of queries [M, D] and keys [N, D], scaled and capped, in units of log 2: float32 [M, N]."""
     products = tl.dot(q, tl.trans(keys), input_precision="ieee")
     if HAS_SOFTCAP:
-        x = products * (scale / softcap)
-        # tanh by the side of e^-2|x| that cannot overflow.
-        small = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-        bounded = (1 - small) / (1 + small)
-        return tl.where(x < 0, -bounded, bounded) * (softcap * LOG2E)
+        return tanh(products * (scale / softcap)) * (softcap * LOG2E)
     return products * (scale * LOG2E)
 
 
 @triton.jit
-def accumulate(scores, values, highest, total, mixed):
-    """Take a block of scores [M, N] and values [N, Dv] into the running softmax: maximum, sum [M], mixture [M, Dv]."""
-    higher = tl.maximum(highest, tl.max(scores, 1))
+def accumulate(scores, values, highest, total, mixed, unit=1.0):
+    """Take a block of scores [M, N] and values [N, Dv] into the running softmax: maximum, sum [M], mixture [M, Dv].
+
+    Scores are in units of log 2 when multiplied by `unit`, a positive number; inside the exponential that is free.
+    """
+    higher = tl.maximum(highest, tl.max(scores, 1) * unit)
     # A query that has seen no key yet, the window's edge being in a later block, has -inf here; -inf - -inf is NaN.
     anchor = tl.where(higher > -INF, higher, 0.0)
-    weights = tl.exp2(scores - anchor[:, None])
+    weights = tl.exp2(scores * unit - anchor[:, None])
     fade = tl.exp2(highest - anchor)
     total = total * fade + tl.sum(weights, 1)
     mixed = tl.dot(weights.to(values.dtype), values, mixed * fade[:, None], input_precision="ieee")

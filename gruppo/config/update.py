@@ -1,0 +1,32 @@
+"""How the update is computed. None of it changes the loss: each switch has a slow twin with the same gradients."""
+
+from dataclasses import dataclass
+
+from gruppo.config.fields import option
+
+
+@dataclass
+class UpdateConfig:
+    """Micro-batches, fast paths, and the check that they are what they claim to be."""
+
+    max_tokens_per_micro_batch: int | None = option(
+        None, "Most tokens in one forward and backward pass of packed rows; None plans it from the free memory."
+    )
+    packed_update: bool = option(
+        True, "Score and train rows without padding, each prompt once per group; False pads every row."
+    )
+    fused_head: bool = option(
+        True, "With packed rows: log-probs and entropies without a tensor of tokens × vocabulary."
+    )
+    fused_layers: bool | None = option(
+        None, "With packed rows: norms, rotary embeddings and gated MLPs in fewer kernels; None where it pays (CUDA)."
+    )
+    skip_zero_advantage: bool = option(True, "Leave rows that cannot change the update out of it.")
+    reuse_sampling_logps: bool = option(
+        True,
+        "Take old log-probs from the sampling engine where the parity check found them to agree (mean difference at "
+        "most 1e-3); False computes them anew.",
+    )
+    parity_check: str = option(
+        "first", "Compare the fast path with the slow one on real rows: `first` update, `every:N` updates, or `off`."
+    )

@@ -1,0 +1,1 @@
+"""Triton kernels. The modules above choose between these and plain torch."""

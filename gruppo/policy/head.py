@@ -1,0 +1,96 @@
+"""The language-model head of a model: where it is, what is done to its logits, and scores through it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gruppo.algo.logprobs import entropy_from_logits, selective_log_softmax
+from gruppo.kernels.head import Head, head_scores
+from gruppo.policy.prefix import inner_model
+
+# Tokens whose logits exist at once where the head is a module that only it knows how to run.
+_TOKENS_AT_ONCE = 1024
+
+
+class Scores(NamedTuple):
+    """Log-probs (M,) of the wanted tokens and, if asked for, entropies (M,) of their distributions."""
+
+    logps: Tensor
+    entropies: Tensor | None
+
+
+@dataclass(frozen=True)
+class ModelHead:
+    """A model's head and what follows it: logits = cap(scale · module(hidden))."""
+
+    module: nn.Module
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "ModelHead":
+        inner = inner_model(model)
+        text = inner.config.get_text_config()
+        if isinstance(getattr(inner, "logit_scale", None), int | float):  # Cohere
+            scale = float(inner.logit_scale)
+        else:
+            scale = 1 / (getattr(text, "logits_scaling", None) or 1.0)  # Granite
+        return cls(inner.get_output_embeddings(), scale, getattr(text, "final_logit_softcapping", None))
+
+    @property
+    def linear(self) -> Head | None:
+        """The head as one matrix; None if something else is in its place, such as an adapter."""
+        module: Any = self.module
+        if hasattr(module, "modules_to_save"):  # peft's full copy of a module
+            active = module.active_adapters[0] if module.active_adapters else None
+            module = module.original_module if module.disable_adapters else module.modules_to_save[active]
+        if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+            return None
+        return Head(module.weight, module.bias, self.scale, self.softcap)
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """What the model does to the output of its head."""
+        logits = logits if self.scale == 1 else logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def scores(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        run: Callable[[Tensor], Tensor],
+        *,
+        fused: bool,
+        temperature: float,
+        entropy: bool,
+        entropy_gradient: bool,
+        dtype: torch.dtype | None,
+    ) -> Scores:
+        """Scores of tokens (M,) predicted from hidden states (M, H); `run` is the head's own forward.
+
+        Not fused, or with a head that is no plain matrix, logits are made of a stretch of tokens at a time and again
+        in the backward pass.
+        """
+        linear = self.linear if fused else None
+        if linear is not None:
+            options = dict(temperature=temperature, entropy=entropy, entropy_gradient=entropy_gradient, dtype=dtype)
+            return Scores(*head_scores(hidden, linear, targets, **options))
+
+        def stretch(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype is not None):
+                logits = self.finish(run(hidden))
+            logps = selective_log_softmax(logits, targets, temperature=temperature)
+            if not entropy:
+                return logps, logps.new_zeros(0)
+            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+                return logps, entropy_from_logits(logits, temperature=temperature)
+
+        parts = [
+            checkpoint(stretch, *part, use_reentrant=False)
+            for part in zip(hidden.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True)
+        ]
+        logps, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
+        return Scores(logps, entropies if entropy else None)

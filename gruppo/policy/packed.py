@@ -1,0 +1,157 @@
+"""The policy on packed rows: no padding, each prompt once, one fused head.
+
+While it runs, three things of a model are replaced, and come back afterwards: its attention is `packed_attention` over
+the segments that travel as a forward argument, its head hands out the hidden states instead of logits, and norms,
+rotary embeddings and gated MLPs run in fewer kernels. Gradient checkpointing runs the layers again in the backward
+pass, so that must happen inside `active` too; outside, it raises.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from gruppo.errors import PackingError
+from gruppo.kernels.attention import Segments, packed_attention
+from gruppo.policy.fusion import fused_swaps
+from gruppo.policy.head import ModelHead, Scores
+from gruppo.policy.inplace import Swap, attention_swaps, swapped
+from gruppo.policy.packing import PackedRows
+from gruppo.policy.prefix import inner_model
+
+ATTENTION_NAME = "gruppo_packed"
+
+
+class PackedPolicy:
+    """Scores packed rows under a model, with or without gradients."""
+
+    def __init__(
+        self, *, fused_head: bool = True, fused_layers: bool = True, autocast_dtype: torch.dtype | None = None
+    ):
+        self.fused_head = fused_head
+        self.fused_layers = fused_layers
+        self.autocast_dtype = autocast_dtype
+        self._fused: dict[
+            int, tuple[Any, list[Swap]]
+        ] = {}  # by model: its parameters, and its layers in fewer kernels
+
+    @contextmanager
+    def active(self, model: nn.Module) -> Iterator[None]:
+        """In here the model runs packed rows, forward and backward, and nothing else."""
+        inner = inner_model(model)
+        with swapped([*attention_swaps(inner, ATTENTION_NAME), *self._layer_swaps(inner)]):
+            yield
+
+    def score(
+        self,
+        model: nn.Module,
+        pack: PackedRows,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        entropy_gradient: bool = False,
+    ) -> Scores:
+        """Log-probs and entropies (M,) of the pack's scored tokens under the tempered distribution of the model.
+
+        `model` may be wrapped (DDP, adapters, autocast); it is called once.
+        """
+        head = ModelHead.of(model)
+        caught: list[Tensor] = []
+        run_head = head.module.forward
+        with swapped([Swap(head.module, "forward", partial(_catch, caught, run_head))]):
+            model(
+                input_ids=pack.input_ids[None],
+                position_ids=pack.position_ids[None],
+                use_cache=False,
+                logits_to_keep=0,
+                packed_segments=pack.segments,
+            )
+        if len(caught) != 1:
+            raise PackingError(f"{type(inner_model(model)).__name__} calls its head {len(caught)} times, not once.")
+        hidden = caught[0][0]
+        if hidden.requires_grad:
+            hidden.register_hook(partial(_check_active, inner_model(model).config))
+        return head.scores(
+            hidden.index_select(0, pack.sources),
+            pack.targets,
+            run_head,
+            fused=self.fused_head,
+            temperature=temperature,
+            entropy=entropy,
+            entropy_gradient=entropy_gradient,
+            dtype=self.autocast_dtype,
+        )
+
+    def _layer_swaps(self, model: Any) -> list[Swap]:
+        if not self.fused_layers:
+            return []
+        parameters = [id(parameter) for parameter in model.parameters()]
+        known, swaps = self._fused.get(id(model), (None, []))
+        if known != parameters:
+            dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+            if self.autocast_dtype is not None:
+                dtypes.add(self.autocast_dtype)
+            swaps = fused_swaps(model, dtypes)
+            self._fused[id(model)] = (parameters, swaps)
+        return swaps
+
+
+def _catch(caught: list[Tensor], run_head: Any, hidden: Tensor) -> Tensor:
+    """In the head's place: keep the hidden states (1, N, H), and return the logits of no token at all.
+
+    They are made by the head itself, so that a wrapper that looks for the parameters behind an output finds its.
+    """
+    caught.append(hidden)
+    logits: Tensor = run_head(hidden[:, :0])
+    return logits
+
+
+def _check_active(config: Any, _: Tensor) -> None:
+    if config._attn_implementation_internal != ATTENTION_NAME:
+        raise PackingError(
+            "The backward pass of packed rows runs outside of `PackedPolicy.active`. With gradient checkpointing the "
+            "layers would be computed again with another attention. Call backward inside, or set packed_update=False."
+        )
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    packed_segments: Segments | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls: (1, heads, N, D) in, (1, N, heads, Dv) out."""
+    if packed_segments is None:
+        raise PackingError(f"{type(module).__name__} does not hand forward arguments on to its attention.")
+    if attention_mask is not None:
+        raise PackingError(f"{type(module).__name__} makes an attention mask of its own.")
+    if dropout:
+        raise PackingError(f"{type(module).__name__} drops attention weights ({dropout}), which packed rows cannot.")
+    # Mixed precision casts what goes into attention, as it does for torch's own: rotated queries may be float32.
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    by_token = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    out = packed_attention(
+        *by_token,
+        packed_segments,
+        scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)

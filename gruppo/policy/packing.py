@@ -1,0 +1,192 @@
+"""Rows without padding: completions one after another, each prompt once for all of its completions.
+
+    prompt  5 6 7      completions  8 9 2  and  3 2            (rows of one group)
+    pack    5 6 7 | 8 9 | 3      positions  0 1 2 | 3 4 | 3    (three segments, the first is parent of the others)
+
+A completion's last token is only ever a target, so it is not in the pack. Its first token is predicted from the
+prompt's last one, which the group shares.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gruppo.kernels.attention import Segments
+from gruppo.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Some rows of a batch as one sequence of N tokens, with M tokens to score.
+
+    For the example above, rows 0 and 1 of a batch three tokens wide:
+        sources  [2, 3, 4, 2, 5]    the token of the pack from which each scored token is predicted
+        targets  [8, 9, 2, 3, 2]    those tokens
+        places   [0, 1, 2, 3, 4]    where they are in the flattened (2, 3) rows
+    """
+
+    rows: tuple[int, ...]
+    width: int  # T, columns of the padded completions
+    input_ids: Tensor  # (N,)
+    position_ids: Tensor  # (N,)
+    segments: Segments
+    sources: Tensor  # (M,)
+    targets: Tensor  # (M,)
+    places: Tensor  # (M,)
+    prompt_tokens: int  # of the N
+
+    @property
+    def tokens(self) -> int:
+        return len(self.input_ids)
+
+    def padded(self, values_M: Tensor) -> Tensor:
+        """Scores (M,) in their places, (rows, T), with 0 elsewhere; differentiable."""
+        flat = values_M.new_zeros(len(self.rows) * self.width)
+        return flat.index_put((self.places,), values_M).view(len(self.rows), self.width)
+
+    def to(self, device: torch.device) -> "PackedRows":
+        names = ("input_ids", "position_ids", "sources", "targets", "places")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        segments = Segments.of(self.segments.lengths, self.segments.parents, device)
+        return replace(self, segments=segments, **moved)
+
+
+class Packer:
+    """Cuts the rows of a batch into packs of at most so many tokens.
+
+    `share` False gives every row a prompt of its own: in a model that draws noise while it is trained, siblings must
+    not share the prompt's.
+    """
+
+    def __init__(self, batch: TrainBatch, *, share: bool = True):
+        self.device = batch.completion_ids.device
+        self.width = batch.completion_ids.shape[1]
+        self.share = share
+        # One copy to the host for the whole batch: cutting row by row on a GPU would wait for it thousands of times.
+        parts = (batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask, batch.loss_mask_BT)
+        prompts, prompt_mask, completions, mask, scored = (part.cpu() for part in parts)
+        self.prompts = [ids[on] for ids, on in zip(prompts, prompt_mask.bool(), strict=True)]
+        self.completions = [ids[on] for ids, on in zip(completions, mask.bool(), strict=True)]
+        columns = torch.arange(self.width)
+        self.columns = [columns[on] for on in mask.bool()]
+        self.scored = [wanted[on].bool() for wanted, on in zip(scored, mask.bool(), strict=True)]
+        self.keys: list[Hashable] = [
+            (i if not share else None, prompt.numpy().tobytes()) for i, prompt in enumerate(self.prompts)
+        ]
+
+    def packs(self, rows: Sequence[int], budget: int) -> list[PackedRows]:
+        """These rows in packs of at most `budget` tokens, or of one row where that alone has more."""
+        prompt_tokens = [len(self.prompts[row]) for row in rows]
+        tails = [max(len(self.completions[row]) - 1, 0) for row in rows]
+        cut = cut_rows([self.keys[row] for row in rows], prompt_tokens, tails, budget)
+        return [self._pack([rows[i] for i in part]) for part in cut]
+
+    def _pack(self, rows: Sequence[int]) -> PackedRows:
+        groups: dict[Hashable, list[int]] = {}
+        for i, row in enumerate(rows):
+            groups.setdefault(self.keys[row], []).append(i)
+        ids: list[Tensor] = []
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        places: list[Tensor] = []
+        lengths: list[int] = []
+        parents: list[int] = []
+        prompt_tokens = start = 0
+        for members in groups.values():
+            prompt, parent = self.prompts[rows[members[0]]], len(lengths)
+            ids.append(prompt)
+            lengths.append(len(prompt))
+            parents.append(-1)
+            prompt_tokens += len(prompt)
+            start += len(prompt)
+            end_of_prompt = start - 1
+            for i in members:
+                completion, wanted = self.completions[rows[i]], self.scored[rows[i]]
+                if len(completion) == 0:
+                    continue
+                before = torch.arange(start - 1, start - 1 + len(completion))
+                before[0] = end_of_prompt
+                sources.append(before[wanted])
+                targets.append(completion[wanted])
+                places.append(i * self.width + self.columns[rows[i]][wanted])
+                if len(completion) > 1:
+                    ids.append(completion[:-1])
+                    lengths.append(len(completion) - 1)
+                    parents.append(parent)
+                    start += len(completion) - 1
+        host = Segments.of(lengths, parents, torch.device("cpu"))
+        return PackedRows(
+            rows=tuple(rows),
+            width=self.width,
+            input_ids=torch.cat(ids),
+            position_ids=host.positions(),
+            segments=host,
+            sources=_joined(sources),
+            targets=_joined(targets),
+            places=_joined(places),
+            prompt_tokens=prompt_tokens,
+        ).to(self.device)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
+
+
+def cut_rows(keys: Sequence[Hashable], prompts: Sequence[int], tails: Sequence[int], budget: int) -> list[list[int]]:
+    """Rows with these prompts (the key says which are the same) and completion tokens, in packs within the budget.
+
+    A group stays together unless it alone is too large; then it is cut into as few parts of about equal size as fit.
+    Packs are filled evenly, largest part first, so that no small one is left over.
+
+    Example, two groups with prompts of 10 tokens, within 60:
+        cut_rows("aaab", [10] * 4, [20, 20, 20, 5], 60) == [[0, 2], [1, 3]]
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for i, key in enumerate(keys):
+        groups.setdefault(key, []).append(i)
+    parts = [part for members in groups.values() for part in _split_group(members, prompts, tails, budget)]
+
+    def size(part: Sequence[int]) -> int:
+        return prompts[part[0]] + sum(tails[i] for i in part)
+
+    if not parts:
+        return []
+    count = -(-sum(map(size, parts)) // budget)
+    packs: list[list[int]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for part in sorted(parts, key=size, reverse=True):
+        least = min(range(len(packs)), key=filled.__getitem__)
+        if packs[least] and filled[least] + size(part) > budget:
+            packs.append([])
+            filled.append(0)
+            least = len(packs) - 1
+        packs[least] += part
+        filled[least] += size(part)
+    return [sorted(pack) for pack in packs if pack]
+
+
+def _split_group(members: list[int], prompts: Any, tails: Any, budget: int) -> list[list[int]]:
+    """A group in parts that each fit with a prompt of their own."""
+    total, room = sum(tails[i] for i in members), max(budget - prompts[members[0]], 1)
+    if total <= room:
+        return [members]
+    count = min(-(-total // room), len(members))
+    while True:
+        parts = _even_parts(members, tails, count)
+        if count == len(members) or all(sum(tails[i] for i in part) <= room for part in parts):
+            return parts
+        count += 1
+
+
+def _even_parts(members: list[int], tails: Any, count: int) -> list[list[int]]:
+    """Longest first, each to the part that has least; then back in order."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for i in sorted(members, key=lambda i: -tails[i]):
+        least = min(range(count), key=lambda p: (filled[p], len(parts[p])))
+        parts[least].append(i)
+        filled[least] += tails[i]
+    return [sorted(part) for part in parts if part]

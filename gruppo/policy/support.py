@@ -1,0 +1,161 @@
+"""Which models run in an attention of ours: reasons against, found in the config and by trying.
+
+Two kinds of checks. The structural ones name what is missing. A trial compares a few tokens with a plain forward pass
+of the same model: whatever a model does that nobody thought of (a mask of its own, state beside the cache, positions
+that depend on the batch) shows up as a difference.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gruppo.policy.loading import context_length, has_learned_positions
+from gruppo.policy.modes import sampling_mode
+from gruppo.policy.packed import PackedPolicy
+from gruppo.policy.packing import Packer
+from gruppo.policy.prefix import forward_arguments, inner_model, position_ids
+from gruppo.types import TrainBatch
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
+# Rotary frequencies that depend on the longest sequence of the batch.
+_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# Mean |difference| of log-probs in a trial, by the type of the arithmetic.
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+def unsupported_model(model: nn.Module) -> list[str]:
+    """What is missing for this model, one sentence each; empty if nothing is known to be."""
+    inner = inner_model(model)
+    config = getattr(inner, "config", None)
+    if config is None:
+        return [f"{type(inner).__name__} is not a transformers model"]
+    text = config.get_text_config()
+    reasons = []
+    if getattr(config, "is_encoder_decoder", False):
+        reasons.append("it is an encoder-decoder model")
+    if getattr(inner, "_is_stateful", False):
+        reasons.append("it keeps a recurrent state")
+    if not getattr(inner, "_supports_attention_backend", False):
+        reasons.append(f"{type(inner).__name__} does not let its attention be chosen")
+    if other := sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - _KNOWN_LAYERS):
+        reasons.append(f"it has layers of the kind {', '.join(other)}")
+    if missing := sorted({"past_key_values", "position_ids", "logits_to_keep"} - forward_arguments(model)):
+        reasons.append(f"its forward takes no {', '.join(missing)}")
+    if any(getattr(text, name, False) for name in ("use_bidirectional_attention", "prefix_lm", "is_prefix_lm")):
+        reasons.append("its attention is not causal")
+    if kinds := sorted(_rope_types(text) & _BATCH_DEPENDENT_ROPE):
+        reasons.append(f"its rotary embedding ({', '.join(kinds)}) depends on the longest sequence of a batch")
+    if any(getattr(adapter, "is_prompt_learning", False) for adapter in _adapters(model)):
+        reasons.append("its adapter learns virtual prompt tokens")
+    devices = sorted({str(parameter.device) for parameter in inner.parameters()})
+    if len(devices) > 1:
+        reasons.append(f"its weights are on several devices ({', '.join(devices)})")
+    elif devices and torch.device(devices[0]).type not in ("cpu", "cuda"):
+        reasons.append(f"there are no kernels for {devices[0]}")
+    return reasons
+
+
+def _adapters(model: nn.Module) -> list[Any]:
+    """Configs of peft adapters, wherever in the wrappers they are."""
+    found = [getattr(module, "peft_config", None) for module in model.modules()]
+    return [adapter for adapters in found if isinstance(adapters, dict) for adapter in adapters.values()]
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Kinds of rotary embedding, which a config names once or per kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)] if isinstance(rope, dict) else []
+    return {str(part.get("rope_type", "default")) for part in [rope, *nested] if isinstance(part, dict)}
+
+
+# What a model may stumble over in a trial.
+STUMBLES = (RuntimeError, LookupError, ValueError, TypeError, AttributeError)
+
+
+def trial_prompts(model: nn.Module, tokens: int) -> list[list[int]]:
+    """Random prompts of a few lengths that leave room for so many tokens."""
+    inner = inner_model(model)
+    embeddings = (inner.get_input_embeddings(), inner.get_output_embeddings())
+    vocabulary = min(part.weight.shape[0] for part in embeddings)
+    generator = torch.Generator().manual_seed(0)
+    context = context_length(inner) if has_learned_positions(inner) else None
+    lengths = [n for n in (1, 7, 19) if context is None or n + tokens <= context]
+    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+def why_not_packed(model: nn.Module, policy: PackedPolicy) -> list[str]:
+    """What keeps a model from being run on packed rows; nothing if it can be."""
+    reasons = unsupported_model(model)
+    if reasons:
+        return reasons
+    failure = packed_trial(model, policy)
+    return [failure] if failure else []
+
+
+@torch.no_grad()
+def packed_trial(model: nn.Module, policy: PackedPolicy) -> str | None:
+    """Score a few tokens in a pack and in rows of their own; what is wrong with the pack, or None."""
+    tokens = 6
+    prompts = trial_prompts(model, tokens)
+    rows = [(prompt, list(reversed(trial_prompts(model, tokens)[-1]))[:n]) for prompt in prompts for n in (1, tokens)]
+    device = next(inner_model(model).parameters()).device
+    batch = _batch(rows, device)
+    (pack,) = Packer(batch).packs(range(len(rows)), 10**9)
+    try:
+        with policy.active(model), torch.random.fork_rng():
+            policy.score(model, pack)  # as in training: what it draws there must not be the attention's weights
+            with sampling_mode(model):
+                ours = pack.padded(policy.score(model, pack).logps)
+        expected = plain_logps(model, [prompt + completion for prompt, completion in rows], policy.autocast_dtype)
+    except STUMBLES as error:
+        return f"a trial of it failed: {type(error).__name__}: {error}"
+    pairs = zip(ours.float().cpu(), expected, rows, strict=True)
+    differences = [(a[: len(row[1])] - b[-len(row[1]) :]).abs() for a, b, row in pairs]
+    return too_far(model, torch.cat(differences).mean().item(), policy.autocast_dtype)
+
+
+def too_far(model: nn.Module, difference: float, autocast_dtype: torch.dtype | None) -> str | None:
+    """What to say about a trial whose log-probs differ by so much on average; None if that is rounding."""
+    inner = inner_model(model)
+    dtype = autocast_dtype or next(p.dtype for p in inner.parameters() if p.is_floating_point())
+    if difference <= _TOLERANCE[dtype]:
+        return None
+    return f"in a trial its log-probs differ from a plain forward pass by {difference:.2g} on average"
+
+
+def _batch(rows: list[tuple[list[int], list[int]]], device: torch.device) -> TrainBatch:
+    width, prompt_width = max(len(c) for _, c in rows), max(len(p) for p, _ in rows)
+
+    def padded(values: list[int], size: int, left: bool) -> list[int]:
+        blank = [0] * (size - len(values))
+        return blank + values if left else values + blank
+
+    def tensor(part: int, size: int, *, mask: bool, left: bool) -> Tensor:
+        values = [[1] * len(row[part]) if mask else row[part] for row in rows]
+        return torch.tensor([padded(value, size, left) for value in values], device=device)
+
+    return TrainBatch(
+        prompt_ids=tensor(0, prompt_width, mask=False, left=True),
+        prompt_mask=tensor(0, prompt_width, mask=True, left=True),
+        completion_ids=tensor(1, width, mask=False, left=False),
+        completion_mask=tensor(1, width, mask=True, left=False),
+    )
+
+
+@torch.no_grad()
+def plain_logps(model: nn.Module, rows: list[list[int]], autocast_dtype: torch.dtype | None) -> list[Tensor]:
+    """Log-probs of each row's tokens but the first, row by row, with the model's own attention."""
+    inner = inner_model(model)
+    device = next(inner.parameters()).device
+    logps = []
+    with sampling_mode(inner), torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
+        for row in rows:
+            ids = torch.tensor([row], device=device)
+            mask = torch.ones_like(ids)
+            logits = (
+                type(inner).forward(inner, input_ids=ids, attention_mask=mask, position_ids=position_ids(mask)).logits
+            )
+            logp = logits[0, :-1].float().log_softmax(-1)
+            logps.append(logp.gather(1, ids[0, 1:, None])[:, 0].cpu())
+    return logps

@@ -1,0 +1,90 @@
+"""How many tokens of an update run at once, and what happens when that was too many."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gruppo.plan import ModelShape, UpdatePlan, free_memory, plan_update, training_bytes
+from gruppo.policy.adapters import is_peft_model
+from gruppo.policy.prefix import inner_model
+from gruppo.types import TrainBatch
+
+logger = logging.getLogger(__name__)
+
+
+class UpdatePlanner:
+    """Makes the plan with the first rows and keeps it; turns gradient checkpointing on if the plan says so.
+
+    `policy` returns the bare model, `release` frees what sampling holds between rollouts.
+    """
+
+    def __init__(self, args: Any, policy: Callable[[], nn.Module], release: Callable[[], None], *, packed: bool):
+        self.args = args
+        self.policy = policy
+        self.release = release
+        self.packed = packed
+        self.in_force: UpdatePlan | None = None
+
+    def plan(self, batch: TrainBatch) -> UpdatePlan:
+        if self.in_force is None:
+            self._apply(self._make(batch))
+        assert self.in_force is not None
+        return self.in_force
+
+    def _make(self, batch: TrainBatch) -> UpdatePlan:
+        args, model = self.args, inner_model(self.policy())
+        longest = int(batch.prompt_mask.sum(1).max()) + args.max_completion_length
+        if not self.packed:
+            longest *= args.per_device_train_batch_size  # padded rows are run a micro-batch at a time
+        weights = [p for p in model.parameters() if p.is_floating_point()]
+        return plan_update(
+            ModelShape.from_config(model.config),
+            longest_row=longest,
+            bytes_per_value=weights[0].element_size(),
+            free_bytes=free_memory(weights[0].device) - training_bytes(weights),
+            device=weights[0].device.type,
+            checkpointing=args.gradient_checkpointing,
+            tokens=args.max_tokens_per_micro_batch,
+        )
+
+    def _apply(self, plan: UpdatePlan) -> None:
+        self.in_force = plan
+        model: Any = self.policy()
+        if not plan.checkpointing or inner_model(model).is_gradient_checkpointing:
+            return
+        if self.args.gradient_checkpointing is None:
+            logger.warning("Memory is short: gradient checkpointing is on. gradient_checkpointing=False forbids it.")
+        kwargs = self.args.gradient_checkpointing_kwargs or {"use_reentrant": False}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        if is_peft_model(model):
+            model.enable_input_require_grads()
+
+    def shrink(self) -> None:
+        """After a failed allocation: give back what sampling holds, and half the tokens at once."""
+        plan = self.in_force
+        assert plan is not None
+        self.release()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        smaller = plan.halved()
+        if plan.tokens == 1:
+            if plan.checkpointing or self.args.gradient_checkpointing is False:
+                raise torch.OutOfMemoryError(
+                    "The device has no memory for the forward and backward pass of a single row. Lower "
+                    "max_completion_length or max_prompt_length, or train an adapter (peft_config)."
+                )
+            smaller = replace(smaller, checkpointing=True)
+        self._apply(smaller)
+        logger.warning(f"Out of memory in the update: going on with {smaller}. No rows are lost.")
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The plan in force: a resumed run cuts its updates as the straight one would have."""
+        return None if self.in_force is None else self.in_force.to_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        if state is not None:
+            self._apply(UpdatePlan(**state))

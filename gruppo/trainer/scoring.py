@@ -1,0 +1,146 @@
+"""Log-probs of completions under the policy and the reference, in packs or in padded rows."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gruppo.algo.recipes import Recipe
+from gruppo.policy.adapters import reference_policy
+from gruppo.policy.logprobs import score_tokens
+from gruppo.policy.modes import sampling_mode
+from gruppo.policy.packed import PackedPolicy
+from gruppo.policy.packing import PackedRows, Packer
+from gruppo.trainer.feeding import Feeding
+from gruppo.trainer.metrics import gather_rows
+from gruppo.trainer.planning import UpdatePlanner
+from gruppo.trainer.profiling import profiling_context
+from gruppo.types import TrainBatch
+
+
+class Scoring(Feeding):
+    """The part of the trainer that scores given completions."""
+
+    recipe: Recipe
+    ref_model: nn.Module | None
+    beta: float
+    temperature: float
+    packed: PackedPolicy | None  # how packed rows are run; None: padded rows, the slow twin
+    planner: UpdatePlanner
+    reuses_engine_logps = False  # the parity check found them to agree with the trainer's
+
+    def timer(self, name: str) -> AbstractContextManager[None]:
+        return profiling_context(self, name)
+
+    def add_logps(self, batch: TrainBatch) -> Tensor | None:
+        """Add log-probs under the sampling weights and the reference to the batch, where the recipe needs them.
+
+        Returns the KL penalty of each completion of all processes, for recipes that charge it to the reward.
+        """
+        off_policy = self.mode == "train" and not self.args.rollouts_stay_on_policy
+        has_reference = self.args.beta != 0  # whatever a schedule makes of beta meanwhile
+        charge_kl = has_reference and self.recipe.kl == "reward"
+        if not (off_policy or has_reference):
+            return None
+        packs = self._packs(batch)
+        if off_policy or charge_kl:
+            reuse = self.reuses_engine_logps and batch.engine_logps is not None
+            old_BT = batch.engine_logps if reuse else self._frozen_logps(self.model, batch, packs)
+        if off_policy and self.recipe.ratio == "sequence_sum":
+            batch.old_logps = (old_BT * batch.loss_mask_BT).sum(1)
+        elif off_policy:
+            batch.old_per_token_logps = old_BT
+        if charge_kl:
+            return self.beta * self._kl_in_reward(batch, old_BT - self._reference_logps(batch, packs))
+        if has_reference:
+            batch.ref_per_token_logps = self._reference_logps(batch, packs)
+        return None
+
+    def _kl_in_reward(self, batch: TrainBatch, log_ratio_BT: Tensor) -> Tensor:
+        """The KL estimate Σ_t (ℓ_old − ℓ_ref) of each completion of all processes; logs its mean per token."""
+        kl_B = (log_ratio_BT * batch.loss_mask_BT).sum(1)
+        local = torch.stack([kl_B.sum(), batch.loss_mask_BT.sum().to(kl_B)])
+        total, tokens = self.accelerator.reduce(local, reduction="sum").tolist()
+        self.metrics.add(self.mode, {"kl": total / max(tokens, 1)})
+        return gather_rows(self.accelerator, kl_B)
+
+    def _score(self, model: nn.Module, batch: TrainBatch, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and (with `compute_entropy`) entropies of the completions, (B, T) each."""
+        logps_BT, entropy_BT, *_ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([batch.prompt_ids, batch.completion_ids], 1),
+            torch.cat([batch.prompt_mask, batch.completion_mask], 1),
+            batch.completion_ids.shape[1],
+            **options,
+        )
+        return logps_BT, entropy_BT
+
+    def _frozen_logps(self, model: nn.Module, batch: TrainBatch, packs: Sequence[PackedRows] | None) -> Tensor:
+        """Log-probs in evaluation mode: the distribution that was sampled from, without dropout."""
+        bare = self.accelerator.unwrap_model(model) if model is self.model else model
+        with sampling_mode(model):
+            if packs is None:
+                return self._score(bare, batch, batch_size=self._forward_rows)[0]
+            return self._score_packs(bare, batch, packs)[0]
+
+    def _reference_logps(self, batch: TrainBatch, packs: Sequence[PackedRows] | None) -> Tensor:
+        if self.ref_model is not None:
+            return self._frozen_logps(self.ref_model, batch, packs)
+        with reference_policy(self.accelerator.unwrap_model(self.model)):
+            return self._frozen_logps(self.model, batch, packs)
+
+    def _packs(self, batch: TrainBatch) -> list[PackedRows] | None:
+        """The rows that have something to score, packed; None where padded rows are scored."""
+        if self.packed is None:
+            return None
+        rows = batch.loss_mask_BT.any(1).nonzero()[:, 0].tolist()
+        return Packer(batch).packs(rows, self.planner.plan(batch).tokens)
+
+    def _score_packs(
+        self, model: nn.Module, batch: TrainBatch, packs: Sequence[PackedRows], entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropies (B, T) of a batch that is packed; 0 where nothing is scored."""
+        assert self.packed is not None
+        with self.timer("_get_per_token_logps_and_entropies"), self.packed.active(model):
+            scores = [self.packed.score(model, pack, temperature=self.temperature, entropy=entropy) for pack in packs]
+
+        def placed(values: list[Tensor]) -> Tensor:
+            out = torch.zeros(batch.completion_ids.shape, device=batch.completion_ids.device)
+            for pack, value in zip(packs, values, strict=True):
+                out = out.to(value.dtype).index_copy(0, torch.tensor(pack.rows, device=out.device), pack.padded(value))
+            return out
+
+        entropies = [score.entropies for score in scores if score.entropies is not None]
+        return placed([score.logps for score in scores]), placed(entropies) if entropy else None
+
+    @property
+    def _forward_rows(self) -> int:
+        """Rows per forward pass outside the update."""
+        args = self.args
+        return args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **multimodal: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Hook: log-probs (B, T), entropies (B, T) or None, auxiliary loss or None."""
+        with self.timer("_get_per_token_logps_and_entropies"):
+            scores = score_tokens(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                temperature=self.temperature,
+                batch_size=batch_size,
+                entropy=compute_entropy,
+                entropy_gradient=self.entropy_control.enabled,
+            )
+        return scores.logps_BT, scores.entropy_BT, None

@@ -1,0 +1,71 @@
+"""The rows of one optimizer update: which of them are run, in which packs, and what was found out about each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from gruppo.algo.reduce import UpdateSize
+from gruppo.data.collate import join
+from gruppo.policy.packing import PackedRows, Packer
+from gruppo.types import TrainBatch
+
+
+@dataclass
+class Update:
+    """All rows that this process contributes to an update.
+
+    They come in nominal micro-batches (`per_device_train_batch_size` rows each), by which metrics and some losses are
+    defined, and are run in packs that have nothing to do with those. Scores are kept for the rows that were run; until
+    then a row has the log-probs it was sampled with, which makes its ratio 1.
+    """
+
+    batch: TrainBatch
+    micro_batches: list[slice]
+    size: UpdateSize  # over all processes
+    logps_BT: Tensor
+    entropy_BT: Tensor
+    ran_B: Tensor  # bool
+    thresholds: list[Tensor | None] = field(default_factory=list)  # of entropy, per micro-batch
+
+    @classmethod
+    def of(cls, batches: Sequence[TrainBatch], size: UpdateSize) -> "Update":
+        bounds = [0, *accumulate(map(len, batches))]
+        batch = join(batches)
+        shape, device = batch.completion_ids.shape, batch.completion_ids.device
+        known = batch.old_per_token_logps
+        dtype = torch.float32 if batch.advantages is None else batch.advantages.dtype
+        logps_BT = torch.zeros(shape, dtype=dtype, device=device) if known is None else known.clone()
+        entropy_BT = torch.zeros(shape, dtype=dtype, device=device)
+        if batch.engine_entropies is not None:
+            entropy_BT = batch.engine_entropies * batch.loss_mask_BT
+        return cls(
+            batch=batch,
+            micro_batches=[slice(a, b) for a, b in pairwise(bounds)],
+            size=size,
+            logps_BT=logps_BT,
+            entropy_BT=entropy_BT,
+            ran_B=torch.zeros(shape[0], dtype=torch.bool, device=device),
+            thresholds=[None] * len(batches),
+        )
+
+    def packer(self, *, share: bool) -> Packer:
+        return Packer(self.batch, share=share)
+
+    def keep(self, pack: PackedRows, logps_bT: Tensor, entropy_bT: Tensor) -> None:
+        """Remember the scores of rows that were run."""
+        rows = torch.tensor(pack.rows, device=self.ran_B.device)
+        self.logps_BT[rows] = logps_bT.detach().to(self.logps_BT.dtype)
+        self.entropy_BT[rows] = entropy_bT.detach().to(self.entropy_BT.dtype)
+        self.ran_B[rows] = True
+
+    @cached_property
+    def tokens_B1(self) -> Tensor:
+        """(B, 1): the loss tokens of the micro-batch that each row belongs to."""
+        mask_BT = self.batch.loss_mask_BT
+        counts = torch.tensor([part.stop - part.start for part in self.micro_batches], device=mask_BT.device)
+        tokens = torch.stack([mask_BT[part].sum() for part in self.micro_batches])
+        return tokens.repeat_interleave(counts)[:, None].to(self.logps_BT.dtype)
