@@ -1,4 +1,4 @@
-"""Memory arithmetic: what fits where, computed before it is allocated.
+"""Memory arithmetic: what fits where, computed before it is allocated. At the end, how much a model has to compute.
 
 Sizes are counted in bytes and tokens from numbers that a model's config gives; nothing here touches a device except
 `free_memory`, which asks it how much is left.
@@ -16,8 +16,11 @@ _POOL_SHARE = 0.6
 _MOST_ROWS = {"cuda": 1024, "cpu": 256}
 # Prompt tokens in one forward pass: enough to keep the device busy, few enough that activations stay small.
 _PREFILL_TOKENS = {"cuda": 8192, "cpu": 2048}
-# Tokens in one forward and backward pass: more keep more activations and gain nothing.
-_UPDATE_TOKENS = {"cuda": 8192, "cpu": 4096}
+# Tokens in one forward and backward pass. More keep more activations and gain nothing once the device is busy longer
+# than the host needs to give it work, which depends on the layers and not on the tokens: a GPU needs so many products of
+# weights and tokens per layer, within these bounds.
+_PRODUCTS_PER_LAYER = 4e11
+_UPDATE_TOKENS = {"cuda": (8192, 32768), "cpu": (4096, 4096)}
 # Of free memory: allocators leave gaps.
 _UPDATE_SHARE = 0.8
 # Blocks of logits and of their gradients in the fused head.
@@ -64,19 +67,38 @@ class ModelShape:
         widths = 6 * self.hidden + 3 * self.intermediate + 2 * (self.heads + 2 * self.kv_heads) * self.head_dim
         return tokens * widths * bytes_per_value
 
-    def update_bytes(self, bytes_per_value: int, *, checkpointing: bool) -> int:
+    def update_bytes(self, bytes_per_value: int, *, checkpointing: bool, fused: bool) -> int:
         """Activations of one token that are kept from the forward to the backward pass.
 
-        A layer keeps the inputs of its matrix products and norms, queries, keys and values before and after rotation,
-        and the two or three wide vectors of its MLP. With checkpointing all layers but one keep their input only.
+        A layer keeps the inputs of its matrix products and norms, queries, keys and values, and gate and up of its MLP;
+        if its operations are not fused, what lies between them too. With checkpointing all layers but one keep their
+        input only.
         """
-        attention = (3 * self.heads + 4 * self.kv_heads) * self.head_dim
-        layer = (8 * self.hidden + attention + 3 * self.intermediate) * bytes_per_value
-        return layer + self.layers * self.hidden * bytes_per_value if checkpointing else self.layers * layer
+        if fused:
+            widths = 6 * self.hidden + (2 * self.heads + 3 * self.kv_heads) * self.head_dim + 2 * self.intermediate
+        else:
+            widths = 10 * self.hidden + 4 * (self.heads + self.kv_heads) * self.head_dim + 4 * self.intermediate
+        kept = widths + self.layers * self.hidden if checkpointing else self.layers * widths
+        return kept * bytes_per_value
 
     def logits_bytes(self, rows: int, bytes_per_value: int, *, filtered: bool) -> int:
         """Logits of one decoding step; filters work on sorted float32 copies of them."""
         return rows * self.vocabulary * (bytes_per_value + (24 if filtered else 0))
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all layers that each token is multiplied by: projections of attention, and a gated MLP."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        return self.layers * self.hidden * (attention + 3 * self.intermediate)
+
+    def forward_flops(self, tokens: float, context: float, scored: float) -> float:
+        """Floating-point operations of a forward pass over tokens that see `context` keys each, in the mean.
+
+        Two per weight and token, the head's for `scored` tokens only, and four per key, head and dimension. Norms,
+        activations and the softmax are not counted. A backward pass takes twice as many.
+        """
+        attention = 4 * context * self.layers * self.heads * self.head_dim
+        return tokens * (2 * self.layer_weights + attention) + 2 * scored * self.hidden * self.vocabulary
 
 
 @dataclass(frozen=True)
@@ -169,21 +191,27 @@ def plan_update(
     bytes_per_value: int,
     free_bytes: int,
     device: str,
+    fused: bool,
     checkpointing: bool | None = None,
     tokens: int | None = None,
 ) -> UpdatePlan:
     """The cut of an update whose longest row has so many tokens.
 
-    `free_bytes` is what is left once gradients and optimizer have theirs. `checkpointing` None turns it on only if a
-    single row would not fit without it; `tokens` sets the budget.
+    `free_bytes` is what is left once gradients and optimizer have theirs, `fused` says whether layers run in fewer
+    kernels. `checkpointing` None turns it on only if a single row would not fit without it; `tokens` sets the budget.
     """
+
+    def kept(checkpointing: bool) -> int:
+        return shape.update_bytes(bytes_per_value, checkpointing=checkpointing, fused=fused)
+
     head = 2 * shape.vocabulary * shape.hidden * bytes_per_value + _HEAD_WORKSPACE[device]
     room = int(max(free_bytes * _UPDATE_SHARE - head, 0))
     if checkpointing is None:
-        checkpointing = room // shape.update_bytes(bytes_per_value, checkpointing=False) < longest_row
+        checkpointing = room // kept(False) < longest_row
     if tokens is None:
-        fits = room // shape.update_bytes(bytes_per_value, checkpointing=checkpointing)
-        tokens = max(min(fits, _UPDATE_TOKENS[device]), longest_row)
+        least, most = _UPDATE_TOKENS[device]
+        enough = int(_PRODUCTS_PER_LAYER * shape.layers / shape.layer_weights)
+        tokens = max(min(room // kept(checkpointing), max(least, min(enough, most))), longest_row)
     return UpdatePlan(tokens, checkpointing)
 
 
@@ -227,3 +255,46 @@ def _free_ram() -> int:
     except OSError:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+# Datasheet peaks in TFLOP/s, without sparsity: 16-bit matrix units (accumulating in 32 bits), float32 outside of them.
+_PEAKS: dict[str, tuple[float, float]] = {
+    "GB200": (2500, 80),
+    "B200": (2250, 75),
+    "GH200": (989, 67),
+    "H200": (989, 67),
+    "H200 NVL": (835, 60),
+    "H100": (989, 67),
+    "H100 NVL": (835, 60),
+    "H100 PCIE": (756, 51),
+    "A100": (312, 19.5),
+    "A40": (150, 37.4),
+    "A10": (125, 31.2),
+    "A6000": (155, 38.7),
+    "L40S": (362, 91.6),
+    "L40": (181, 90.5),
+    "L4": (121, 30.3),
+    "RTX 4090": (165, 82.6),
+    "RTX 3090": (71, 35.6),
+    "MI300X": (1307, 163),
+}
+# Parts and variants of a device that have its name in theirs, but another peak.
+_NOT_THE_SAME = {"LAPTOP", "MIG", "D", "TI"}
+
+
+def peak_flops(device_name: str | None, dtype: Any) -> float | None:
+    """Floating-point operations per second that a device can do at most; None if it is not in the table.
+
+    `dtype` is that of the matrix products, a torch dtype or its name. The name is the driver's, in which the entry
+    with most words in common is found.
+
+    Example:
+        peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
+    """
+    words = set((device_name or "").upper().replace("-", " ").split())
+    names = [name for name in _PEAKS if words.issuperset(name.split())]
+    kind = str(dtype).removeprefix("torch.")
+    if not names or words & _NOT_THE_SAME or kind not in ("bfloat16", "float16", "float32"):
+        return None
+    halves, singles = _PEAKS[max(names, key=lambda name: len(name.split()))]
+    return (singles if kind == "float32" else halves) * 1e12

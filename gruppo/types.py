@@ -125,9 +125,10 @@ class TrainBatch:
     importance_sampling_ratio: "Tensor | None" = None  # (B, T) or (B, 1)
     tool_mask: "Tensor | None" = None
     num_items_in_batch: "Tensor | None" = None  # 0-d: loss tokens of the whole generation batch
-    # What the built-in engine found while sampling, (B, T): under the tempered distribution, before top-k and the like.
+    # What the built-in engine found while sampling, (B, T): under the tempered distribution, before top-k and the like
     engine_logps: "Tensor | None" = None
     engine_entropies: "Tensor | None" = None
+    truncated: "Tensor | None" = None  # (B,) bool: completions that did not end by themselves
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -138,6 +139,13 @@ class TrainBatch:
         if self.tool_mask is None:
             return self.completion_mask
         return self.completion_mask * self.tool_mask
+
+    @property
+    def zero_advantage_B(self) -> "Tensor":
+        """Bool (B,): rows whose advantage is 0, in every token if it has one for each."""
+        assert self.advantages is not None
+        still: Tensor = (self.advantages == 0).reshape(len(self), -1).all(1)
+        return still
 
     def to_dict(self) -> "dict[str, Tensor]":
         """The tensors that are there, by name."""

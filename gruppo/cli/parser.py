@@ -53,6 +53,10 @@ class TrlParser(HfArgumentParser):
         annotation = field.type  # the base class replaces it by the type of one value
         HfArgumentParser._parse_dataclass_field(parser, field)
         _adapt(parser._option_string_actions[f"--{field.name}"], annotation)
+        if field.name == "gradient_checkpointing" and field.default is None:
+            # The base class makes this flag where the default is True, which scripts rely on.
+            flags = ("--no_gradient_checkpointing", "--no-gradient-checkpointing")
+            parser.add_argument(*flags, action="store_false", dest=field.name, default=None)
 
     def parse_args_and_config(
         self,

@@ -224,6 +224,7 @@ def check_batches(config: Any) -> None:
     """Divisibility of generation and evaluation batches by the group size."""
     in_range(config, "num_iterations", 1)
     in_range(config, "pad_to_multiple_of", 1)
+    check_dynamic_sampling(config)
     if config.generation_batch_size % config.num_generations:
         raise ConfigError(
             f"generation_batch_size={config.generation_batch_size} (per_device_train_batch_size × processes × "
@@ -240,6 +241,21 @@ def check_batches(config: Any) -> None:
                 f"size {group} (num_generations_eval, else num_generations). Group sizes that fit: "
                 f"{divisors(eval_rows)}."
             )
+
+
+def check_dynamic_sampling(config: Any) -> None:
+    in_range(config, "max_resample_rounds", 1)
+    default = next(f.default for f in fields(config) if f.name == "max_resample_rounds")
+    if not config.dynamic_sampling:
+        if config.max_resample_rounds != default:
+            raise ConfigError(f"max_resample_rounds={config.max_resample_rounds} needs dynamic_sampling=True.")
+        return
+    plugin = getattr(config, "deepspeed_plugin", None)
+    if config.world_size > 1 and (config.fsdp or (plugin is not None and plugin.zero_stage == 3)):
+        raise ConfigError(
+            "dynamic_sampling=True cannot work with weights that are spread over processes (FSDP, ZeRO-3): all of "
+            "them sample together, but only some have groups to replace. Set dynamic_sampling=False."
+        )
 
 
 def divisors(n: int) -> list[int]:

@@ -2,10 +2,11 @@
 
 sampler     p3 p3 p3 p3 p7 p7 p7 p7 | p3 …          indices, each repeated once per completion of its group
 stream      generation 0: [p3 ×4, p7 ×4]             the rows of one generation, this process's share
+cursor      p3 p7 | p1 p4 | p0 …                     the same prompts one by one, where some are sampled in vain
 loader      0 1 2 3 4 5 …                            micro-steps; `Trainer` counts and skips them
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any, Protocol
 
@@ -74,11 +75,18 @@ class RepeatSampler(Sampler[int]):
 
 
 class PromptStream(Protocol):
-    """Rows of generation `generation` of epoch `epoch`, this process's share, one per completion."""
+    """The prompts of a run.
+
+    `rows` are those of generation `generation` of epoch `epoch`, this process's share, one per completion. `prompt` is
+    the prompt at a position of the one long sequence that the generations of all epochs make, counted from 0.
+    """
 
     generations: int | None  # per epoch; None for a stream without end
+    prompts: int  # per generation
 
     def rows(self, epoch: int, generation: int) -> list[Row]: ...
+
+    def prompt(self, position: int) -> Row: ...
 
 
 class SampledStream:
@@ -87,10 +95,22 @@ class SampledStream:
     Only the first copy of a chunk is read: the copies exist so that lengths count micro-steps.
     """
 
-    def __init__(self, dataset: Any, sampler: Any, *, rows_per_generation: int, copies: int, rank: int, world: int):
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: Any,
+        *,
+        rows_per_generation: int,
+        group_size: int,
+        copies: int,
+        rank: int,
+        world: int,
+    ):
         self.dataset = dataset
         self.sampler = sampler
         self.rows_per_generation = rows_per_generation
+        self.group_size = group_size
+        self.prompts = rows_per_generation // group_size
         self.copies = copies
         self.rank, self.world = rank, world
         self.generations: int | None = len(sampler) // (rows_per_generation * copies)
@@ -103,6 +123,14 @@ class SampledStream:
         indices = split_for_rank(self._indices[generation], self.rank, self.world)
         read: dict[int, Row] = {index: self.dataset[index] for index in dict.fromkeys(indices)}
         return [read[index] for index in indices]
+
+    def prompt(self, position: int) -> Row:
+        epoch, place = divmod(position, (self.generations or 0) * self.prompts)
+        if epoch != self._epoch:
+            self._read_order(epoch)
+        generation, group = divmod(place, self.prompts)
+        row: Row = self.dataset[self._indices[generation][group * self.group_size]]
+        return row
 
     def _read_order(self, epoch: int) -> None:
         if hasattr(self.sampler, "set_epoch"):
@@ -128,19 +156,33 @@ class IterableStream:
         self.rank, self.world = rank, world
         self._epoch = 0
         self._first_of_epoch = 0  # each epoch goes on where the last one was left
-        self._next_generation = 0
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._chunks_read = 0
         self._chunk: list[Row] = []
         self._passes = 0
         self._iterator: Iterator[Row] = iter(())
 
     def rows(self, epoch: int, generation: int) -> list[Row]:
         if epoch != self._epoch:
-            self._epoch, self._first_of_epoch = epoch, self._next_generation
-        while self._next_generation <= self._first_of_epoch + generation:  # a resumed run reads past what it has seen
-            self._chunk = self._next_chunk()
-            self._next_generation += 1
-        repeated = [row for row in self._chunk for _ in range(self.group_size)]
+            self._epoch, self._first_of_epoch = epoch, self._chunks_read
+        chunk = self._read_to(self._first_of_epoch + generation)
+        repeated = [row for row in chunk for _ in range(self.group_size)]
         return split_for_rank(repeated, self.rank, self.world)
+
+    def prompt(self, position: int) -> Row:
+        number, place = divmod(position, self.prompts)
+        if number < self._chunks_read - 1:  # a resumed run goes back if the generation under way took more this time
+            self._start_over()
+        return self._read_to(number)[place]
+
+    def _read_to(self, number: int) -> list[Row]:
+        """Chunk `number`, or the last one if that is later; a resumed run reads past what it has seen."""
+        while self._chunks_read <= number:
+            self._chunk = self._next_chunk()
+            self._chunks_read += 1
+        return self._chunk
 
     def _next_chunk(self) -> list[Row]:
         for _ in range(2):
@@ -155,6 +197,58 @@ class IterableStream:
             f"The iterable dataset ended after fewer than {self.prompts} prompts, the number that one generation "
             "batch needs. Lower the generation batch size or provide more prompts."
         )
+
+
+class PromptCursor:
+    """Where a run is in its stream if some prompts are sampled in vain: positions count prompts, not generations.
+
+    Example, groups of 2 and a stream p0 p1 p2 …, where the second of two groups is replaced:
+        cursor.begin()
+        cursor.take([0, 1], places=range(4)) == [p0, p0, p1, p1]
+        cursor.take([1], places=[2, 3]) == [p2, p2]
+        cursor.consumed == 3
+    """
+
+    def __init__(self, stream: PromptStream, group_size: int):
+        self.stream = stream
+        self.group_size = group_size
+        self._begun = 0  # where the generation at hand began
+        self._next: int | None = None  # not known before the first generation
+        self._go_on_at: int | None = None  # where the next generation begins, if not after the one at hand
+
+    @property
+    def consumed(self) -> int:
+        """Prompts taken so far, resumed parts included."""
+        return (self._next or 0) if self._go_on_at is None else self._go_on_at
+
+    def begin(self, position: int = 0, *, anew: bool = False) -> None:
+        """Begin a generation: behind the last one, or, in a run that knows of none, at `position`.
+
+        With `anew` the generation that was under way when the run was saved is taken again from its beginning. Its
+        rewards may come out differently this time; the generation after it begins where it would have begun.
+        """
+        if self._next is None:
+            self._next = position
+        elif anew:
+            self._go_on_at, self._next = self._next, self._begun
+        elif self._go_on_at is not None:
+            self._next, self._go_on_at = self._go_on_at, None
+        self._begun = self._next
+
+    def take(self, groups: Sequence[int], places: Sequence[int]) -> list[Row]:
+        """The next prompts, one for each of these groups, as rows at these places of the batch of all processes."""
+        assert self._next is not None
+        position = {group: self._next + i for i, group in enumerate(groups)}
+        self._next += len(groups)
+        wanted = dict.fromkeys(place // self.group_size for place in places)
+        read = {group: self.stream.prompt(position[group]) for group in wanted}
+        return [read[place // self.group_size] for place in places]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"generation_began_at": self._begun, "consumed": self.consumed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._begun, self._next = state["generation_began_at"], state["consumed"]
 
 
 def split_for_rank(rows: list[Any], rank: int, world: int) -> list[Any]:

@@ -1,10 +1,8 @@
 """Forward passes of the engine: prompts in packed chunks, and decoding steps, eagerly or as captured graphs."""
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -21,7 +19,7 @@ from gruppo.engine.rows import Field, Rows
 from gruppo.engine.sampling import choose
 from gruppo.engine.scheduler import PromptWork
 from gruppo.engine.settings import SamplingSettings
-from gruppo.policy.inplace import autocast
+from gruppo.policy.inplace import autocast, without_collection
 
 logger = logging.getLogger(__name__)
 
@@ -83,18 +81,6 @@ def _length_matters(settings: SamplingSettings) -> int:
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures of a process: libraries keep a workspace for every stream they have seen."""
     return torch.cuda.Stream(device)
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """No garbage collection: a graph that is being captured must not see memory freed by chance."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Runner:

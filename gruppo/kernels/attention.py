@@ -302,13 +302,13 @@ def _batches(segments: Segments, window: int | None) -> tuple[list[Batch], Tenso
 
 
 def _alike(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans in lists of similar sizes: at most about half as many scores again as there are, or few altogether."""
+    """Spans in lists of similar sizes: padding adds a tenth of their scores at most, or few altogether."""
     lists: list[list[Span]] = []
     cells = longest = before = 0
     for span in sorted(spans, key=lambda span: (span.before > 0, span.length, span.before), reverse=True):
         cells += span.length * (span.before + span.length)
         longest, before = max(longest, span.length), max(before, span.before)
-        if not lists or (len(lists[-1]) + 1) * longest * (before + longest) > 1.5 * cells + _CELLS_PER_CALL:
+        if not lists or (len(lists[-1]) + 1) * longest * (before + longest) > 1.1 * cells + _CELLS_PER_CALL:
             lists.append([])
             _, longest, _, before = span
             cells = longest * (before + longest)

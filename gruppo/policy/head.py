@@ -76,8 +76,16 @@ class ModelHead:
         """
         linear = self.linear if fused else None
         if linear is not None:
-            options = dict(temperature=temperature, entropy=entropy, entropy_gradient=entropy_gradient, dtype=dtype)
-            return Scores(*head_scores(hidden, linear, targets, **options))
+            logps, entropies = head_scores(
+                hidden,
+                linear,
+                targets,
+                temperature=temperature,
+                entropy=entropy,
+                entropy_gradient=entropy_gradient,
+                dtype=dtype,
+            )
+            return Scores(logps, entropies)
 
         def stretch(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             with torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype is not None):
@@ -92,5 +100,5 @@ class ModelHead:
             checkpoint(stretch, *part, use_reentrant=False)
             for part in zip(hidden.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True)
         ]
-        logps, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
-        return Scores(logps, entropies if entropy else None)
+        every = [torch.cat(values) for values in zip(*parts, strict=True)]
+        return Scores(every[0], every[1] if entropy else None)

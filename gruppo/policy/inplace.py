@@ -1,5 +1,6 @@
 """Running the training module itself in another way: what is changed for a while, and how all of it comes back."""
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,3 +52,17 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
     """The trainer's mixed precision. Casts are not kept: a captured graph would go on using stale ones."""
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
         yield
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage collection: while a graph is captured memory must not be freed by chance, and walking every object of
+    a process takes longer than a layer.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -72,7 +72,7 @@ class PackedPolicy:
             )
         if len(caught) != 1:
             raise PackingError(f"{type(inner_model(model)).__name__} calls its head {len(caught)} times, not once.")
-        hidden = caught[0][0]
+        hidden = caught[0].squeeze(0)
         if hidden.requires_grad:
             hidden.register_hook(partial(_check_active, inner_model(model).config))
         return head.scores(
@@ -142,9 +142,12 @@ def _attention(
     # Mixed precision casts what goes into attention, as it does for torch's own: rotated queries may be float32.
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    by_token = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    # Not x[0]: the gradient of a selection is a copy into zeros.
+    queries, keys, values = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
     out = packed_attention(
-        *by_token,
+        queries,
+        keys,
+        values,
         packed_segments,
         scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         window=sliding_window,

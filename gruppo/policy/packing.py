@@ -51,6 +51,7 @@ class PackedRows:
         names = ("input_ids", "position_ids", "sources", "targets", "places")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         segments = Segments.of(self.segments.lengths, self.segments.parents, device)
+        segments.keep("positions", lambda: moved["position_ids"])
         return replace(self, segments=segments, **moved)
 
 

@@ -98,7 +98,10 @@ def packed_trial(model: nn.Module, policy: PackedPolicy) -> str | None:
     """Score a few tokens in a pack and in rows of their own; what is wrong with the pack, or None."""
     tokens = 6
     prompts = trial_prompts(model, tokens)
-    rows = [(prompt, list(reversed(trial_prompts(model, tokens)[-1]))[:n]) for prompt in prompts for n in (1, tokens)]
+    # Two completions of each prompt that are more than a token: one that directly follows its prompt shows little.
+    lengths = (1, tokens, tokens - 2)
+    completion = list(reversed(prompts[-1]))
+    rows = [(prompt, completion[:n]) for prompt in prompts for n in lengths]
     device = next(inner_model(model).parameters()).device
     batch = _batch(rows, device)
     (pack,) = Packer(batch).packs(range(len(rows)), 10**9)

@@ -1,6 +1,7 @@
 """From prompts to scored tensors: the first half of a training step."""
 
 import copy
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,10 @@ from gruppo.rewards.runner import RewardInputs, RewardRunner
 from gruppo.rollout.base import RolloutBackend, group_requests, stop_strings
 from gruppo.rollout.builtin import BuiltinBackend
 from gruppo.rollout.custom import CustomRollout
+from gruppo.rollout.hf import TransformersBackend
+from gruppo.trainer.ledger import Ledger, padding_of
 from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rollout_metrics
+from gruppo.trainer.resampling import Scored, groups_without_spread, resampling_metrics, runs
 from gruppo.trainer.scoring import Scoring
 from gruppo.types import Completion, Prompt, Rollout, StopReason, TrainBatch
 
@@ -44,9 +48,10 @@ class Collecting(Scoring):
     # The random numbers of a generation follow from its place in the run, which a resumed run knows as well, …
     _place: tuple[int, ...] | None = None  # run, epoch and generation; evaluation: update, set and batch
     _asked_elsewhere = 0  # rollouts outside of both, a callback's, say
-    _own_rows = range(0)  # … from a row's place in the batch of all processes, …
+    _own_rows: Sequence[int] = ()  # … from a row's place in the batch of all processes, …
+    _attempt = 0  # … from the round of replacements that put it there, …
     _requests_made = 0  # … and, where a hook asks several times, from which time it is
-    _updates_since_sampling = 0
+    ledger: Ledger
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
         """Rewards of whole groups, of all processes, to advantages; the two trainers differ here."""
@@ -60,34 +65,73 @@ class Collecting(Scoring):
     @torch.no_grad()
     def collect(self, rows: Sequence[Row]) -> TrainBatch:
         """Sample a completion for each row, score it, and compare it with its group."""
-        rollouts = self.rollout(rows)
+        generation = self._sample_and_score(rows)
         if self.mode == "train":
             self._updates_since_sampling = 0
-        self._log_lengths(rollouts)
-        batch = self.to_tensors(rollouts)
+            if self.args.dynamic_sampling:
+                self._replace_groups_without_spread(generation)
+        self._log_lengths(generation.lengths_NC)
+        batch = self.to_tensors(generation.rollouts)
+        if self.mode == "train":
+            self._check_parity(batch)
         kl_penalty_N = self.add_logps(batch)
-        rewards_NR = self.reward(rollouts)
-        advantages = self.estimate_advantages(rewards_NR, self.group_size, kl_penalty_N)
+        advantages = self.estimate_advantages(generation.rewards_NR, self.group_size, kl_penalty_N)
         batch.advantages = own_rows(self.accelerator, advantages.advantages_B, len(batch)).float()
-        self._log_rewards(rollouts, rewards_NR, advantages)
+        self._log_rewards(generation, advantages)
+        self._note_rows(generation.rollouts, batch.zero_advantage_B.tolist())
         return batch
+
+    def _sample_and_score(self, rows: Sequence[Row], places: Sequence[int] | None = None, attempt: int = 0) -> Scored:
+        """Rollouts and rewards of a generation or, given their places, of the replacements of some of its rows."""
+        # A process that has nothing to replace asks for nothing, and waits for the others' rewards.
+        rollouts = self.rollout(rows, places, attempt) if rows else []
+        lengths_NC = self._count_tokens(rollouts)
+        rewards_NR = self.reward(rollouts)
+        return Scored(rollouts, rewards_NR, lengths_NC, self._extra_columns, self._extra_metrics)
+
+    def _replace_groups_without_spread(self, generation: Scored) -> None:
+        """Sample the next prompts in their place. All processes know all rewards, and so agree on the groups."""
+        cursor, size = self.prompt_cursor, self.group_size
+        own = self._rows_in_batch(len(generation.rollouts))
+        groups = self._groups_without_spread(generation)
+        for attempt in range(1, self.args.max_resample_rounds + 1):
+            if not groups:
+                break
+            places = [place for place in own if place // size in groups]
+            self._note_rows([generation.rollouts[place - own.start] for place in places], [True] * len(places))
+            fresh = self._sample_and_score(cursor.take(groups, places), places, attempt)
+            generation.replace(groups, [place - own.start for place in places], fresh, size)
+            groups = self._groups_without_spread(generation)
+        self.metrics.add("train", resampling_metrics(generation, len(groups), self.reward_weights, size))
+        if self.epochs_consumed is not None:
+            self.metrics.values["train"]["dynamic_sampling/epoch"] = [self.epochs_consumed]
+
+    def _groups_without_spread(self, generation: Scored) -> list[int]:
+        clip_range = getattr(self.args, "reward_clip_range", None)  # RLOO compares what is left after it
+        return groups_without_spread(generation.rewards_NR, self.reward_weights, self.group_size, clip_range)
 
     # ---- sampling
 
-    def rollout(self, rows: Sequence[Row]) -> list[Rollout]:
-        """One rollout per row: by the user's function if there is one, else by the backend."""
+    def rollout(self, rows: Sequence[Row], places: Sequence[int] | None = None, attempt: int = 0) -> list[Rollout]:
+        """One rollout per row: by the user's function if there is one, else by the backend.
+
+        `places` are those of the rows in the batch of all processes; without them, all rows of a process are meant.
+        """
         for row in rows:
             reject_images(row)
         extras: Sequence[Mapping[str, Any]] = [{}] * len(rows)
+        start = time.perf_counter()
         if self.custom_rollout is not None:
             prompt_ids, completions, extras = self.custom_rollout([row["prompt"] for row in rows])
             completions = [replace(completion, stop=self._stop(completion.ids)) for completion in completions]
             prompts = [Prompt(row=row, text=row["prompt"], ids=ids) for row, ids in zip(rows, prompt_ids, strict=True)]
         else:
             prompts = self.prompt_encoder(rows, tokenize=lambda texts: self._tokenize_prompts(texts)[0])
-            self._own_rows, self._requests_made = self._rows_in_batch(len(rows)), 0
+            self._own_rows = self._rows_in_batch(len(rows)) if places is None else places
+            self._attempt, self._requests_made = attempt, 0
             self._asked_elsewhere += self._place is None
             completions = self._sample([list(prompt.ids) for prompt in prompts])
+        self._note_sampling(prompts, completions, time.perf_counter() - start)
         outputs = decode(self.processing_class, prompts, [completion.ids for completion in completions])
         return [
             Rollout(prompt=prompt, completion=completion, output=output, extra=extra)
@@ -120,12 +164,18 @@ class Collecting(Scoring):
 
     def _ask_backend(self, prompt_ids: list[list[int]]) -> list[Completion]:
         place = self._place or (2**63, self._asked_elsewhere)
-        key = [self.args.seed, self.mode == "eval", self._requests_made, *place]
-        first_row = self._own_rows.start
-        if len(prompt_ids) != len(self._own_rows):  # a hook asks for rows of its own choice
-            key, first_row = [*key, self.accelerator.process_index], 0
+        kind = (self.mode == "eval") + 2 * self._attempt
+        key, own_rows = [self.args.seed, kind, self._requests_made, *place], self._own_rows
+        if len(prompt_ids) != len(own_rows):  # a hook asks for rows of its own choice
+            key, own_rows = [*key, self.accelerator.process_index], range(len(prompt_ids))
         self._requests_made += 1
-        requests = group_requests(prompt_ids, group_size=self.group_size, first_row=first_row, key=key)
+        requests = [
+            request
+            for run in runs(own_rows)
+            for request in group_requests(
+                prompt_ids[run], group_size=self.group_size, first_row=own_rows[run.start], key=key
+            )
+        ]
         with self.timer(getattr(self.backend, "timer", f"{self.backend.name}.generate")):
             completions = self.backend.sample(requests)
         if isinstance(self.backend, BuiltinBackend):
@@ -164,8 +214,9 @@ class Collecting(Scoring):
         batch = collate(
             rollouts, self.processing_class.pad_token_id, self.accelerator.device, self.args.pad_to_multiple_of
         )
+        truncated = [not rollout.completion.stop.ended for rollout in rollouts]
+        batch.truncated = torch.tensor(truncated, dtype=torch.bool, device=self.accelerator.device)
         if self.args.mask_truncated_completions:
-            truncated = [not rollout.completion.stop.ended for rollout in rollouts]
             batch.completion_mask = drop_rows(batch.completion_mask, truncated)
             if batch.tool_mask is not None:
                 batch.tool_mask = drop_rows(batch.tool_mask, truncated)
@@ -192,13 +243,15 @@ class Collecting(Scoring):
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> Tensor:
         """Hook: rewards (N, R) gathered from all processes, NaN where a function abstained."""
-        with self.timer("_calculate_rewards"):
-            rewards_BR = self.reward_runner.score(
-                RewardInputs(inputs, prompts, completions, completion_ids_list),
-                trainer_state=self.state,
-                log_extra=self._log_completion_extra,
-                log_metric=self._log_metric,
-            )
+        rewards_BR = torch.zeros(0, len(self.reward_func_names), device=self.accelerator.device)
+        if prompts:  # else all replacements of this round are on other processes
+            with self.timer("_calculate_rewards"):
+                rewards_BR = self.reward_runner.score(
+                    RewardInputs(inputs, prompts, completions, completion_ids_list),
+                    trainer_state=self.state,
+                    log_extra=self._log_completion_extra,
+                    log_metric=self._log_metric,
+                )
         return gather_rows(self.accelerator, rewards_BR)
 
     def _log_completion_extra(self, column: str, values: Sequence[Any]) -> None:
@@ -218,7 +271,34 @@ class Collecting(Scoring):
 
     # ---- what is logged about a generation
 
-    def _log_lengths(self, rollouts: Sequence[Rollout]) -> None:
+    def _note_sampling(self, prompts: Sequence[Prompt], completions: Sequence[Completion], seconds: float) -> None:
+        """Enter a rollout in the ledger."""
+        if self.mode != "train":
+            return
+        prompt_tokens, lengths = [len(prompt.ids) for prompt in prompts], [len(c.ids) for c in completions]
+        known: dict[str, Any] = {}
+        if self.custom_rollout is None and isinstance(self.backend, BuiltinBackend):
+            counters = self.backend.counters
+            known = {
+                "prompt_tokens": int(counters["prefill_tokens"]),
+                "padding_tokens": int(counters["wasted_rows"]),
+                "speed_is_logged": True,
+            }
+        elif self.custom_rollout is None and isinstance(self.backend, TransformersBackend):
+            known = {"padding_tokens": padding_of(prompt_tokens) + padding_of(lengths)}
+        self.ledger.sampled(prompts=prompt_tokens, completions=lengths, seconds=seconds, **known)
+
+    def _note_rows(self, rollouts: Sequence[Rollout], zero_advantage: Sequence[bool]) -> None:
+        """Enter in the ledger what the rewards said about sampled rows."""
+        if self.mode == "train":
+            self.ledger.scored_rows(
+                [len(rollout.completion.ids) for rollout in rollouts],
+                zero_advantage=zero_advantage,
+                truncated=[not rollout.completion.stop.ended for rollout in rollouts],
+            )
+
+    def _count_tokens(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Completion tokens, prompt tokens, unfinished and prompt cut (N, 4), of all processes."""
         counts = [
             [
                 sum(r.completion.model_mask or [1] * len(r.completion.ids)),
@@ -228,20 +308,24 @@ class Collecting(Scoring):
             ]
             for r in rollouts
         ]
-        local = torch.tensor(counts, dtype=torch.long, device=self.accelerator.device)
-        lengths, prompt_lengths, unfinished, cut = gather_rows(self.accelerator, local).cpu().unbind(1)
+        local = torch.tensor(counts, dtype=torch.long, device=self.accelerator.device).view(-1, 4)
+        lengths_NC = gather_rows(self.accelerator, local).cpu()
+        if self.mode == "train" and not self._sampling_anew:
+            self.state.num_input_tokens_seen += int(lengths_NC[:, :2].sum())
+        return lengths_NC
+
+    def _log_lengths(self, lengths_NC: Tensor) -> None:
+        lengths, _, unfinished, cut = lengths_NC.unbind(1)
         self.metrics.add(self.mode, length_metrics(lengths, unfinished))
         if self.args.max_prompt_length is not None:
             self.metrics.add(self.mode, {"prompts/truncated_ratio": cut.float().mean().item()})
-        if self.mode == "train" and not self._sampling_anew:
-            self.state.num_input_tokens_seen += int(lengths.sum() + prompt_lengths.sum())
         self.metrics.values[self.mode]["num_tokens"] = [self.state.num_input_tokens_seen]
 
-    def _log_rewards(self, rollouts: Sequence[Rollout], rewards_NR: Tensor, advantages: Advantages) -> None:
-        names = self.reward_func_names
+    def _log_rewards(self, generation: Scored, advantages: Advantages) -> None:
+        names, rollouts, rewards_NR = self.reward_func_names, generation.rollouts, generation.rewards_NR
         zero_std = frac_zero_std(advantages.std_B)
         self.metrics.add(self.mode, reward_metrics(names, rewards_NR, advantages.rewards_B, zero_std))
-        metrics, columns = self._gather_user_logs(len(rollouts))
+        metrics, columns = self._gather_user_logs(generation)
         self.metrics.add(self.mode, metrics)
         texts = [(rollout.prompt.text, rollout.output) for rollout in rollouts]
         texts = gather_object(texts) if self.accelerator.num_processes > 1 else texts
@@ -253,9 +337,9 @@ class Collecting(Scoring):
             columns,
         )
 
-    def _gather_user_logs(self, count: int) -> tuple[dict[str, float], dict[str, list[Any]]]:
+    def _gather_user_logs(self, generation: Scored) -> tuple[dict[str, float], dict[str, list[Any]]]:
         """`log_metric` means and `log_extra` columns of all processes; a process without a column gives None."""
-        local = [(self._extra_metrics, self._extra_columns, count)]
+        local = [(generation.metrics, generation.columns, len(generation.rollouts))]
         parts = gather_object(local) if self.accelerator.num_processes > 1 else local
         values: dict[str, list[float]] = {}
         for metrics, _, _ in parts:

@@ -38,6 +38,7 @@ from gruppo.rollout.select import autocast_dtype, choose_backend
 from gruppo.trainer import setup
 from gruppo.trainer.completions import CompletionLog, start_hub_uploads
 from gruppo.trainer.entropy import EntropyControl
+from gruppo.trainer.ledger import make_ledger
 from gruppo.trainer.metrics import MetricStore
 from gruppo.trainer.names import KnownNames
 from gruppo.trainer.planning import UpdatePlanner
@@ -154,6 +155,24 @@ class PolicyTrainer(KnownNames, Updating):
         self._random_state_due: str | None = None  # the checkpoint whose random state is still to be restored
         self._update_seconds = 0.0
 
+        self._make_rewards(rewards)
+        self._extra_columns, self._extra_metrics = {}, {}
+        self.ref_model = self._make_reference()
+        self._make_sampler(rollout_func)
+        self.packed = self._make_packed_policy()
+        self.planner = UpdatePlanner(
+            args, lambda: self.accelerator.unwrap_model(self.model), self.packed, self._release_sampler
+        )
+        self.ledger = make_ledger(self.accelerator, self.model, autocast_dtype(self.accelerator.mixed_precision))
+        self._hub_uploads = None
+        if self.accelerator.is_main_process and getattr(args, "log_completions_hub_repo", None):
+            self._hub_uploads = start_hub_uploads(
+                args.log_completions_hub_repo, self.completions_folder, loading.model_name(self.model)
+            )
+        set_seed(args.seed, device_specific=True)  # processes sample different completions
+
+    def _make_rewards(self, rewards: tuple[list[Any], list[Any], Tensor]) -> None:
+        args = self.args
         functions, self.reward_processing_classes, weights = rewards
         self.reward_func_names = unique_names([function_name(f) for f in functions])
         self.reward_weights = weights.to(self.accelerator.device)
@@ -169,8 +188,9 @@ class PolicyTrainer(KnownNames, Updating):
             chat_template_kwargs=args.chat_template_kwargs,
             timer=self.timer,
         )
-        self._extra_columns, self._extra_metrics = {}, {}
-        self.ref_model = self._make_reference()
+
+    def _make_sampler(self, rollout_func: Any) -> None:
+        args = self.args
         if rollout_func is None:
             self.custom_rollout = None
         else:
@@ -191,19 +211,6 @@ class PolicyTrainer(KnownNames, Updating):
             needed=rollout_func is None,
             entropies=args.skip_zero_advantage,  # of rows that the update leaves out
         )
-        self.packed = self._make_packed_policy()
-        self.planner = UpdatePlanner(
-            args,
-            lambda: self.accelerator.unwrap_model(self.model),
-            self._release_sampler,
-            packed=self.packed is not None,
-        )
-        self._hub_uploads = None
-        if self.accelerator.is_main_process and getattr(args, "log_completions_hub_repo", None):
-            self._hub_uploads = start_hub_uploads(
-                args.log_completions_hub_repo, self.completions_folder, loading.model_name(self.model)
-            )
-        set_seed(args.seed, device_specific=True)  # processes sample different completions
 
     def _make_reference(self) -> nn.Module | None:
         """A frozen copy of the policy as it is now; none without KL, and none with adapters (see policy/adapters)."""
@@ -263,6 +270,7 @@ class PolicyTrainer(KnownNames, Updating):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._queue.clear()  # of an earlier call of train(), as are the statistics
         self.metrics.discard()
+        self.ledger.forget()
         self._epoch_iterator = None
         self._random_state_due = kwargs.get("resume_from_checkpoint")
         if self._random_state_due is not None:
@@ -302,8 +310,8 @@ class PolicyTrainer(KnownNames, Updating):
         if isinstance(step, int) and phase == 0:
             self._queue.clear()  # of an epoch that was stopped early
         if not self._queue:
-            rows = self.rows_of(generation) if isinstance(step, int) else step
             self._sampling_anew = phase > 0
+            rows = self.rows_of(generation, anew=phase > 0) if isinstance(step, int) else step
             place = (self._epoch, generation) if isinstance(step, int) else (self.state.global_step, position)
             with self._at((self._earlier_runs, *place)):
                 slices = self._collect_slices(rows)
@@ -331,7 +339,8 @@ class PolicyTrainer(KnownNames, Updating):
         else:  # the update's work is done in its last micro-step
             loss = torch.zeros((), device=self.accelerator.device)
         self._step += 1
-        self._update_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._update_seconds, self._pass_seconds = self._update_seconds + seconds, self._pass_seconds + seconds
         if self.accelerator.sync_gradients:
             self._end_of_update()
         return loss

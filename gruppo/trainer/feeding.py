@@ -1,34 +1,68 @@
 """Which prompts a run sees, and when."""
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from torch import nn
 from torch.utils.data import DataLoader
 
 from gruppo.data.sampler import (
     IterableStream,
+    PromptCursor,
     PromptStream,
     RepeatSampler,
     SampledStream,
     eval_loader,
     micro_step_loader,
+    split_for_rank,
 )
+from gruppo.errors import ConfigError
 from gruppo.trainer.reporting import Reporting
+
+CURSOR_FILE = "prompt_cursor.json"
 
 
 class Feeding(Reporting):
     """The part of the trainer that feeds: prompt streams and loaders."""
 
     _stream: PromptStream | None = None  # none when a subclass brings its own loader
+    _cursor: PromptCursor | None = None  # with dynamic sampling
     _epoch = 0
     _epoch_iterator: Any = None
 
-    def rows_of(self, generation: int) -> list[Mapping[str, Any]]:
-        """The rows of a generation of the current epoch, this process's share."""
-        assert self._stream is not None
-        return self._stream.rows(self._epoch, generation)
+    def rows_of(self, generation: int, *, anew: bool = False) -> list[Mapping[str, Any]]:
+        """The rows of a generation of the current epoch, this process's share; `anew`: of the one under way."""
+        stream, args = self._stream, self.args
+        assert stream is not None
+        if self._cursor is None:
+            return stream.rows(self._epoch, generation)
+        # A checkpoint that was written without dynamic sampling says nothing of the prompts that were consumed.
+        without_replacements = (self._epoch * (stream.generations or 0) + generation) * stream.prompts
+        self._cursor.begin(without_replacements, anew=anew)
+        places = split_for_rank(list(range(args.generation_batch_size)), args.process_index, args.world_size)
+        return self._cursor.take(range(stream.prompts), places)
+
+    @property
+    def prompt_cursor(self) -> PromptCursor:
+        """Where replacements come from."""
+        if self._cursor is None:
+            raise ConfigError(
+                f"dynamic_sampling=True replaces prompts by the next ones of the trainer's own order, but "
+                f"{type(self).__name__} brings a loader of rows. Set dynamic_sampling=False, or override "
+                "`_get_train_sampler` instead of `get_train_dataloader`."
+            )
+        return self._cursor
+
+    @property
+    def epochs_consumed(self) -> float | None:
+        """Passes through the prompts so far, replaced ones included; None for a stream without end."""
+        if self._stream is None or self._cursor is None or self._stream.generations is None:
+            return None
+        return self._cursor.consumed / (self._stream.generations * self._stream.prompts)
 
     def _count_epoch(self, epoch_iterator: Any) -> None:
         """A new iterator is a new epoch: Trainer does not say, and an epoch may be stopped early."""
@@ -61,20 +95,21 @@ class Feeding(Reporting):
         """A loader of micro-step numbers; the prompts themselves come from a stream that knows epoch and position."""
         args = self.args
         dataset = self._keep_columns(self.train_dataset)
-        place = {"rank": args.process_index, "world": args.world_size}
+        place = {"group_size": args.num_generations, "rank": args.process_index, "world": args.world_size}
         if isinstance(dataset, IterableDataset):
             if args.shuffle_dataset:
                 dataset = dataset.shuffle(seed=args.seed if args.data_seed is None else args.data_seed)
             prompts = args.generation_batch_size // args.num_generations
-            self._stream = IterableStream(dataset, prompts=prompts, group_size=args.num_generations, **place)
-            return micro_step_loader(None)
-        self._stream = SampledStream(
-            dataset,
-            self._get_train_sampler(dataset),
-            rows_per_generation=args.generation_batch_size,
-            copies=args.micro_steps_per_generation,
-            **place,
-        )
+            self._stream = IterableStream(dataset, prompts=prompts, **place)
+        else:
+            self._stream = SampledStream(
+                dataset,
+                self._get_train_sampler(dataset),
+                rows_per_generation=args.generation_batch_size,
+                copies=args.micro_steps_per_generation,
+                **place,
+            )
+        self._cursor = PromptCursor(self._stream, args.num_generations) if args.dynamic_sampling else None
         return micro_step_loader(self._micro_steps_per_epoch)
 
     @property
@@ -110,3 +145,17 @@ class Feeding(Reporting):
     def num_examples(self, dataloader: Any) -> int:
         """Prompts, not micro-steps."""
         return len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else super().num_examples(dataloader)
+
+    # ---- checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        if self._cursor is not None and self.args.should_save and folder.exists():
+            (folder / CURSOR_FILE).write_text(json.dumps(self._cursor.state_dict()), encoding="utf-8")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        path = Path(checkpoint or "") / CURSOR_FILE
+        if checkpoint is not None and self._cursor is not None and path.exists():
+            self._cursor.load_state_dict(json.loads(path.read_text(encoding="utf-8")))

@@ -10,6 +10,7 @@ from torch import nn
 
 from gruppo.plan import ModelShape, UpdatePlan, free_memory, plan_update, training_bytes
 from gruppo.policy.adapters import is_peft_model
+from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.prefix import inner_model
 from gruppo.types import TrainBatch
 
@@ -19,14 +20,17 @@ logger = logging.getLogger(__name__)
 class UpdatePlanner:
     """Makes the plan with the first rows and keeps it; turns gradient checkpointing on if the plan says so.
 
-    `policy` returns the bare model, `release` frees what sampling holds between rollouts.
+    `policy` returns the bare model, `packed` is how it runs packed rows, `release` frees what sampling holds between
+    rollouts.
     """
 
-    def __init__(self, args: Any, policy: Callable[[], nn.Module], release: Callable[[], None], *, packed: bool):
+    def __init__(
+        self, args: Any, policy: Callable[[], nn.Module], packed: PackedPolicy | None, release: Callable[[], None]
+    ):
         self.args = args
         self.policy = policy
-        self.release = release
         self.packed = packed
+        self.release = release
         self.in_force: UpdatePlan | None = None
 
     def plan(self, batch: TrainBatch) -> UpdatePlan:
@@ -38,7 +42,7 @@ class UpdatePlanner:
     def _make(self, batch: TrainBatch) -> UpdatePlan:
         args, model = self.args, inner_model(self.policy())
         longest = int(batch.prompt_mask.sum(1).max()) + args.max_completion_length
-        if not self.packed:
+        if self.packed is None:
             longest *= args.per_device_train_batch_size  # padded rows are run a micro-batch at a time
         weights = [p for p in model.parameters() if p.is_floating_point()]
         return plan_update(
@@ -47,6 +51,7 @@ class UpdatePlanner:
             bytes_per_value=weights[0].element_size(),
             free_bytes=free_memory(weights[0].device) - training_bytes(weights),
             device=weights[0].device.type,
+            fused=self.packed is not None and self.packed.fused_layers,
             checkpointing=args.gradient_checkpointing,
             tokens=args.max_tokens_per_micro_batch,
         )

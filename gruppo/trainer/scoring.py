@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import rich
 import torch
 from torch import Tensor, nn
 
 from gruppo.algo.recipes import Recipe
+from gruppo.errors import ParityError
 from gruppo.policy.adapters import reference_policy
 from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.modes import sampling_mode
@@ -15,9 +17,13 @@ from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import PackedRows, Packer
 from gruppo.trainer.feeding import Feeding
 from gruppo.trainer.metrics import gather_rows
+from gruppo.trainer.parity import check_parity, enforce
 from gruppo.trainer.planning import UpdatePlanner
 from gruppo.trainer.profiling import profiling_context
 from gruppo.types import TrainBatch
+
+# Mean |difference| up to which the sampling engine's log-probs stand for the trainer's.
+_SAME_LOGPS = 1e-3
 
 
 class Scoring(Feeding):
@@ -30,9 +36,41 @@ class Scoring(Feeding):
     packed: PackedPolicy | None  # how packed rows are run; None: padded rows, the slow twin
     planner: UpdatePlanner
     reuses_engine_logps = False  # the parity check found them to agree with the trainer's
+    _updates_since_sampling = 0
+    _parity_checked_at: int | None = None  # the update before which it last was
 
     def timer(self, name: str) -> AbstractContextManager[None]:
         return profiling_context(self, name)
+
+    # ---- is the fast path the slow path?
+
+    def _check_parity(self, batch: TrainBatch) -> None:
+        """Compare them on some of these rows, before the first update or every so many; stop if they differ."""
+        interval, last, now = self.args.parity_interval, self._parity_checked_at, self.state.global_step
+        due = last is None or (interval and now - last >= interval)
+        if self.packed is None or interval is None or not due:
+            return
+        self._parity_checked_at = now
+        with torch.enable_grad():
+            report = check_parity(
+                self.accelerator.unwrap_model(self.model),
+                self.packed,
+                batch,
+                temperature=self.temperature,
+                entropy_gradient=self.entropy_control.enabled,
+            )
+        if self.accelerator.is_main_process:
+            rich.print(report.table())
+        difference = torch.nan if report.engine_difference is None else report.engine_difference
+        local = torch.tensor([[float(report.ok), difference]], device=self.accelerator.device)
+        all_ok, differences = self.accelerator.gather(local).unbind(1)
+        agree = bool((differences <= _SAME_LOGPS).all())  # not if one of them is unknown
+        self.reuses_engine_logps = self.args.reuse_sampling_logps and agree
+        enforce(report)
+        if not all_ok.all():
+            raise ParityError("The parity check failed on another process; its message says where.")
+
+    # ---- log-probs
 
     def add_logps(self, batch: TrainBatch) -> Tensor | None:
         """Add log-probs under the sampling weights and the reference to the batch, where the recipe needs them.
@@ -46,8 +84,8 @@ class Scoring(Feeding):
             return None
         packs = self._packs(batch)
         if off_policy or charge_kl:
-            reuse = self.reuses_engine_logps and batch.engine_logps is not None
-            old_BT = batch.engine_logps if reuse else self._frozen_logps(self.model, batch, packs)
+            known_BT = batch.engine_logps if self.reuses_engine_logps else None
+            old_BT = self._frozen_logps(self.model, batch, packs) if known_BT is None else known_BT
         if off_policy and self.recipe.ratio == "sequence_sum":
             batch.old_logps = (old_BT * batch.loss_mask_BT).sum(1)
         elif off_policy:

@@ -11,6 +11,7 @@ from torch import Tensor
 from gruppo.algo.reduce import UpdateSize
 from gruppo.data.collate import join
 from gruppo.policy.packing import PackedRows, Packer
+from gruppo.trainer.ledger import Ledger
 from gruppo.types import TrainBatch
 
 
@@ -30,6 +31,7 @@ class Update:
     entropy_BT: Tensor
     ran_B: Tensor  # bool
     thresholds: list[Tensor | None] = field(default_factory=list)  # of entropy, per micro-batch
+    passes: list[tuple[PackedRows, bool]] = field(default_factory=list)  # packs that were run, and if with a backward
 
     @classmethod
     def of(cls, batches: Sequence[TrainBatch], size: UpdateSize) -> "Update":
@@ -59,8 +61,29 @@ class Update:
         """Remember the scores of rows that were run."""
         rows = torch.tensor(pack.rows, device=self.ran_B.device)
         self.logps_BT[rows] = logps_bT.detach().to(self.logps_BT.dtype)
+        # Not rounded: one of them may be the threshold that the others are compared with.
+        self.entropy_BT = self.entropy_BT.to(torch.promote_types(self.entropy_BT.dtype, entropy_bT.dtype))
         self.entropy_BT[rows] = entropy_bT.detach().to(self.entropy_BT.dtype)
         self.ran_B[rows] = True
+        self.passes.append((pack, torch.is_grad_enabled()))
+
+    def enter(self, ledger: Ledger, *, stale: bool) -> None:
+        """Put the passes of this update into the ledger."""
+        batch = self.batch
+        prompts, completions = batch.prompt_mask.sum(1).tolist(), batch.completion_mask.sum(1).tolist()
+        still = batch.zero_advantage_B.tolist()
+        cut = [False] * len(batch) if batch.truncated is None else batch.truncated.tolist()
+        for pack, backward in self.passes:
+            ledger.ran(
+                prompts=[prompts[row] for row in pack.rows],
+                completions=[max(completions[row] - 1, 0) for row in pack.rows],
+                prompt_tokens=pack.prompt_tokens,
+                scored=len(pack.targets),
+                zero_advantage=[still[row] for row in pack.rows],
+                truncated=[cut[row] for row in pack.rows],
+                stale=[stale] * len(pack.rows),
+                backward=backward,
+            )
 
     @cached_property
     def tokens_B1(self) -> Tensor:

@@ -9,7 +9,7 @@ Packed rows (the fast path):
 Padded rows (the slow twin, and what hooks of subclasses work with): `compute_loss` of one micro-batch at a time.
 """
 
-import logging
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gruppo.algo.loss import LossInputs, LossOutput, LossSettings, Max, Mean, Stat, UpdateSize, policy_loss
 from gruppo.algo.masks import entropy_threshold, top_entropy_mask
+from gruppo.policy.inplace import without_collection
 from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.prefix import inner_model, is_noisy
 from gruppo.trainer.collecting import Collecting
@@ -27,8 +28,6 @@ from gruppo.trainer.metrics import gather_rows, value_stat
 from gruppo.trainer.setup import REPLICATED
 from gruppo.trainer.update import Update
 from gruppo.types import TrainBatch
-
-logger = logging.getLogger(__name__)
 
 
 def _required(tensor: Tensor | None) -> Tensor:
@@ -41,7 +40,8 @@ class Updating(Collecting):
 
     loss_settings: LossSettings
     _size: UpdateSize  # of the update under way
-    _update_seconds: float
+    _update_seconds: float  # so far, of rollout and passes
+    _pass_seconds = 0.0  # of the passes alone
     _in_last_pack = False
 
     def update_size(self, batches: Sequence[dict[str, Any]]) -> UpdateSize:
@@ -74,7 +74,8 @@ class Updating(Collecting):
         assert self.packed is not None
         while True:
             try:
-                with self.packed.active(model), self.timer("compute_loss"):
+                update.passes.clear()
+                with self.packed.active(model), without_collection(), self.timer("compute_loss"):
                     loss = self._run_packs(model, update)
                 self._note_update(update)
                 return loss
@@ -94,9 +95,9 @@ class Updating(Collecting):
         for micro_batch, rows in units:
             packs = packer.packs(rows, budget)
             if micro_batch is not None and len(packs) > 1:
-                # The threshold is that of the whole micro-batch: its entropies must be known before its loss is.
+                # The threshold is that of the whole micro-batch: its entropies must be known before its loss is. It is
+                # agreed on after the first pack's forward pass, as where there is but one: the wrapper talks in both.
                 self._score_frozen(model, update, packs)
-                self._set_threshold(update, micro_batch)
             for pack in packs:
                 self._in_last_pack = pack is packs[-1] and rows is units[-1][1]
                 # Gradients travel between processes once, with the last pack.
@@ -165,7 +166,7 @@ class Updating(Collecting):
         )
         if everything_counts or not self.args.skip_zero_advantage:
             return has_loss_B
-        return has_loss_B & (_required(batch.advantages) != 0).reshape(len(batch), -1).any(1)
+        return has_loss_B & ~batch.zero_advantage_B
 
     def _score_still_rows(self, model: nn.Module, update: Update, packer: Packer, budget: int) -> None:
         """Entropies of rows that are not run, for the metrics, where the sampler did not give them."""
@@ -190,6 +191,7 @@ class Updating(Collecting):
             with torch.no_grad():
                 output = self._policy_loss(batch, update.logps_BT[part], entropy_bT, threshold, update.size)
             self._defer_stats(batch, update.logps_BT[part], output, update.ran_B[part])
+        update.enter(self.ledger, stale=self._updates_since_sampling > 0)
 
     # ---- padded rows
 
@@ -212,7 +214,22 @@ class Updating(Collecting):
         threshold = self._entropy_threshold(entropy_BT, batch.loss_mask_BT)
         output = self._policy_loss(batch, logps_BT, entropy_BT, threshold, self._size)
         self._defer_stats(batch, logps_BT, output)
+        if self.mode == "train":
+            self._note_padded_rows(batch)
         return output.loss * self.accelerator.num_processes
+
+    def _note_padded_rows(self, batch: TrainBatch) -> None:
+        """Enter a micro-batch in the ledger."""
+        prompts, completions = (mask.sum(1).tolist() for mask in (batch.prompt_mask, batch.completion_mask))
+        self.ledger.ran(
+            prompts=prompts,
+            completions=completions,
+            scored=sum(completions),
+            padding_tokens=batch.prompt_ids.numel() + batch.completion_ids.numel() - sum(prompts) - sum(completions),
+            zero_advantage=batch.zero_advantage_B.tolist(),
+            truncated=None if batch.truncated is None else batch.truncated.tolist(),
+            stale=[self._updates_since_sampling > 0] * len(batch),
+        )
 
     def _score_for_loss(self, model: nn.Module, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the micro-batch; rows that cannot move the update are run without a graph."""
@@ -306,9 +323,12 @@ class Updating(Collecting):
     def _end_of_update(self) -> None:
         """Agree on the metrics of the update, and let the entropy controller act on them."""
         self._updates_since_sampling += 1
-        means = self.metrics.flush("train")
-        self.metrics.add("train", {"step_time": self._update_seconds})
-        self._update_seconds = 0.0
+        start = time.perf_counter()
+        means = self.metrics.flush("train")  # waits for the device
+        waited = time.perf_counter() - start
+        self.ledger.took(self._pass_seconds + waited)
+        self.metrics.add("train", self.ledger.metrics() | {"step_time": self._update_seconds + waited})
+        self._update_seconds = self._pass_seconds = 0.0
         if self.entropy_control.enabled:
             self.entropy_control.update(means.get("_chosen_entropy", []))
             self.metrics.add("train", {"entropy_coef": self.entropy_control.coef})

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gruppo.data.sampler import (
     IterableStream,
+    PromptCursor,
     RepeatSampler,
     SampledStream,
     eval_loader,
@@ -99,7 +100,7 @@ def test_the_global_generator_is_left_alone():
 def worked_example(rank: int, rows: Any = ROWS, **changes: Any) -> SampledStream:
     """2 processes × 2 rows × 3 steps per generation = 12 rows, groups of 4, 2 passes over each generation."""
     sampler = RepeatSampler(rows, mini_repeat_count=4, batch_size=3, repeat_count=6, **({"shuffle": False} | changes))
-    return SampledStream(rows, sampler, rows_per_generation=12, copies=6, rank=rank, world=2)
+    return SampledStream(rows, sampler, rows_per_generation=12, group_size=4, copies=6, rank=rank, world=2)
 
 
 def test_the_worked_example():
@@ -149,7 +150,7 @@ def test_a_sampler_without_set_epoch_is_asked_again_each_epoch():
             self.passes += 1
             yield from [self.passes - 1] * 4
 
-    stream = SampledStream(ROWS, Forwards(), rows_per_generation=2, copies=2, rank=0, world=1)
+    stream = SampledStream(ROWS, Forwards(), rows_per_generation=2, group_size=2, copies=2, rank=0, world=1)
     assert [names(stream.rows(epoch, 0)) for epoch in (0, 0, 1)] == ["p0 p0", "p0 p0", "p1 p1"]
 
 
@@ -212,6 +213,106 @@ def test_a_resumed_run_reads_past_what_it_has_seen():
 def test_an_iterable_too_short_for_one_generation_is_an_error(count):
     with pytest.raises(DataError, match="fewer than 3 prompts"):
         iterable(Stream(count)).rows(0, 0)
+
+
+# ---- prompts one by one
+
+
+def test_prompts_of_a_dataset_are_those_of_its_generations_in_one_sequence():
+    orders = permutations(10, 7, 3)
+    sequence = [ROWS[index] for order in orders for index in order[:9]]  # the tenth is dropped
+    stream = worked_example(0, shuffle=True, seed=7)
+    assert stream.prompts == 3
+    assert [stream.prompt(position) for position in range(27)] == sequence
+    assert [stream.prompt(position) for position in (26, 3, 12, 0)] == [sequence[i] for i in (26, 3, 12, 0)]
+
+
+@pytest.mark.parametrize("positions", [range(14), (0, 5, 6, 13), (7, 2, 8, 0)], ids=["all", "some", "back and forth"])
+def test_prompts_of_an_iterable_are_those_of_its_generations_in_one_sequence(positions):
+    sequence = [ROWS[i] for i in (0, 1, 2, 3, 4, 5) * 3]  # the seventh is dropped
+    stream = iterable(Stream(7))
+    assert [stream.prompt(position) for position in positions] == [sequence[position] for position in positions]
+
+
+def test_an_iterable_that_goes_back_begins_with_its_first_epoch_again():
+    dataset = Stream(7)
+    stream = iterable(dataset)
+    stream.prompt(12)
+    stream.prompt(0)
+    assert dataset.epochs == [0, 1, 2, 0]
+
+
+def cursor(group: int = 2, rows: int = 10, generation: int = 4) -> PromptCursor:
+    sampler = RepeatSampler(range(rows), mini_repeat_count=group, batch_size=generation // group, shuffle=False)
+    stream = SampledStream(ROWS, sampler, rows_per_generation=generation, group_size=group, copies=1, rank=0, world=1)
+    return PromptCursor(stream, group)
+
+
+def test_a_cursor_takes_one_prompt_for_each_group():
+    taken = cursor()
+    taken.begin()
+    assert names(taken.take([0, 1], places=range(4))) == "p0 p0 p1 p1"
+    assert names(taken.take([1], places=[2, 3])) == "p2 p2"
+    assert taken.consumed == 3
+    taken.begin()
+    assert names(taken.take([0, 1], places=range(4))) == "p3 p3 p4 p4"
+
+
+@given(
+    group=st.integers(1, 4),
+    world=st.integers(1, 4),
+    rounds=st.lists(st.sets(st.integers(0, 5), min_size=1), max_size=4),
+)
+def test_processes_take_their_share_of_the_same_prompts(group, world, rounds):
+    rounds = [range(6), *map(sorted, rounds)]
+    shares = [split_for_rank(list(range(6 * group)), rank, world) for rank in range(world)]
+    cursors = [cursor(group, rows=6, generation=6 * group) for _ in shares]
+    for taken in cursors:
+        taken.begin()
+    consumed = 0
+    for groups in rounds:
+        rows = []
+        for taken, share in zip(cursors, shares, strict=True):
+            rows += taken.take(groups, [place for place in share if place // group in groups])
+        expected = [ROWS[(consumed + i) % 6] for i in range(len(groups)) for _ in range(group)]
+        consumed += len(groups)
+        assert rows == expected
+        assert {taken.consumed for taken in cursors} == {consumed}
+
+
+def test_a_cursor_that_is_loaded_goes_on_or_takes_the_generation_under_way_again():
+    saved = cursor()
+    saved.begin()
+    saved.take([0, 1], range(4))
+    saved.begin()
+    saved.take([0, 1], range(4))
+    saved.take([0], [0, 1])
+    state = saved.state_dict()
+    assert state == {"generation_began_at": 2, "consumed": 5}
+
+    going_on = cursor()
+    going_on.load_state_dict(state)
+    going_on.begin(100)
+    assert names(going_on.take([0, 1], range(4))) == "p5 p5 p6 p6"
+
+    again = cursor()
+    again.load_state_dict(state)
+    again.begin(100, anew=True)
+    assert names(again.take([0, 1], range(4))) == "p2 p2 p3 p3"
+    assert names(again.take([0, 1], range(4))) == "p4 p4 p5 p5", "more than the first time"
+    assert again.state_dict() == state, "a second checkpoint in the same generation"
+    again.begin()
+    assert names(again.take([0, 1], range(4))) == "p5 p5 p6 p6", "where it would have begun"
+    assert again.consumed == 7
+
+
+def test_a_cursor_that_knows_nothing_begins_where_it_is_told():
+    taken = cursor()
+    assert taken.consumed == 0
+    taken.begin(4, anew=True)
+    assert names(taken.take([0, 1], range(4))) == "p4 p4 p5 p5"
+    taken.begin(100)
+    assert names(taken.take([0, 1], range(4))) == "p6 p6 p7 p7"
 
 
 # ---- loaders

@@ -103,17 +103,17 @@ def with_gradients(function: Callable[..., Tensor], tensors: dict[str, Tensor]) 
 def near(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     for name, exact in expected.items():
         assert got[name].shape == exact.shape, name
-        error = (got[name].cpu().double() - exact).abs().max() / exact.abs().max().clamp(min=0.1)
+        error = (got[name].cpu().double() - exact).abs().max() / exact.abs().max().clamp(min=1.0)
         assert error < tolerance, f"{name}: {error}"
 
 
-GROUP = ((19, 5, 17, 33), (-1, 0, 0, 0))
+GROUP = ((18, 3, 20), (-1, 0, 0))
 CASES = {
     "one group": Case(*GROUP),
     "several groups": Case((3, 2, 4, 20, 7, 9, 1, 18), (-1, 0, 0, -1, 3, 3, -1, -1)),
     "lone": Case((20, 1, 33), (-1, -1, -1), heads=1),
     "single tokens": Case((1, 1, 1, 1, 16, 1, 1), (-1, 0, 0, -1, -1, 4, 4)),
-    "at the edges": Case((16, 15, 16, 17, 32, 31, 33), (-1, 0, 0, 0, -1, 4, 4), heads=1),
+    "at the edges": Case((16, 15, 16, 17, 32, 33), (-1, 0, 0, 0, -1, 4), heads=1),
     "groups of two heads": Case((17, 18, 2), (-1, 0, 0), heads=4, kv_heads=2),
     "groups of four heads": Case((17, 18, 2), (-1, 0, 0), heads=4, kv_heads=1),
     "size 24": Case(*GROUP, size=24, size_v=24),
@@ -121,13 +121,13 @@ CASES = {
     "sizes 16 and 20": Case(*GROUP, size_v=20),
     "window 1": Case(*GROUP, window=1),
     "window in the prompt": Case(*GROUP, window=7),
-    "window as the prompt": Case(*GROUP, window=19),
+    "window as the prompt": Case(*GROUP, window=18),
     "window over the prompt": Case(*GROUP, window=30),
-    "window over everything": Case(*GROUP, window=52),
+    "window over everything": Case(*GROUP, window=38),
     "window, lone": Case((40, 3), (-1, -1), window=17),
     "softcap": Case(*GROUP, softcap=0.7),
-    "sinks": Case(*GROUP, heads=4, kv_heads=2, sinks=True),
-    "all at once": Case(*GROUP, heads=4, kv_heads=2, size=24, size_v=20, window=21, softcap=1.5, sinks=True),
+    "sinks": Case(*GROUP, sinks=True),
+    "all at once": Case(*GROUP, size=24, size_v=20, window=21, softcap=1.5, sinks=True),
 }
 
 
@@ -150,7 +150,7 @@ def test_torch_in_several_batches(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", CASES)
 def test_triton(name: str, small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "QUERIES_PER_SUM", 21)  # partial sums that end inside a child and inside a block
+    monkeypatch.setattr(attention, "QUERIES_PER_SUM", 17)  # partial sums that end inside a child and inside a block
     case = CASES[name]
     tensors, segments = case.tensors(), case.segments(DEVICE)
     expected = with_gradients(lambda **t: by_token(case=case, **t), tensors)
@@ -225,7 +225,7 @@ def test_float16_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case((40, 50, 37), (-1, 0, 0))
+    case = Case((20, 40, 35), (-1, 0, 0), heads=1)
     tensors, segments = case.tensors(), case.segments(DEVICE)
     expected = with_gradients(lambda **t: by_token(case=case, **t), tensors)
     for block_m, block_n in ((16, 32), (32, 16)):
@@ -352,7 +352,7 @@ REAL = {
     "192 and 128": Case(LENGTHS, PARENTS, 4, 4, 192, 128),
 }
 # The result and the weights in it are rounded, and in the gradient what they are multiplied with.
-BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2.5e-3}
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
@@ -390,12 +390,14 @@ def test_the_same_bits_every_time() -> None:
 def test_places_beyond_two_to_the_31_elements() -> None:
     case = Case((250, 300), (-1, 0), 4, 2, 128, 128)
     tensors = {name: x.bfloat16().cuda() for name, x in case.tensors().items()}
-    expected = packed_attention(segments=case.segments("cuda"), **case.options, **tensors)
+    segments = case.segments("cuda")
+    expected = with_gradients(lambda **t: packed_attention(segments=segments, **case.options, **t), tensors)
     # The same tokens with the last of them more than 2³¹ elements from the first.
-    stride = math.ceil(2**31 / 500)
+    stride = math.ceil(2**31 / 500) // 16 * 16
     wide = {}
     for name, x in tensors.items():
         memory = torch.zeros(len(x) * stride, dtype=x.dtype, device="cuda")
-        wide[name] = memory.as_strided(x.shape, (stride // 16 * 16, x.shape[2], 1)).copy_(x)
-    got = packed_attention(segments=case.segments("cuda"), **case.options, **wide)
-    assert torch.equal(got, expected)
+        wide[name] = memory.as_strided(x.shape, (stride, x.shape[2], 1)).copy_(x)
+        assert (len(x) - 1) * wide[name].stride(0) > 2**31
+    got = with_gradients(lambda **t: packed_attention(segments=segments, **case.options, **t), wide)
+    assert all(torch.equal(got[name], x) for name, x in expected.items())

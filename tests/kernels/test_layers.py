@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from gruppo.kernels import layers
 from gruppo.kernels.gpu import layers as gpu_layers
+from gruppo.kernels.gpu import norm as gpu_norm
 from tests import interpreter
 
 interpreter.make_ready()
@@ -117,7 +118,7 @@ NORMS = [(False, False), (False, True), (True, True)]  # Llama, OLMo 2, Gemma
 @pytest.mark.parametrize(("plus_one", "wide"), NORMS)
 @pytest.mark.parametrize("view", VIEWS)
 def test_rms_norm(backend: Backend, view: str, plus_one: bool, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_layers, "_NORM_PROGRAMS", 3)  # of many rows, each has several blocks
+    monkeypatch.setattr(gpu_norm, "_NORM_PROGRAMS", 3)  # of many rows, each has several blocks
     x = VIEWS[view]()
     weight, grad = torch.randn(x.shape[-1]), torch.randn(x.shape[::-1]).permute(*reversed(range(x.dim())))
     options = dict(plus_one=plus_one, in_float32_weight=wide)

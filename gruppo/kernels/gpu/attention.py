@@ -38,11 +38,11 @@ QUERIES_HALF: Blocks = {
     16: (128, 64, 4, 3),
     32: (128, 64, 4, 3),
     64: (128, 64, 8, 3),
-    128: (128, 64, 8, 2),
-    256: (64, 32, 8, 2),
+    128: (128, 64, 8, 3),
+    256: (128, 32, 8, 2),
     512: (32, 32, 8, 1),
 }
-QUERIES_FLOAT: Blocks = dict(FORWARD_FLOAT)
+QUERIES_FLOAT: Blocks = {**FORWARD_FLOAT, 256: (16, 16, 8, 1)}
 # and of that of keys and values.
 KEYS_HALF: Blocks = {
     16: (64, 128, 4, 3),
@@ -52,7 +52,7 @@ KEYS_HALF: Blocks = {
     256: (32, 64, 8, 2),
     512: (32, 32, 8, 1),
 }
-KEYS_FLOAT: Blocks = dict(FORWARD_FLOAT)
+KEYS_FLOAT: Blocks = {**FORWARD_FLOAT, 128: (16, 32, 8, 1), 256: (16, 32, 8, 1)}
 _ADD_UP = 1024  # numbers per program
 
 
@@ -69,6 +69,7 @@ def packed_attention(
 ) -> Tensor:
     """`gruppo.kernels.attention.packed_attention` of a pack that is not empty, in float32, bfloat16 or float16."""
     query, key, value = (_with_rows(x) for x in (query, key, value))
+    sinks = None if sinks is None else sinks.contiguous()
     return _PackedAttention.apply(query, key, value, sinks, segments, scale, window, softcap)
 
 
@@ -95,7 +96,7 @@ class _PackedAttention(torch.autograd.Function):
         blocks = _blocks(query, shape, FORWARD_HALF, FORWARD_FLOAT)
         tiles = segments.query_tiles(blocks["BLOCK_M"])
         out = query.new_empty(tokens, heads, size_v)
-        lse = query.new_empty(heads, tokens, dtype=torch.float32)
+        lse = _per_query(query, shape)
         kernels.forward_kernel[(len(tiles) * heads,)](
             query, key, value, sinks, tiles, out, lse, tokens, *numbers, *_strides(query, key, value),
             **shape, **blocks, HAS_SINKS=sinks is not None,
@@ -113,6 +114,7 @@ class _PackedAttention(torch.autograd.Function):
         grad_key, grad_value = _key_gradient(query, key, value, grad_out, lse, delta, *ctx.rest)
         grad_sinks = None
         if sinks is not None:
+            lse, delta = (x[: out.shape[0] * out.shape[1]].view(len(sinks), -1) for x in (lse, delta))
             weights = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - lse)
             grad_sinks = -(weights * delta).sum(1).to(sinks.dtype)
         return grad_query, grad_key, grad_value, grad_sinks, None, None, None, None
@@ -129,7 +131,7 @@ def _query_gradient(
     shape: dict[str, Any],
     numbers: tuple[float, ...],
 ) -> tuple[Tensor, Tensor]:
-    """The gradient (N, H, D) of the queries; and result times gradient (H, N), summed over a head."""
+    """The gradient (N, H, D) of the queries; and, as `_per_query`, result times gradient, summed over a head."""
     tokens, heads, _ = query.shape
     blocks = _blocks(query, shape, QUERIES_HALF, QUERIES_FLOAT)
     tiles = segments.query_tiles(blocks["BLOCK_M"])
@@ -174,6 +176,12 @@ def _blocks(query: Tensor, shape: dict[str, Any], half: Blocks, full: Blocks) ->
     table = full if query.dtype == torch.float32 else half
     row = table[max(shape["BLOCK_D"], shape["BLOCK_DV"])]
     return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), row, strict=True))
+
+
+def _per_query(query: Tensor, shape: dict[str, Any]) -> Tensor:
+    """Room for a float32 per head and query, (H * N,), and for a block past the last, which is read and not used."""
+    past = _blocks(query, shape, KEYS_HALF, KEYS_FLOAT)["BLOCK_M"]
+    return query.new_empty(query.shape[0] * query.shape[1] + past, dtype=torch.float32)
 
 
 def _with_rows(x: Tensor) -> Tensor:

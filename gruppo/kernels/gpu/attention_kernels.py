@@ -44,8 +44,10 @@ def _scores(a, b, inner, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _key_blocks(before, queries, m_first, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Blocks of keys that a block of queries sees: the parent's first key and blocks, its own first key and blocks."""
+def _key_blocks(
+    before, queries, m_first, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """Blocks of keys that a block of queries sees: first key and number of blocks, of the parent's and of its own."""
     end = tl.minimum(m_first + BLOCK_M, queries)
     parent_first, own_first = m_first * 0, m_first * 0
     if HAS_WINDOW:
@@ -59,8 +61,9 @@ def _key_block(
     i, parent_first, parent_blocks, own_first, start, parent, before, queries, m_first, window,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Block i of these: its first token, how many keys are left from there on, the first key's number and position,
-    and whether some query does not see all of it.
+    """Block i of these: its first token, how many keys there are from that on, its position, and whether to mask it.
+
+    A position is a key's number among all that the segment sees. No mask is needed where every query sees all keys.
     """
     own = i >= parent_blocks
     number = tl.where(own, own_first + (i - parent_blocks) * BLOCK_N, parent_first + i * BLOCK_N)
@@ -113,11 +116,11 @@ def forward_kernel(
             BLOCK_M, BLOCK_N, HAS_WINDOW,
         )  # fmt: skip
         keys = _rows(key + at * stride_kn, stride_kn, left, D, BLOCK_N, BLOCK_D)
+        values = _rows(value + at * stride_vn, stride_vn, left, DV, BLOCK_N, BLOCK_DV)
         scores = _scores(q, keys, inner, HAS_SOFTCAP)
         if cut:
             seen = _seen(before + m_first + row, position, left, window, BLOCK_N, HAS_WINDOW)
             scores = tl.where(seen, scores, -INF)
-        values = _rows(value + at * stride_vn, stride_vn, left, DV, BLOCK_N, BLOCK_DV)
         highest, total, mixed = accumulate(scores, values, highest, total, mixed, unit)
 
     # Every query sees itself, so its sum is not zero. Rows past the last query are not written.
@@ -162,12 +165,12 @@ def query_gradient_kernel(
             BLOCK_M, BLOCK_N, HAS_WINDOW,
         )  # fmt: skip
         keys = _rows(key + at * stride_kn, stride_kn, left, D, BLOCK_N, BLOCK_D)
+        values = _rows(value + at * stride_vn, stride_vn, left, DV, BLOCK_N, BLOCK_DV)
         scores = _scores(q, keys, inner, HAS_SOFTCAP)
         weights = tl.exp2(scores * unit - lse_m[:, None])
         if cut:
             seen = _seen(before + m_first + row, position, left, window, BLOCK_N, HAS_WINDOW)
             weights = tl.where(seen, weights, 0.0)
-        values = _rows(value + at * stride_vn, stride_vn, left, DV, BLOCK_N, BLOCK_DV)
         slope = weights * (tl.dot(g, tl.trans(values), input_precision="ieee") - delta_m[:, None])
         if HAS_SOFTCAP:
             slope *= 1 - scores * scores
@@ -191,19 +194,19 @@ def _query_blocks(
 
 
 @triton.jit
-def _unseen_by(
-    weights, number, base, m_first, queries, positions, window,
-    BLOCK_M: tl.constexpr, HAS_WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Weights [N, M] of keys and a block of queries, zero where a query does not see the key or is none."""
+def _only_seen(
+    weights, delta, number, base, m_first, queries, positions, window, BLOCK_M: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """Weights [N, M] of keys and queries, zero where a query does not see a key or is none; delta [M] likewise."""
     m = m_first + tl.arange(0, BLOCK_M)
+    there = m < queries
     if HAS_WINDOW:
-        position = tl.load(positions + base + m, mask=m < queries, other=0).to(tl.int32)
+        position = tl.load(positions + base + m, mask=there, other=0).to(tl.int32)
         back = position[None, :] - number[:, None]
         seen = (back >= 0) & (back < window)
     else:
         seen = number[:, None] <= m[None, :]
-    return tl.where(seen & (m < queries)[None, :], weights, 0.0)
+    return tl.where(seen & there[None, :], weights, 0.0), tl.where(there, delta, 0.0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -238,15 +241,17 @@ def key_gradient_kernel(
         m_first = first + i % per_head * BLOCK_M
         at, left = base + m_first, queries - m_first
         q = _rows(query + head * stride_qh + at * stride_qn, stride_qn, left, D, BLOCK_M, BLOCK_D)
-        # Without a mask, which would be dear in the layout of these loads: there is memory past the last query.
+        g = _rows(grad_out + head * stride_gh + at * stride_gn, stride_gn, left, DV, BLOCK_M, BLOCK_DV)
+        # Past the last query there is memory, of whatever content. To mask these loads here would be dear.
         lse_m = tl.load(lse + head * tokens + at + row)
+        delta_m = tl.load(delta + head * tokens + at + row)
         scores = _scores(k, q, inner, HAS_SOFTCAP)
         weights = tl.exp2(scores * unit - lse_m[None, :])
-        if HAS_WINDOW or (m_first < causal * (n_first + BLOCK_N - 1)) or (left < BLOCK_M):
-            weights = _unseen_by(weights, number, base, m_first, queries, positions, window, BLOCK_M, HAS_WINDOW)
-        g = _rows(grad_out + head * stride_gh + at * stride_gn, stride_gn, left, DV, BLOCK_M, BLOCK_DV)
+        if HAS_WINDOW | (m_first < causal * (n_first + BLOCK_N - 1)) | (left < BLOCK_M):
+            weights, delta_m = _only_seen(
+                weights, delta_m, number, base, m_first, queries, positions, window, BLOCK_M, HAS_WINDOW
+            )
         grad_v = tl.dot(weights.to(g.dtype), g, grad_v, input_precision="ieee")
-        delta_m = tl.load(delta + head * tokens + at + row)
         slope = weights * (tl.dot(v, tl.trans(g), input_precision="ieee") - delta_m[None, :])
         if HAS_SOFTCAP:
             slope *= 1 - scores * scores

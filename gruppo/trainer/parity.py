@@ -1,0 +1,398 @@
+"""The parity guard: a few real rows run fast and slowly, and a difference that is more than rounding stops the run.
+
+    fast path    packed rows with shared prompts, fused head, fused layers     what the update does
+    slow twin    `score_tokens`, one row at a time                             the model's own forward pass
+    reference    the slow twin on a copy of the model in a wider type          what both should give
+
+How far rounding takes a model from what it should give depends on the model, so no tolerance is fixed in advance: the
+fast path may be at most twice as far from the reference as the slow twin is.
+"""
+
+import copy
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gruppo.errors import ParityError
+from gruppo.plan import free_memory
+from gruppo.policy.inplace import Swap, attention_swaps, swapped
+from gruppo.policy.logprobs import score_tokens
+from gruppo.policy.packed import PackedPolicy
+from gruppo.policy.packing import Packer
+from gruppo.policy.prefix import inner_model, is_noisy
+from gruppo.types import TrainBatch
+
+LOGPS, ENTROPIES, GRADIENTS, SAMPLING = "log-probs", "entropies", "gradients", "sampling log-probs"
+
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+# The fast path's error may be so many times the slow twin's …
+_TIMES = 2.0
+# … and this much more, where both are next to nothing: nats per token, and relative norms.
+_FLOOR = {
+    torch.float32: {LOGPS: 1e-6, ENTROPIES: 1e-6, GRADIENTS: 1e-5, SAMPLING: 1e-5},
+    torch.bfloat16: {LOGPS: 2e-3, ENTROPIES: 2e-3, GRADIENTS: 1e-2, SAMPLING: 0.02},
+    torch.float16: {LOGPS: 5e-4, ENTROPIES: 5e-4, GRADIENTS: 2e-3, SAMPLING: 0.02},
+}
+# The floor of half precision in a mixture of experts: at a near tie rounding sends a token to another expert.
+_ROUTED_FLOOR = {LOGPS: 0.1, ENTROPIES: 0.1, GRADIENTS: 0.5, SAMPLING: 0.2}
+# Without a reference: how far the fast path may be from the slow twin.
+_DIRECT = {
+    torch.float64: {LOGPS: 1e-6, ENTROPIES: 1e-6, GRADIENTS: 1e-6, SAMPLING: 1e-5},
+    torch.float32: {LOGPS: 1e-4, ENTROPIES: 1e-4, GRADIENTS: 1e-3, SAMPLING: 1e-4},
+    torch.bfloat16: {LOGPS: 0.1, ENTROPIES: 0.1, GRADIENTS: 0.2, SAMPLING: 0.1},
+    torch.float16: {LOGPS: 0.02, ENTROPIES: 0.02, GRADIENTS: 0.05, SAMPLING: 0.04},
+}
+_LONGEST = 256  # completion tokens of a row
+_PACK_TOKENS = 4096  # of two prompts' rows in one pack
+_COPIES = 2.5  # the wide model, its gradient, and half as much for activations
+_CLASSES = 64  # numbers that the gradient of one parameter is reduced to
+_STRETCH = 1 << 22  # elements of a gradient that are worked on at once; whole classes
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One line of the table: mean |error| in nats per token, or of gradients ‖error‖ / ‖gradient‖."""
+
+    what: str
+    fast: float
+    slow: float
+    limit: float
+    where: str = ""  # of gradients: the parameter with the largest error
+
+    @property
+    def ok(self) -> bool:
+        """NaN of the fast path is an error, unless the slow one has nothing better to give."""
+        return self.fast <= self.limit or not math.isfinite(self.limit)
+
+    def __str__(self) -> str:
+        unit = f"of their norm, most of it in {self.where}," if self.where else "nats per token"
+        return f"{self.what} are off by {self.fast:.2g} {unit} where {self.limit:.2g} is allowed"
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What was compared; `culprit` and `switch` are filled in if something is not ok."""
+
+    comparisons: tuple[Comparison, ...]
+    rows: int
+    tokens: int
+    dtype: str
+    reference: str  # what errors are measured against: a type, or the slow path
+    culprit: str | None = None
+    switch: str | None = None  # the config fields that turn the culprit off
+    engine_difference: float | None = None  # mean |difference| of the engine's log-probs and the slow twin's
+
+    @property
+    def ok(self) -> bool:
+        return all(comparison.ok for comparison in self.comparisons)
+
+    def table(self) -> Table:
+        title = f"Parity: {self.rows} rows, {self.tokens} tokens in {self.dtype}, errors against {self.reference}"
+        table = Table("", "fast path", "slow path", "allowed", "", title=title)
+        for line in self.comparisons:
+            verdict = "[green]ok" if line.ok else "[red]too far"
+            table.add_row(line.what, f"{line.fast:.2g}", f"{line.slow:.2g}", f"{line.limit:.2g}", verdict)
+        return table
+
+    def __str__(self) -> str:
+        errors = ", ".join(f"{line.what} {line.fast:.2g} of {line.limit:.2g}" for line in self.comparisons)
+        verdict = "ok" if self.ok else f"not ok, {self.switch} turns off {self.culprit}"
+        return f"parity of {self.rows} rows in {self.dtype} against {self.reference}: {errors}; {verdict}"
+
+
+def enforce(report: ParityReport) -> None:
+    """Raise if the fast path, or the sampling engine, is not what it claims to be."""
+    if report.ok:
+        return
+    found = "; ".join(str(comparison) for comparison in report.comparisons if not comparison.ok)
+    raise ParityError(
+        f"The fast path differs from the slow one by more than rounding: {found} ({report.tokens} tokens of "
+        f"{report.rows} rows in {report.dtype}, against {report.reference}). At fault: {report.culprit}. Set "
+        f"{report.switch} to go on without."
+    )
+
+
+def check_parity(
+    model: nn.Module,
+    packed: PackedPolicy,
+    batch: TrainBatch,
+    *,
+    temperature: float,
+    entropy_gradient: bool,
+    rows: int = 4,
+) -> ParityReport:
+    """Compare the two paths of the bare model, in values and gradients, on up to `rows` rows of the batch.
+
+    `batch.engine_logps` are compared too if they are there, so leave them out once the weights have moved on. Modes,
+    gradients and random states are afterwards what they were.
+    """
+    dtype = packed.autocast_dtype or next(p.dtype for p in inner_model(model).parameters() if p.is_floating_point())
+    name = str(dtype).removeprefix("torch.") + (" autocast" if packed.autocast_dtype else "")
+    sample = _choose(batch, rows)
+    if sample is None:
+        return ParityReport((), 0, 0, name, "slow path")
+    case, wide = _Case(sample, temperature, entropy_gradient), _WIDER.get(dtype)
+    with _unnoticed(model), swapped(_autocast(model, packed.autocast_dtype)):
+        exact = None if wide is None else _run_reference(model, case, wide)
+        slow = _run_slowly(model, case)
+        judge = _Judge(model, dtype, slow, exact)
+        comparisons = judge(_run_packed(model, packed, case, share=True))
+        faults = [] if all(c.ok for c in comparisons) else [_find_culprit(model, packed, case, judge)]
+    engine_difference = None
+    if sample.engine_logps is not None:
+        sampled = sample.engine_logps[case.scored].double().cpu()
+        engine_difference = _error(SAMPLING, sampled, slow.logps)
+        comparisons.append(judge.compare(SAMPLING, sampled, slow.logps, judge.target.logps))
+        if not comparisons[-1].ok:
+            faults.append(("the sampling engine", "rollout_backend='transformers'"))
+    return ParityReport(
+        comparisons=tuple(comparisons),
+        rows=len(sample),
+        tokens=len(slow.logps),
+        dtype=name,
+        reference="slow path" if exact is None else str(wide).removeprefix("torch."),
+        culprit=" and ".join(culprit for culprit, _ in faults) or None,
+        switch=" and ".join(switch for _, switch in faults) or None,
+        engine_difference=engine_difference,
+    )
+
+
+# ---- rows
+
+
+def _choose(batch: TrainBatch, count: int) -> TrainBatch | None:
+    """Rows of at most two prompts, siblings if there are any, short and long ones; None if no row has a loss."""
+    names = ("completion_ids", "completion_mask", "tool_mask", "engine_logps")
+    cut = {name: value[:, :_LONGEST] for name, value in batch.to_dict().items() if name in names}
+    batch = TrainBatch(batch.prompt_ids, batch.prompt_mask, **cut)
+    lengths, scored = batch.completion_mask.sum(1).tolist(), batch.loss_mask_BT.any(1).tolist()
+    groups: dict[bytes, list[int]] = {}
+    for row, (ids, on) in enumerate(zip(batch.prompt_ids.cpu(), batch.prompt_mask.bool().cpu(), strict=True)):
+        if scored[row]:
+            groups.setdefault(ids[on].numpy().tobytes(), []).append(row)
+    if not groups:
+        return None
+    first, *others = sorted(groups.values(), key=lambda members: len(members) < 2)
+    second = others[0] if others else []
+    chosen = _spread(first, lengths, count - min(len(second), count // 2))
+    chosen += _spread(second, lengths, count - len(chosen))
+    return batch.rows(torch.tensor(chosen, device=batch.completion_ids.device))
+
+
+def _spread(members: Sequence[int], lengths: Sequence[int], count: int) -> list[int]:
+    """So many of these rows, from the longest to the shortest."""
+    by_length = sorted(members, key=lambda row: lengths[row])
+    count = min(count, len(by_length))
+    return [by_length[-1 - i * (len(by_length) - 1) // max(count - 1, 1)] for i in range(count)]
+
+
+class _Case:
+    """What is run in every way: rows, and a sign for each of their log-probs and entropies, summed up for a loss."""
+
+    def __init__(self, batch: TrainBatch, temperature: float, entropy_gradient: bool):
+        self.batch, self.entropy_gradient = batch, entropy_gradient
+        self.options: dict[str, Any] = dict(temperature=temperature, entropy=True, entropy_gradient=entropy_gradient)
+        self.scored = batch.loss_mask_BT.bool()  # (B, T)
+        signs = torch.randint(2, (2, *self.scored.shape), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+        self.signs = signs.to(self.scored.device) * self.scored  # (2, B, T)
+
+    def loss(self, rows: Sequence[int], logps_bT: Tensor, entropy_bT: Tensor) -> Tensor:
+        by_logp, by_entropy = self.signs[:, list(rows)]
+        loss = (logps_bT * by_logp).sum()
+        return loss + (entropy_bT * by_entropy).sum() if self.entropy_gradient else loss
+
+
+# ---- three ways to run them
+
+
+class _Found(NamedTuple):
+    """Scores of M tokens and the sketch of a gradient, in float64 on the host."""
+
+    logps: Tensor
+    entropies: Tensor
+    sketch: Tensor  # (parameters, 64)
+
+
+def _run_slowly(model: nn.Module, case: _Case, *, wide: bool = False) -> _Found:
+    """The slow twin. A row at a time: no more than its logits are in memory, and one gradient."""
+    batch, found = case.batch, []
+    ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)
+    mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
+    with swapped(_plain_modules(model, wide=wide)):
+        for row in range(len(batch)):
+            # Padding may see nothing but padding, of which eager attention in float64 makes NaN.
+            first, *_, last = mask[row].nonzero()[:, 0].tolist()
+            part, missing = (slice(row, row + 1), slice(first, last + 1)), mask.shape[1] - last - 1
+            width = batch.completion_ids.shape[1] - missing
+            scores = score_tokens(model, ids[part], mask[part], width, **case.options)
+            padded = (functional.pad(score, (0, missing)) for score in scores if score is not None)
+            found.append(_keep(model, case, [row], *padded))
+    return _joined(found, range(len(batch)), case)
+
+
+def _run_packed(model: nn.Module, packed: PackedPolicy, case: _Case, *, share: bool) -> _Found:
+    """The fast path."""
+    batch, found = case.batch, []
+    # Siblings stay together, however long their prompt is.
+    tokens = max(_PACK_TOKENS, int(batch.prompt_mask.sum(1).max() + batch.completion_mask.sum()))
+    packs = Packer(batch, share=share).packs(range(len(batch)), tokens)
+    with packed.active(model):
+        for pack in packs:
+            padded = (pack.padded(score) for score in packed.score(model, pack, **case.options) if score is not None)
+            found.append(_keep(model, case, pack.rows, *padded))
+    return _joined(found, [row for pack in packs for row in pack.rows], case)
+
+
+def _run_reference(model: nn.Module, case: _Case, wide: torch.dtype) -> _Found | None:
+    """The slow twin in a wide type; None if there is no room for a copy, or none can be made."""
+    parameters, twin = list(model.parameters()), None
+    if all(p.dtype == wide for p in parameters if p.is_floating_point()):
+        return _run_slowly(model, case, wide=True)
+    needed = _COPIES * wide.itemsize * sum(p.numel() for p in parameters)
+    if getattr(inner_model(model), "hf_quantizer", None) is not None or needed > free_memory(parameters[0].device):
+        return None
+    try:
+        twin = copy.deepcopy(model).to(wide)
+        return _run_slowly(twin, case, wide=True)
+    except (TypeError, RuntimeError):  # something in it cannot be copied, or has no kernel for the type
+        return None
+    finally:
+        if twin is not None:
+            twin.to("meta")  # its memory is free now, whoever still refers to it
+
+
+def _keep(model: nn.Module, case: _Case, rows: Sequence[int], logps_bT: Tensor, entropy_bT: Tensor) -> _Found:
+    """Scores (b, T) of some rows and the sketch of their gradient. With its return graph and gradient are gone."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradient = torch.autograd.grad(case.loss(rows, logps_bT, entropy_bT), trained, allow_unused=True)
+    sketches = [_sketch(part, seed) for seed, part in enumerate(gradient)]
+    return _Found(logps_bT.detach(), entropy_bT.detach(), torch.stack(sketches))
+
+
+def _joined(found: Sequence[_Found], rows: Sequence[int], case: _Case) -> _Found:
+    """The scores of all rows, in their order, and the sum of the gradients' sketches, which is that of the sum."""
+    order = torch.tensor(rows).argsort().to(case.scored.device)
+    logps, entropies = (torch.cat([part[i] for part in found])[order][case.scored] for i in (0, 1))
+    return _Found(logps.double().cpu(), entropies.double().cpu(), torch.stack([part.sketch for part in found]).sum(0))
+
+
+def _sketch(gradient: Tensor | None, seed: int) -> Tensor:
+    """A gradient in 64 numbers of float64, the sum of whose squares is on average that of the gradient.
+
+    Each element gets a random sign, under one seed always the same, and those at every 64th place are added up. So the
+    difference of two sketches is the sketch of the difference: the gradients need not be in memory together.
+    """
+    if gradient is None:
+        return torch.zeros(_CLASSES, dtype=torch.float64)
+    generator = torch.Generator(gradient.device).manual_seed(seed)
+    sums = torch.zeros(_CLASSES, dtype=torch.float64, device=gradient.device)
+    for part in gradient.reshape(-1).split(_STRETCH):
+        signs = torch.randint(2, part.shape, generator=generator, device=part.device, dtype=torch.int8).mul_(2).sub_(1)
+        signed = part.to(torch.promote_types(part.dtype, torch.float32)) * signs
+        sums += functional.pad(signed, (0, -len(part) % _CLASSES)).view(-1, _CLASSES).sum(0, dtype=torch.float64)
+    return sums.cpu()
+
+
+# ---- verdicts
+
+
+class _Judge:
+    """What errors a fast path makes and may make, by those of the slow twin if there is a reference."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, slow: _Found, exact: _Found | None):
+        self.slow, self.target = slow, exact or slow
+        self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        routed = dtype.itemsize == 2 and any(name.endswith("experts") for name, _ in model.named_modules())
+        # What is allowed beside twice the slow twin's error; that is 0 where it is the reference itself.
+        self.floor = _ROUTED_FLOOR if routed else (_FLOOR if exact else _DIRECT)[dtype]
+
+    def __call__(self, fast: _Found) -> list[Comparison]:
+        return list(map(self.compare, (LOGPS, ENTROPIES, GRADIENTS), fast, self.slow, self.target))
+
+    def compare(self, what: str, fast: Tensor, slow: Tensor, target: Tensor) -> Comparison:
+        where = self.names[int((fast - target).norm(dim=1).argmax())] if what == GRADIENTS else ""
+        own = _error(what, slow, target)
+        return Comparison(what, _error(what, fast, target), own, _TIMES * own + self.floor[what], where)
+
+
+def _error(what: str, values: Tensor, target: Tensor) -> float:
+    if what == GRADIENTS:
+        return ((values - target).norm() / target.norm().clamp(min=1e-300)).item()
+    return (values - target)[target.isfinite()].abs().mean().item()
+
+
+def _find_culprit(model: nn.Module, packed: PackedPolicy, case: _Case, judge: _Judge) -> tuple[str, str]:
+    """The part of the fast path without which it agrees, and the switch that turns it off."""
+
+    def agrees(*, head: bool = packed.fused_head, layers: bool = packed.fused_layers, share: bool = True) -> bool:
+        other = PackedPolicy(fused_head=head, fused_layers=layers, autocast_dtype=packed.autocast_dtype)
+        return all(comparison.ok for comparison in judge(_run_packed(model, other, case, share=share)))
+
+    if packed.fused_layers and agrees(layers=False):
+        return "the fused layers", "fused_layers=False"
+    if packed.fused_head and agrees(head=False):
+        return "the fused head", "fused_head=False"
+    if packed.fused_layers and packed.fused_head and agrees(head=False, layers=False):
+        return "the fused layers and the fused head", "fused_layers=False and fused_head=False"
+    if agrees(head=False, layers=False, share=False):
+        return "prompts that packed rows share", "packed_update=False"
+    return "packed rows", "packed_update=False"
+
+
+# ---- how the model is run
+
+
+@contextmanager
+def _unnoticed(model: nn.Module) -> Iterator[None]:
+    """With gradients, in the model's mode unless that draws noise or has checkpoints that forbid `autograd.grad`."""
+    modes = [(module, module.training) for module in model.modules()]
+    python, numpy, device = random.getstate(), np.random.get_state(), next(model.parameters()).device
+    try:
+        if is_noisy(model, inner_model(model)) or _has_reentrant_checkpoints(model):
+            model.eval()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _has_reentrant_checkpoints(model: nn.Module) -> bool:
+    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    options = [getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", None) for module in on]
+    return any(option is not None and option.get("use_reentrant", True) for option in options)
+
+
+def _autocast(model: nn.Module, dtype: torch.dtype | None) -> list[Swap]:
+    """The forward pass as accelerate prepares it, under autocast, for a model that it has not prepared."""
+    if dtype is None or "_original_forward" in vars(model):
+        return []
+    cast: Any = torch.autocast(next(model.parameters()).device.type, dtype)
+    return [Swap(model, "_original_forward", model.forward), Swap(model, "forward", cast(model.forward))]
+
+
+def _plain_modules(model: nn.Module, *, wide: bool) -> list[Swap]:
+    """The model's own attention, unless it leaves something out. If wide: without autocast or kernels that lack it."""
+    inner = inner_model(model)
+    text = inner.config.get_text_config()
+    has_sinks = any(name.endswith("sinks") for name, _ in inner.named_parameters())
+    swaps = []
+    if has_sinks or getattr(text, "attn_logit_softcapping", None):
+        swaps = attention_swaps(inner, "eager")  # torch's attention knows neither
+    elif wide and text._attn_implementation not in ("eager", "sdpa"):
+        swaps = attention_swaps(inner, "sdpa")
+    if wide:
+        swaps.append(Swap(text, "_experts_implementation_internal", "eager"))
+        swaps.append(Swap(model, "forward", vars(model).get("_original_forward", model.forward)))
+    return swaps

@@ -1,0 +1,93 @@
+"""Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476): which groups of a generation are replaced, and by what.
+
+A group whose rewards are all equal has advantages of 0: nothing can be learned from it, and its place in the batch is
+lost. The next prompts of the stream are sampled in its place, in rounds, until every group has spread or the config's
+number of rounds is used up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gruppo.algo.advantages import combine_rewards
+from gruppo.algo.stats import nanstd
+from gruppo.types import Rollout
+
+
+@dataclass
+class Scored:
+    """Rollouts and their rewards: those of a generation, or of one round of replacements.
+
+    Rows of all processes (N) are in group order. A process knows the rollouts and columns of its own rows only, which
+    lie one after the other in a generation and here and there in it in a round of replacements.
+    """
+
+    rollouts: list[Rollout]  # of this process
+    rewards_NR: Tensor
+    lengths_NC: Tensor  # completion tokens, prompt tokens, unfinished, prompt cut
+    columns: dict[str, list[Any]]  # `log_extra`, one entry per rollout
+    metrics: dict[str, list[float]]  # `log_metric`
+    replaced: list[Tensor] = field(default_factory=list)  # rewards (·, R) of what was replaced, by round
+
+    def replace(self, groups: Sequence[int], own_rows: Sequence[int], by: "Scored", group_size: int) -> None:
+        """Put another round in the place of these groups, of which this process has these of its rows.
+
+        What says something about rows (rewards, columns) is replaced; what counts the work done is added.
+        """
+        device = self.rewards_NR.device
+        rows_N = torch.tensor([group * group_size + i for group in groups for i in range(group_size)], device=device)
+        self.replaced.append(self.rewards_NR[rows_N])
+        self.rewards_NR = self.rewards_NR.index_copy(0, rows_N, by.rewards_NR)
+        self.rollouts = put(self.rollouts, own_rows, by.rollouts)
+        self.lengths_NC = torch.cat([self.lengths_NC, by.lengths_NC])
+        for name in {**self.columns, **by.columns}:
+            column = self.columns.get(name, [None] * len(self.rollouts))
+            self.columns[name] = put(column, own_rows, by.columns.get(name, [None] * len(own_rows)))
+        for name, values in by.metrics.items():
+            self.metrics[name] = [*self.metrics.get(name, []), *values]
+
+
+def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """The values with others at these places: put("abcd", [1, 3], "xy") == ["a", "x", "c", "y"]."""
+    changed = dict(zip(places, others, strict=True))
+    return [changed.get(place, value) for place, value in enumerate(values)]
+
+
+def groups_without_spread(
+    rewards_NR: Tensor, weights_R: Tensor, group_size: int, clip_range: Sequence[float] | None = None
+) -> list[int]:
+    """The groups whose weighted rewards have a deviation of 0, after the clip if there is one.
+
+    Unscorable rows are left out; a group with fewer than two scorable ones has no deviation and is not among them, as
+    in `frac_reward_zero_std`.
+    """
+    rewards_N = combine_rewards(rewards_NR, weights_R)
+    if clip_range is not None:
+        rewards_N = rewards_N.clamp(*clip_range)
+    std_P = nanstd(rewards_N.view(-1, group_size), dim=1)
+    return [int(group) for group in std_P.isclose(torch.zeros_like(std_P)).nonzero()[:, 0].tolist()]
+
+
+def resampling_metrics(generation: Scored, left: int, weights_R: Tensor, group_size: int) -> dict[str, float]:
+    """What the replacements of a generation came to; `left` groups without spread were kept."""
+    groups, sampled = len(generation.rewards_NR) // group_size, len(generation.lengths_NC) // group_size
+    metrics = {
+        "dynamic_sampling/rounds": float(len(generation.replaced)),
+        "dynamic_sampling/prompts_sampled": float(sampled),
+        "dynamic_sampling/prompts_replaced": float(sampled - groups),
+        "dynamic_sampling/left_without_spread": left / groups,
+    }
+    if generation.replaced:
+        rewards_M = combine_rewards(torch.cat(generation.replaced), weights_R)
+        metrics["dynamic_sampling/reward_of_replaced"] = rewards_M.nanmean().item()
+    return metrics
+
+
+def runs(places: Sequence[int]) -> list[slice]:
+    """Where the places follow each other: runs([2, 3, 6, 7, 8]) == [slice(0, 2), slice(2, 5)]."""
+    breaks = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
+    return [slice(start, stop) for start, stop in pairwise([0, *breaks, len(places)])] if places else []
