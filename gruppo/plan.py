@@ -17,8 +17,8 @@ _MOST_ROWS = {"cuda": 1024, "cpu": 256}
 # Prompt tokens in one forward pass: enough to keep the device busy, few enough that activations stay small.
 _PREFILL_TOKENS = {"cuda": 8192, "cpu": 2048}
 # Tokens in one forward and backward pass. More keep more activations and gain nothing once the device is busy longer
-# than the host needs to give it work, which depends on the layers and not on the tokens: a GPU needs so many products of
-# weights and tokens per layer, within these bounds.
+# than the host needs to give it work. That depends on the layers and not on the tokens: a GPU needs so many products
+# of weights and tokens per layer, within these bounds.
 _PRODUCTS_PER_LAYER = 4e11
 _UPDATE_TOKENS = {"cuda": (8192, 32768), "cpu": (4096, 4096)}
 # Of free memory: allocators leave gaps.
@@ -70,9 +70,9 @@ class ModelShape:
     def update_bytes(self, bytes_per_value: int, *, checkpointing: bool, fused: bool) -> int:
         """Activations of one token that are kept from the forward to the backward pass.
 
-        A layer keeps the inputs of its matrix products and norms, queries, keys and values, and gate and up of its MLP;
-        if its operations are not fused, what lies between them too. With checkpointing all layers but one keep their
-        input only.
+        A layer keeps the inputs of its matrix products and norms, queries, keys and values, and gate and up of its
+        MLP; if its operations are not fused, what lies between them too. With checkpointing all layers but one keep
+        their input only.
         """
         if fused:
             widths = 6 * self.hidden + (2 * self.heads + 3 * self.kv_heads) * self.head_dim + 2 * self.intermediate
