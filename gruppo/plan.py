@@ -198,7 +198,9 @@ def plan_update(
     """The cut of an update whose longest row has so many tokens.
 
     `free_bytes` is what is left once gradients and optimizer have theirs, `fused` says whether layers run in fewer
-    kernels. `checkpointing` None turns it on only if a single row would not fit without it; `tokens` sets the budget.
+    kernels. `checkpointing` None turns it on only if the smallest useful micro-batch would not fit without it: a
+    single row, and on a GPU half of what keeps it busy, since less would take longer than computing layers twice.
+    `tokens` sets the budget.
     """
 
     def kept(checkpointing: bool) -> int:
@@ -206,12 +208,13 @@ def plan_update(
 
     head = 2 * shape.vocabulary * shape.hidden * bytes_per_value + _HEAD_WORKSPACE[device]
     room = int(max(free_bytes * _UPDATE_SHARE - head, 0))
+    least, most = _UPDATE_TOKENS[device]
+    enough = max(least, min(int(_PRODUCTS_PER_LAYER * shape.layers / shape.layer_weights), most))
     if checkpointing is None:
-        checkpointing = room // kept(False) < longest_row
+        useful = max(longest_row, enough // 2 if device == "cuda" else 0)
+        checkpointing = room // kept(False) < (useful if tokens is None else tokens)
     if tokens is None:
-        least, most = _UPDATE_TOKENS[device]
-        enough = int(_PRODUCTS_PER_LAYER * shape.layers / shape.layer_weights)
-        tokens = max(min(room // kept(checkpointing), max(least, min(enough, most))), longest_row)
+        tokens = max(min(room // kept(checkpointing), enough), longest_row)
     return UpdatePlan(tokens, checkpointing)
 
 

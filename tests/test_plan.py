@@ -14,7 +14,16 @@ from torch import nn
 from gruppo.engine.cache import ATTENTION_NAME
 from gruppo.engine.kv import KvPool
 from gruppo.engine.runner import kv_shapes
-from gruppo.plan import ModelShape, RolloutPlan, batch_buckets, free_memory, plan_rollout, training_bytes
+from gruppo.plan import (
+    ModelShape,
+    RolloutPlan,
+    UpdatePlan,
+    batch_buckets,
+    free_memory,
+    plan_rollout,
+    plan_update,
+    training_bytes,
+)
 from gruppo.policy.inplace import attention_swaps, swapped
 from tests.engine.models import BUILDERS, build
 
@@ -189,6 +198,101 @@ def test_a_plan_is_widened_but_never_narrowed() -> None:
 def test_a_plan_survives_being_saved() -> None:
     plan = RolloutPlan(kv_tokens=100, rows=10, prefill_tokens=16)
     assert RolloutPlan(**json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+# ---- the plan of an update
+
+_HEAD = 64 * 2**20 + 2 * 10 * 4 * 2  # on a CPU: blocks of logits, and the head's weight and gradient
+
+
+def update(**changes: Any) -> UpdatePlan:
+    """A plan for rows of up to 300 tokens in 16-bit numbers on a CPU."""
+    asked: dict[str, Any] = dict(longest_row=300, bytes_per_value=2, free_bytes=GIB, device="cpu", fused=True)
+    return plan_update(SMALL, **(asked | changes))
+
+
+def free_for(tokens: int, *, checkpointing: bool = False) -> int:
+    """Bytes of which four fifths hold the head and the activations of so many tokens."""
+    kept = SMALL.update_bytes(2, checkpointing=checkpointing, fused=True)
+    return -(-5 * (_HEAD + tokens * kept) // 4)
+
+
+def test_checkpointing_keeps_one_layer_and_the_inputs_of_all() -> None:
+    for fused in (True, False):
+        full, little = (LARGE.update_bytes(2, checkpointing=c, fused=fused) for c in (False, True))
+        assert full % 28 == 0
+        assert little == full // 28 + 28 * 1536 * 2
+    assert LARGE.update_bytes(2, checkpointing=False, fused=True) < full, "fused layers keep less"
+
+
+def test_with_room_an_update_is_cut_into_large_parts_without_checkpointing() -> None:
+    assert update() == UpdatePlan(tokens=4096, checkpointing=False)
+    large = plan_update(
+        LARGE, longest_row=1000, bytes_per_value=2, free_bytes=100 * GIB, device="cuda", fused=True, checkpointing=None
+    )
+    assert 8192 <= large.tokens <= 32768
+    assert not large.checkpointing
+
+
+def test_with_less_room_as_many_tokens_run_at_once_as_fit() -> None:
+    assert update(free_bytes=free_for(1000)) == UpdatePlan(1000, checkpointing=False)
+    assert update(free_bytes=free_for(1000), checkpointing=False).tokens == 1000
+    assert update(free_bytes=free_for(1000, checkpointing=True), checkpointing=True) == UpdatePlan(1000, True)
+
+
+def test_checkpointing_is_turned_on_when_the_longest_row_does_not_fit_without() -> None:
+    assert update(free_bytes=free_for(300)) == UpdatePlan(300, checkpointing=False)
+    one_too_few = update(free_bytes=free_for(299))
+    assert one_too_few.checkpointing
+    assert one_too_few.tokens > 300, "with it there is room for more than that row"
+
+
+@pytest.mark.parametrize("free", [-GIB, 0, GIB, 100 * GIB])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_checkpointing_that_was_asked_for_or_forbidden_stays_so(device: str, checkpointing: bool, free: int) -> None:
+    plan = update(free_bytes=free, checkpointing=checkpointing, device=device)
+    assert plan.checkpointing is checkpointing
+    assert plan.tokens >= 300
+
+
+@pytest.mark.parametrize("tokens", [1, 300, 5000, 10**6])
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+def test_a_budget_that_was_given_is_kept(checkpointing: bool | None, tokens: int) -> None:
+    for free in (0, 100 * GIB):
+        plan = update(free_bytes=free, checkpointing=checkpointing, tokens=tokens)
+        assert plan == UpdatePlan(tokens, free == 0 if checkpointing is None else checkpointing)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    longest=st.integers(1, 10_000),
+    free=st.integers(-(2**20), 2**28),
+    checkpointing=st.sampled_from([None, False, True]),
+    fused=st.booleans(),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+def test_an_update_is_never_cut_below_its_longest_row_nor_above_what_there_is(
+    longest: int, free: int, checkpointing: bool | None, fused: bool, device: str
+) -> None:
+    options: dict[str, Any] = dict(longest_row=longest, checkpointing=checkpointing, fused=fused, device=device)
+    tight, roomy = (update(free_bytes=size, **options) for size in (free, free + 2**26))
+    assert tight.tokens >= longest
+    kept = SMALL.update_bytes(2, checkpointing=tight.checkpointing, fused=fused)
+    assert tight.tokens == longest or tight.tokens * kept <= 0.8 * free
+    assert roomy.checkpointing <= tight.checkpointing, "more memory never turns it on"
+    if roomy.checkpointing == tight.checkpointing:
+        assert roomy.tokens >= tight.tokens
+
+
+def test_the_plan_of_an_update_is_halved_down_to_one_row_at_a_time() -> None:
+    plan = UpdatePlan(tokens=9, checkpointing=True)
+    assert [plan := plan.halved() for _ in range(4)] == [UpdatePlan(n, True) for n in (4, 2, 1, 1)]
+
+
+def test_the_plan_of_an_update_survives_being_saved() -> None:
+    plan = UpdatePlan(tokens=100, checkpointing=True)
+    assert UpdatePlan(**json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 # ---- batch sizes

@@ -41,7 +41,8 @@ class Engine:
     """Samples from a model in place.
 
     `policy` is called anew for every rollout, as wrapping a model for training replaces it. Between calls the engine
-    keeps its pool of keys and values, its graphs, and under autocast the cast weights; `release` frees all of it.
+    keeps its graphs, under autocast the cast weights, and where memory cannot be lent its pool of keys and values;
+    `release` frees all of it.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Engine:
 
     def _demand(self, model: Any, work: Work, settings: SamplingSettings, device: torch.device) -> RolloutPlan:
         """The budgets that this call would like, within what is free or in our own pool."""
-        free = free_memory(device) + (0 if self._runner is None else self._runner.pool.bytes)
+        free = free_memory(device) + (0 if self._runner is None else self._runner.pool.held_bytes)
         if self.plan is None:  # later the optimizer has what it needs
             free -= training_bytes(model.parameters())
         return plan_rollout(
@@ -251,7 +252,8 @@ class Engine:
         start = time.perf_counter()
         stop_strings = StopStrings(self.tokenizer, settings.stop_strings) if settings.stop_strings else None
         loop = Loop(runner, scheduler, work, settings, self.plan.prefill_tokens, stop_strings)
-        completions = collect(runner.rows.results, work, loop.run())
+        with runner.pool.held():
+            completions = collect(runner.rows.results, work, loop.run())
         self.counters = loop.counters
         self.counters.kv_tokens, self.counters.kv_high_water = places.size, places.high_water
         self.counters.graph_captures = runner.captures - captured[0]

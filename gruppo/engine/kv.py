@@ -7,10 +7,13 @@ A completion's context is two ranges: the prefix of its prompt, which its whole 
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from gruppo.engine.memory import lent_memory
 
 
 class RangeAllocator:
@@ -55,7 +58,10 @@ class RangeAllocator:
 
 
 class KvPool:
-    """The keys (S, Hkv, D) and values (S, Hkv, Dv) of every layer; layers may differ in their heads."""
+    """The keys (S, Hkv, D) and values (S, Hkv, Dv) of every layer; layers may differ in their heads.
+
+    Its memory is there inside `held`; outside others may use it, if the device can lend memory.
+    """
 
     def __init__(
         self, shapes: Sequence[tuple[int, int, int]], tokens: int, *, dtype: torch.dtype, device: torch.device
@@ -65,17 +71,38 @@ class KvPool:
         self.shapes = list(shapes)
         self.dtype = dtype
         # One place more: what padding rows write.
-        self.keys = [torch.zeros(tokens + 1, h, d, dtype=dtype, device=device) for h, d, _ in shapes]
-        self.values = [torch.zeros(tokens + 1, h, d, dtype=dtype, device=device) for h, _, d in shapes]
+        sizes = [(tokens + 1, h, width) for h, *widths in shapes for width in widths]
+        self.bytes = sum(places * h * width for places, h, width in sizes) * dtype.itemsize
+        self._memory = lent_memory(self.bytes, device)
+        if self._memory is None:
+            self._whole = torch.zeros(self.bytes // dtype.itemsize, dtype=dtype, device=device)
+        else:
+            self._whole = self._memory.bytes.view(dtype).zero_()
+        parts = self._whole.split([places * h * width for places, h, width in sizes])
+        tensors = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+        self.keys, self.values = tensors[::2], tensors[1::2]
+
+    @property
+    def held_bytes(self) -> int:
+        """What it keeps from others at the moment."""
+        return self.bytes if self._memory is None or self._memory.held else 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The time in which keys and values can be written and read; nothing is kept beyond it."""
+        if self._memory is not None and not self._memory.held:
+            self._memory.take()
+            self._whole.zero_()  # whatever stands in places that nobody wrote is multiplied by 0
+        try:
+            yield
+        finally:
+            if self._memory is not None:
+                self._memory.lend()
 
     @property
     def scratch(self) -> int:
         """The place that belongs to nobody."""
         return self.tokens
-
-    @property
-    def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def layer(self, i: int) -> tuple[Tensor, Tensor]:
         return self.keys[i], self.values[i]

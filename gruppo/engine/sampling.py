@@ -3,15 +3,20 @@
     raw logits ── penalty, bans, forced tokens ── temperature ── top_k ── top_p ── min_p ──► scores ──► token
         └───────── × 1/temperature ──► the plain distribution, whose log-probs and entropy are reported
 
-Shapes: B rows, V tokens of the vocabulary. Everything can be captured in a CUDA graph: nothing is read back to the
-host and shapes depend on B, V and the settings alone. Run it once before capturing: masks of tokens are copied from
-the host the first time (`_mask`).
+Filters take several passes over float32 copies of the logits. Where all there is to do is to ban a few tokens
+(`few_bans`), the draw reads the model's own logits with −inf in those columns, and the plain distribution follows from
+the numbers that stood there.
+
+Shapes: B rows, V tokens of the vocabulary, K of them banned. Everything can be captured in a CUDA graph: nothing is
+read back to the host and shapes depend on B, V and the settings alone. Run it once before capturing: lists of tokens
+are copied from the host the first time (`_mask`, `_ban_tensors`).
 
 Two things differ from `generate` by nature: a row here knows nothing of padding, so the padding token is not penalised
 as a repetition in rows that a batch pads, and the length of a prompt is its own, not the longest one's.
 """
 
 import math
+import sys
 from functools import cache
 from typing import NamedTuple
 
@@ -20,6 +25,9 @@ from torch import Tensor
 
 from gruppo.engine.ops import sample_tokens
 from gruppo.engine.settings import SamplingSettings
+
+# Most tokens that are banned column by column; some processors suppress half a vocabulary.
+_FEW = 64
 
 
 class Choice(NamedTuple):
@@ -38,9 +46,30 @@ def needs_seen(settings: SamplingSettings) -> bool:
 
 def needs_filter(settings: SamplingSettings) -> bool:
     """Whether anything but the temperature stands between the logits and the draw."""
-    return _has_processors(settings) or (
-        not settings.greedy and bool(settings.top_k or settings.top_p < 1 or settings.min_p)
+    return _has_processors(settings) or _has_warpers(settings)
+
+
+def few_bans(settings: SamplingSettings, vocabulary: int) -> tuple[tuple[int, int], ...]:
+    """Banned tokens, each with the number of generated tokens from which on it is free; nothing where that is not all.
+
+    Nothing, too, where no token is banned or too many are.
+
+    Example, min_new_tokens=4 with the end token 2, begin_suppress_tokens=(2, 7), suppress_tokens=(5,):
+        ((2, 4), (5, sys.maxsize), (7, 1))
+    """
+    enough = settings.min_new_tokens
+    lists = (
+        (settings.stop_ids if enough else (), enough),
+        (settings.begin_suppress_tokens, 1),
+        (settings.suppress_tokens, sys.maxsize),
     )
+    forces = settings.forced_bos_token_id is not None or settings.forced_eos_token_id
+    if forces or needs_seen(settings) or _has_warpers(settings) or sum(len(tokens) for tokens, _ in lists) > _FEW:
+        return ()
+    until: dict[int, int] = {}
+    for tokens, count in lists:
+        until |= {token: max(count, until.get(token, 0)) for token in tokens if 0 <= token < vocabulary}
+    return tuple(sorted(until.items()))
 
 
 def choose(
@@ -56,7 +85,7 @@ def choose(
 ) -> Choice:
     """Draw one token per row.
 
-    raw_logits          [B, V] as the model wrote them
+    raw_logits          [B, V] as the model wrote them, and so they are left; meanwhile, bans may write to them
     keys, positions     int64 [B]: address the noise of a draw, see `ops.sample_tokens`
     inverse_temperature float32 [1]
     generated           int64 [B]: tokens this completion has so far
@@ -70,6 +99,10 @@ def choose(
             raw_logits, keys, positions, inverse_temperature, greedy=greedy, entropy=entropy
         )
         return Choice(tokens, logps, logps, entropies)
+    if bans := few_bans(settings, raw_logits.shape[1]):
+        return _choose_without(
+            bans, raw_logits, keys, positions, inverse_temperature, generated, greedy=greedy, entropy=entropy
+        )
     logits = raw_logits.float()
     scores = filter_logits(
         logits,
@@ -84,6 +117,55 @@ def choose(
     return Choice(
         tokens, *actual_and_plain(logits, scores, tokens, inverse_temperature, greedy=greedy, entropy=entropy)
     )
+
+
+def _choose_without(
+    bans: tuple[tuple[int, int], ...],
+    logits: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    inverse_temperature: Tensor,
+    generated: Tensor,
+    *,
+    greedy: bool,
+    entropy: bool,
+) -> Choice:
+    """`choose` where `few_bans` are all there is between logits and draw."""
+    if 0 in logits.stride():  # rows that share memory cannot be banned one by one
+        logits = logits.contiguous()
+    ids, until = _ban_tensors(bans, logits.device)
+    columns = logits.index_select(1, ids)
+    banned = _ban(logits, ids, columns, generated[:, None] < until)
+    tokens, logps, entropies = sample_tokens(
+        logits, keys, positions, inverse_temperature, greedy=greedy, entropy=entropy
+    )
+    drawn = logits.gather(1, tokens.clamp(min=0)[:, None])
+    logits.index_copy_(1, ids, columns)
+
+    # The plain distribution: the log of what falls to all that could be drawn together, and to each banned token.
+    log_mass = drawn * inverse_temperature - logps[:, None]
+    log_masses = torch.cat([log_mass, columns.masked_fill(~banned, -math.inf) * inverse_temperature], dim=1)
+    log_shares = log_masses.log_softmax(-1, dtype=torch.float32)  # [B, 1 + K]
+    log_share = log_shares[:, 0]
+    plain_logps = logps + log_share
+    if entropies is not None:
+        # Of the parts, and inside the one that has more than one token.
+        entropies = torch.special.entr(log_shares.exp()).sum(-1) + log_share.exp() * entropies
+    return Choice(tokens, plain_logps if greedy else logps, plain_logps, entropies)
+
+
+def _ban(logits: Tensor, ids: Tensor, columns: Tensor, unwanted: Tensor) -> Tensor:
+    """Write −inf to the columns `ids` of logits where `unwanted` says so; returns where it stayed, bool [B, K].
+
+    columns, those of logits [B, K]; unwanted, bool [B, K]. As in `filter_logits`, the best tokens of a row are kept
+    where nothing would be left, and a row with NaN or +inf still has it afterwards.
+    """
+    # Minus infinity makes NaN of NaN and of +inf: then the row has no maximum to compare, nor does it look sound.
+    logits.index_copy_(1, ids, torch.where(unwanted, columns - math.inf, columns))
+    something_left = logits.amax(-1, keepdim=True) > -math.inf
+    banned = unwanted & (something_left | (columns < columns.amax(-1, keepdim=True)))
+    logits.index_copy_(1, ids, columns.masked_fill(banned, -math.inf))
+    return banned
 
 
 def actual_and_plain(
@@ -148,6 +230,10 @@ def _has_processors(settings: SamplingSettings) -> bool:
         or settings.forced_bos_token_id is not None
         or settings.forced_eos_token_id
     )
+
+
+def _has_warpers(settings: SamplingSettings) -> bool:
+    return not settings.greedy and bool(settings.top_k or settings.top_p < 1 or settings.min_p)
 
 
 def _penalise(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -235,3 +321,11 @@ def _mask(tokens: tuple[int, ...], vocabulary: int, device: torch.device) -> Ten
         mask = torch.zeros(vocabulary, dtype=torch.bool)
         mask[[token for token in tokens if 0 <= token < vocabulary]] = True
         return mask.to(device)
+
+
+@cache
+def _ban_tensors(bans: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """`few_bans` as int64 [K] tokens and [K] counts. Kept for good, as `_mask` is."""
+    with torch.inference_mode(False):
+        ids, until = torch.tensor(bans).unbind(1)
+        return ids.contiguous().to(device), until.contiguous().to(device)

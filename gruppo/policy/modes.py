@@ -1,4 +1,4 @@
-"""How the policy is run when it is not being updated."""
+"""The mode that the policy is run in."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +10,23 @@ from torch import nn
 @contextmanager
 def sampling_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients: no dropout, no checkpointing. Every module's mode comes back."""
+    with _mode(model, training=False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def training_mode(model: nn.Module) -> Iterator[None]:
+    """As an update runs it, whatever was done to it before: loaded models begin in evaluation mode."""
+    with _mode(model, training=True):
+        yield
+
+
+@contextmanager
+def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    model.train(training)
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, before in modes:
+            module.training = before

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gruppo.policy.loading import context_length, has_learned_positions
-from gruppo.policy.modes import sampling_mode
+from gruppo.policy.modes import sampling_mode, training_mode
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import Packer
 from gruppo.policy.prefix import forward_arguments, inner_model, position_ids
@@ -107,7 +107,8 @@ def packed_trial(model: nn.Module, policy: PackedPolicy) -> str | None:
     (pack,) = Packer(batch).packs(range(len(rows)), 10**9)
     try:
         with policy.active(model), torch.random.fork_rng():
-            policy.score(model, pack)  # as in training: what it draws there must not be the attention's weights
+            with training_mode(model):
+                policy.score(model, pack)  # what it drops in training must not be the attention's weights
             with sampling_mode(model):
                 ours = pack.padded(policy.score(model, pack).logps)
         expected = plain_logps(model, [prompt + completion for prompt, completion in rows], policy.autocast_dtype)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gruppo.algo.loss import LossInputs, LossOutput, LossSettings, Max, Mean, Stat, UpdateSize, policy_loss
 from gruppo.algo.masks import entropy_threshold, top_entropy_mask
@@ -72,7 +73,11 @@ class Updating(Collecting):
         rows are still there.
         """
         assert self.packed is not None
+        if isinstance(model, DistributedDataParallel):
+            # A decoder's buffers are constants, and a process that repeats a forward pass would send them alone.
+            model.broadcast_buffers = False
         while True:
+            self._in_last_pack = False
             try:
                 update.passes.clear()
                 with self.packed.active(model), without_collection(), self.timer("compute_loss"):
@@ -95,8 +100,8 @@ class Updating(Collecting):
         for micro_batch, rows in units:
             packs = packer.packs(rows, budget)
             if micro_batch is not None and len(packs) > 1:
-                # The threshold is that of the whole micro-batch: its entropies must be known before its loss is. It is
-                # agreed on after the first pack's forward pass, as where there is but one: the wrapper talks in both.
+                # The threshold is that of the whole micro-batch: its entropies must be known before its loss is. The
+                # processes agree on it in the first pack's loss, however many packs each has.
                 self._score_frozen(model, update, packs)
             for pack in packs:
                 self._in_last_pack = pack is packs[-1] and rows is units[-1][1]

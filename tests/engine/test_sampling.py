@@ -3,7 +3,9 @@
 import itertools
 import logging
 import math
+import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import GenerationConfig
 
-from gruppo.engine.sampling import Choice, actual_and_plain, choose, filter_logits, needs_filter, needs_seen
+from gruppo.engine import sampling
+from gruppo.engine.sampling import Choice, actual_and_plain, choose, few_bans, filter_logits, needs_filter, needs_seen
 from gruppo.engine.settings import SamplingSettings
+from tests import interpreter
 from tests.helpers import tiny_model
 
+interpreter.make_ready()
 STOPS = [2, 3]
 MODEL = tiny_model()
 
@@ -428,6 +433,224 @@ def test_half_precision_logits_are_widened_first() -> None:
         settings = settings_of(fields_of(*names))
         for ours, wide in zip(draw(logits, settings), draw(logits.float(), settings), strict=True):
             assert torch.equal(ours, wide)
+
+
+# ---- a few bans and nothing else: on their columns, beside the filters
+
+BANS: dict[str, dict[str, Any]] = {
+    "min_new_tokens": dict(min_new_tokens=2, stop_ids=(2, 3)),
+    "suppress_tokens": dict(suppress_tokens=(0, 7, 7)),
+    "begin_suppress_tokens": dict(begin_suppress_tokens=(1, 8)),
+    "all, which overlap": dict(
+        min_new_tokens=2, stop_ids=(2, 3, 99_999_999, -1), suppress_tokens=(0, 3), begin_suppress_tokens=(2, 0, 8)
+    ),
+}
+
+
+def banned(more: dict[str, Any], **fields: Any) -> SamplingSettings:
+    return SamplingSettings(**dict(max_new_tokens=4) | more | fields)
+
+
+def choose_at_ages(logits: Tensor, settings: SamplingSettings, seed: int = 0) -> Choice:
+    """One token for each row of logits [B, V]; row b has b mod 4 tokens already."""
+    ages = torch.arange(len(logits), device=logits.device) % 4
+    keys = torch.arange(len(logits), device=logits.device) * 7919 + seed
+    inverse = torch.tensor([1 / settings.temperature], device=logits.device)
+    return choose(logits, settings, keys, ages, inverse, ages, seen=None, entropy=True)
+
+
+def assert_both_ways_agree(logits: Tensor, settings: SamplingSettings, seed: int = 0) -> Choice:
+    """Bans by columns give what filters give, and leave the logits as they were."""
+    before = logits.clone()
+    with mock.patch.object(sampling, "filter_logits", side_effect=AssertionError("the slow way was taken")):
+        columns = choose_at_ages(logits, settings, seed)
+    assert torch.equal(logits.nan_to_num(123.0), before.nan_to_num(123.0))
+    with (
+        mock.patch.object(sampling, "_FEW", 0),
+        mock.patch.object(sampling, "filter_logits", wraps=filter_logits) as slow,
+    ):
+        filters = choose_at_ages(logits, settings, seed)
+    assert slow.call_count == 1
+    assert torch.equal(columns.tokens, filters.tokens)
+    for ours, theirs in zip(columns[1:], filters[1:], strict=True):
+        assert ours is not None
+        assert ours.dtype is torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5, equal_nan=True)
+    return columns
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("bans", BANS)
+def test_bans_by_columns_are_bans(bans: str, greedy: bool, temperature: float, dtype: torch.dtype) -> None:
+    settings = banned(BANS[bans], greedy=greedy, temperature=temperature)
+    logits = random_logits(64, 3000, scale=3.0)
+    logits[:, :10] += 8  # or the banned would hardly be missed
+    logits[:, 11] = -math.inf
+    choice = assert_both_ways_agree(logits.to(dtype), settings)
+    assert (choice.tokens >= 0).all()
+    if not greedy:
+        assert (choice.logps > choice.plain_logps + 1e-3).any(), "nothing was banned"
+        if bans != "suppress_tokens":
+            assert torch.equal(choice.logps[3::4], choice.plain_logps[3::4]) == (not settings.suppress_tokens)
+
+
+def odd_rows(vocabulary: int) -> Tensor:
+    """Rows that a ban of the tokens 2, 3, 5 and 9 may go wrong on, each four times: for four ages."""
+    rows = random_logits(14, vocabulary)
+    low = torch.finfo(torch.bfloat16).min / 2  # the lowest would not survive a temperature below 1
+    rows[0, 5] = math.nan  # banned
+    rows[1, 6] = math.nan  # free
+    rows[2, 5] = math.inf
+    rows[3, 6] = math.inf
+    rows[4] = -math.inf
+    rows[5, [2, 3, 5, 9]] = -math.inf  # nothing to ban
+    rows[6, [2, 5]] = 200.0  # all but everything is banned
+    rows[7, [2, 3, 5, 9]] = -200.0  # all but nothing
+    rows[8:12] = -math.inf  # nothing is left:
+    rows[8, [2, 3, 5, 9]] = torch.tensor([1.0, 2.0, 3.0, 2.5])
+    rows[9, [2, 3, 5, 9]] = 1.5  # and the best are several
+    rows[10, [3, 9]] = torch.tensor([-4.0, low])
+    rows[11, [2, 3, 5, 9]] = torch.tensor([math.nan, 1.0, 1.0, math.inf])
+    rows[12] = low  # as masks are written that shall not be infinite
+    rows[12, [2, 9]] = 1.0
+    rows[13, 5] = low
+    return rows.repeat_interleave(4, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.8, 2.0])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_bans_by_columns_know_the_odd_rows(greedy: bool, temperature: float, dtype: torch.dtype) -> None:
+    settings = banned(
+        dict(min_new_tokens=1, stop_ids=(2,), suppress_tokens=(3, 5), begin_suppress_tokens=(9,)),
+        greedy=greedy,
+        temperature=temperature,
+    )
+    tokens = torch.stack(
+        [assert_both_ways_agree(odd_rows(24).to(dtype), settings, seed).tokens for seed in range(20)], 1
+    )
+    broken = (tokens < 0).all(1).unflatten(0, (14, 4))
+    assert broken[[0, 1, 2, 3, 4, 11]].all()
+    assert torch.equal(tokens[32], torch.full((20,), 5)), "of what is banned, the best"
+    drawn = set(tokens[36].tolist())  # of four equal ones, age 0
+    assert drawn == ({2} if greedy else {2, 3, 5, 9})
+    assert set(tokens[37].tolist()) <= {2, 9}, "later, two of them are free"
+
+
+@st.composite
+def ban_cases(draw: st.DrawFn) -> tuple[Tensor, SamplingSettings]:
+    """Small vocabularies, coarse logits, and any number of bans: now and then, all there is."""
+    vocabulary = draw(st.integers(2, 12))
+    values = st.sampled_from([-math.inf, -math.inf, -3.0, 0.0, 0.5, 2.0, 100.0])
+    odd = draw(st.sampled_from([0.0, 0.0, 0.0, math.nan, math.inf]))
+    logits = torch.tensor(draw(st.lists(st.lists(values, min_size=vocabulary, max_size=vocabulary), min_size=4)))
+    logits = logits.reshape(-1, vocabulary)
+    if len(logits):
+        logits[draw(st.integers(0, len(logits) - 1)), draw(st.integers(0, vocabulary - 1))] += odd
+    tokens = st.lists(st.integers(0, vocabulary - 1), max_size=vocabulary).map(tuple)
+    settings = SamplingSettings(
+        max_new_tokens=4,
+        greedy=draw(st.booleans()),
+        temperature=draw(st.sampled_from([0.5, 1.0, 2.0])),
+        min_new_tokens=draw(st.integers(0, 3)),
+        stop_ids=draw(tokens),
+        suppress_tokens=(*draw(tokens), 0),
+        begin_suppress_tokens=draw(tokens),
+    )
+    return logits, settings
+
+
+@given(ban_cases())
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_bans_by_columns_agree_on_anything(case: tuple[Tensor, SamplingSettings]) -> None:
+    assert_both_ways_agree(*case)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*", "ignore::RuntimeWarning:numpy.*")
+def test_bans_by_columns_agree_in_the_kernels(greedy: bool) -> None:
+    from gruppo.engine import kernels
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = banned(BANS["all, which overlap"], greedy=greedy, temperature=0.8)
+    logits = torch.cat([random_logits(8, 150), odd_rows(150)[::3]]).to(device)
+    with mock.patch.object(sampling, "sample_tokens", kernels.sample_tokens):
+        tokens = assert_both_ways_agree(logits, settings).tokens
+    assert (tokens[:8] >= 0).all()
+
+
+def test_which_bans_are_few() -> None:
+    example = dict(min_new_tokens=4, stop_ids=(2,), begin_suppress_tokens=(2, 7), suppress_tokens=(5,))
+    assert few_bans(banned(example, max_new_tokens=9), 10) == ((2, 4), (5, sys.maxsize), (7, 1))
+    for bans in BANS.values():
+        assert few_bans(banned(bans), 12)
+        assert few_bans(banned(bans, temperature=0.5), 12)
+        assert few_bans(banned(bans, greedy=True, top_k=5, top_p=0.5, min_p=0.1), 12), "greedy looks at none of these"
+        for other in (
+            dict(repetition_penalty=1.1),
+            dict(forced_bos_token_id=4),
+            dict(forced_eos_token_id=(2,)),
+            dict(top_k=5),
+            dict(top_p=0.5),
+            dict(min_p=0.1),
+        ):
+            assert not few_bans(banned(bans, **other), 12), other
+    assert not few_bans(banned({}), 12)
+    assert not few_bans(banned({}, min_new_tokens=2), 12), "there is no end to forbid"
+    assert not few_bans(banned({}, stop_ids=(2, 3)), 12), "ends are not forbidden"
+    assert not few_bans(banned({}, min_new_tokens=2, stop_ids=(12, -1)), 12), "none of them can be drawn"
+    many = banned({}, suppress_tokens=tuple(range(64)))
+    assert len(few_bans(many, 100)) == 64
+    assert not few_bans(banned({}, suppress_tokens=tuple(range(65))), 100)
+    assert few_bans(banned({}, suppress_tokens=(5,), stop_ids=tuple(range(100))), 100) == ((5, sys.maxsize),)
+
+
+def test_bans_by_columns_depend_on_no_value() -> None:
+    """As the filters do not: on the meta device there are none."""
+    for greedy in (False, True):
+        settings = banned(BANS["all, which overlap"], greedy=greedy)
+        choice = choose_at_ages(torch.empty(6, 50, device="meta"), settings)
+        assert [x.shape for x in choice if x is not None] == [(6,)] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("bans", BANS)
+def test_captured_bans_agree_with_filters(bans: str, greedy: bool, dtype: torch.dtype) -> None:
+    settings = banned(BANS[bans], greedy=greedy, temperature=0.9)
+    logits = torch.cat([random_logits(24, 60_000, scale=3.0), odd_rows(60_000)]).to("cuda", dtype)
+    logits[:24, :10] += 8
+    ages = torch.arange(len(logits), device="cuda") % 4
+    inverse = torch.tensor([1 / 0.9], device="cuda")
+    static = torch.zeros_like(logits)
+
+    def run(logits: Tensor) -> Choice:
+        return choose(logits, settings, ages + 7919, ages, inverse, ages, seen=None, entropy=True)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(static)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(static)
+    static.copy_(logits)
+    graph.replay()
+    assert torch.equal(static.nan_to_num(123.0), logits.nan_to_num(123.0))
+    with mock.patch.object(sampling, "_FEW", 0):
+        filters = run(logits)
+    same = captured.tokens == filters.tokens  # products and sums may be contracted, which decides near ties
+    assert same.float().mean() > 0.95
+    for ours, theirs in zip(captured[1:], filters[1:], strict=True):
+        assert ours is not None
+        assert theirs is not None
+        torch.testing.assert_close(ours[same], theirs[same], rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+# ---- as a CUDA graph
 
 
 @pytest.mark.gpu

@@ -5,14 +5,15 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from gruppo.policy.packed import PackedPolicy
-from tests.trainer.scripted import make_trainer, two_process_batches, update_of
+from tests.trainer.scripted import make_trainer, rows_in_order, two_process_batches, update_of
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -26,27 +27,44 @@ def all_the_same(completions: list[Any], **kwargs: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+class Failure(NamedTuple):
+    """Process 1 finds no memory in the `call`-th forward pass of an update, of those with or without a gradient."""
+
+    call: int
+    has_gradient: bool = True
+    step: int = 0
+
+
 class Case(NamedTuple):
-    """An update: its recipe, what is set beside it, and what each of the processes may run at once."""
+    """An update: its recipe, how many tokens each process runs at once, and what else is set or happens."""
 
     recipe: str
-    settings: dict[str, Any] = {}
-    budgets: tuple[int, int] = (10**6, 10**6)
-    fails: int | None = None  # the pack of process 1 whose forward pass finds no memory, once
+    budgets: tuple[int, int]
+    settings: Mapping[str, Any] = MappingProxyType({})
+    failure: Failure | None = None
 
 
+ALL = 10**6
+TWO_STEPS = {"max_steps": 2, "learning_rate": 0.1}
 CASES = {
-    "packs of many and of one": Case("grpo", budgets=(10**6, 1)),
-    "packs of one and of many": Case("dapo", budgets=(1, 10**6)),
-    "off policy": Case("rloo", {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.1}, (15, 10**6)),
-    "checkpointing": Case("grpo", {"gradient_checkpointing": True}, (20, 10)),
-    "a threshold of all, first cut": Case("top_entropy", budgets=(1, 10**6)),
-    "a threshold of all, second cut": Case("top_entropy", budgets=(10**6, 15)),
-    "an entropy bonus": Case("dapo", {"entropy_coef": 0.05}, (12, 10**6)),
-    "one process stands still": Case("grpo", {"reward": one_group_differs}, (10, 10)),
-    "both stand still": Case("grpo", {"reward": all_the_same}),
-    "no memory at first": Case("grpo", budgets=(10**6, 20), fails=0),
-    "no memory later": Case("dapo", budgets=(10**6, 20), fails=1),
+    "packs of many and of one": Case("grpo", (ALL, 1)),
+    "packs of one and of many": Case("dapo", (1, ALL)),
+    "off policy": Case("rloo", (15, ALL), {"num_iterations": 2, **TWO_STEPS}),
+    "checkpointing": Case("grpo", (20, 10), {"gradient_checkpointing": True}),
+    "a threshold of all, first cut": Case("top_entropy", (1, ALL)),
+    "a threshold of all, second cut": Case("top_entropy", (ALL, 15)),
+    "an entropy bonus": Case("dapo", (12, ALL), {"entropy_coef": 0.05}),
+    "a reduction by micro-batch": Case("bnpo", (ALL, 12)),
+    "one process stands still": Case("grpo", (10, 10), {"reward": one_group_differs}),
+    "both stand still": Case("grpo", (ALL, ALL), {"reward": all_the_same}),
+    "no memory at first": Case("grpo", (ALL, 20), failure=Failure(0)),
+    "no memory later": Case("dapo", (ALL, 20), failure=Failure(1)),
+    "no memory for rows that stand still": Case(
+        "grpo",
+        (ALL, 20),
+        {"reward": one_group_differs, "num_iterations": 2, **TWO_STEPS},
+        Failure(0, has_gradient=False, step=1),
+    ),
 }
 
 
@@ -55,44 +73,48 @@ def trainer_of(case: Case, folder: Any, processes: int) -> Any:
         case.recipe,
         folder,
         parity_check="off",
-        ddp_timeout=60,  # a process that waits for nothing must not do so for half an hour
         max_tokens_per_micro_batch=case.budgets[RANK],
         **two_process_batches(case.recipe, processes),
         **case.settings,
     )
 
 
+def update_in_order(trainer: Any) -> dict[str, torch.Tensor]:
+    """The update with rows that are not shuffled: on one process and on two they have the same micro-batches."""
+    with rows_in_order("bnpo"):
+        return update_of(trainer)
+
+
+def fail(trainer: Any, failure: Failure) -> None:
+    calls: list[int] = []
+
+    def hook(*_: Any) -> None:
+        if (trainer.state.global_step, torch.is_grad_enabled()) == (failure.step, failure.has_gradient):
+            calls.append(1)
+            if len(calls) == failure.call + 1:
+                raise torch.OutOfMemoryError("not enough")
+
+    trainer.model.model.layers[0].register_forward_pre_hook(hook)
+
+
 def main(folder: Path) -> None:
     score = PackedPolicy.score
     for name, case in CASES.items():
         packs: list[int] = []
-        fails = case.fails if RANK == 1 else None
-        trainer = trainer_of(case, folder, 2)
-        if fails is not None:
-            trainer.model.model.layers[0].register_forward_pre_hook(failing(fails))
 
         def counted(self: Any, model: Any, pack: Any, seen: list[int] = packs, **options: Any) -> Any:
             seen += [len(pack.rows)] * torch.is_grad_enabled()
             return score(self, model, pack, **options)
 
+        trainer = trainer_of(case, folder, 2)
+        if case.failure is not None and RANK == 1:
+            fail(trainer, case.failure)
         PackedPolicy.score = counted  # type: ignore[method-assign]
-        update = update_of(trainer)
+        update = update_in_order(trainer)
         PackedPolicy.score = score  # type: ignore[method-assign]
-        entropy = trainer.state.log_history[0]["entropy"]
-        torch.save({"update": update, "packs": packs, "entropy": entropy}, folder / f"{name}.{RANK}.pt")
+        left = trainer.planner.in_force.tokens
+        torch.save({"update": update, "packs": packs, "left": left}, folder / f"{name}.{RANK}.pt")
         torch.distributed.barrier()
-
-
-def failing(count: int) -> Callable[..., None]:
-    """A hook that raises in the `count`-th call with a gradient, and then no more."""
-    left = [count]
-
-    def hook(*_: Any) -> None:
-        left[0] -= torch.is_grad_enabled()
-        if left[0] == -1 and torch.is_grad_enabled():
-            raise torch.OutOfMemoryError("not enough")
-
-    return hook
 
 
 if __name__ == "__main__":
