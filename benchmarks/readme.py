@@ -90,7 +90,7 @@ def step_table() -> str:
 
 def step_row(label: str, name: str, records: dict[str, Any]) -> str:
     """An engine's medians, and how many times as long as gruppo's step its own takes."""
-    median, memory = records[name]["median"], records[name].get("peak_reserved_gib")
+    median, memory = records[name]["median"], records[name].get("peak_device_gib")
     times = ""
     if name != "gruppo" and "median" in records.get("gruppo", {}):
         times = f" ({median['step'] / records['gruppo']['median']['step']:.1f} ×)"

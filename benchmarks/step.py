@@ -161,7 +161,7 @@ def ratios(records: dict[str, Any]) -> dict[str, dict[str, float]]:
     result: dict[str, dict[str, float]] = {}
     for name, record in done.items():
         pairs = {part: (record["median"].get(part), ours["median"].get(part)) for part in COMPARED}
-        pairs["memory"] = (record.get("peak_reserved_gib"), ours.get("peak_reserved_gib"))
+        pairs["memory"] = (record.get("peak_device_gib"), ours.get("peak_device_gib"))
         result[name] = {part: round(theirs / own, 3) for part, (theirs, own) in pairs.items() if theirs and own}
     return result
 
@@ -173,7 +173,7 @@ def report(records: dict[str, Any], options: argparse.Namespace) -> dict[str, An
     result |= {"engines": records, "failed": failed, "times_gruppo": ratios(records)}
     print(f"{'':10} {'step':>9} {'generation':>11} {'logps':>7} {'update':>8} {'tokens/s':>10} {'GiB':>7}")
     for name in [name for name in options.names if name not in failed]:
-        median, memory = records[name]["median"], records[name].get("peak_reserved_gib", float("nan"))
+        median, memory = records[name]["median"], records[name].get("peak_device_gib", float("nan"))
         print(
             f"{name:10} {median['step']:8.3f}s {median['generation']:10.3f}s {median.get('logps', 0):6.2f}s "
             f"{median['update']:7.3f}s {median['tokens_per_second']:10.0f} {memory:7.2f}"

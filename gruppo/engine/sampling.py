@@ -26,7 +26,7 @@ from torch import Tensor
 from gruppo.engine.ops import sample_tokens
 from gruppo.engine.settings import SamplingSettings
 
-# Most tokens that are banned column by column; some processors suppress half a vocabulary.
+# Most tokens that are banned column by column: so many columns cost nothing beside a vocabulary of them.
 _FEW = 64
 
 

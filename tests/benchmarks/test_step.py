@@ -81,7 +81,7 @@ def test_the_profile_lists_what_an_update_runs(result: dict[str, Any]) -> None:
 
 def _record(seconds: float, generation: float, memory: float | None = None) -> dict[str, Any]:
     median = {"step": seconds, "generation": generation, "update": seconds - generation}
-    return {"rounds": [median], "median": median} | ({} if memory is None else {"peak_reserved_gib": memory})
+    return {"rounds": [median], "median": median} | ({} if memory is None else {"peak_device_gib": memory})
 
 
 def test_ratios_are_the_peers_numbers_over_ours() -> None:
