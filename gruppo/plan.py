@@ -212,7 +212,7 @@ def plan_update(
     enough = max(least, min(int(_PRODUCTS_PER_LAYER * shape.layers / shape.layer_weights), most))
     if checkpointing is None:
         useful = max(longest_row, enough // 2 if device == "cuda" else 0)
-        checkpointing = room // kept(False) < (useful if tokens is None else tokens)
+        checkpointing = room // kept(False) < (useful if tokens is None else max(min(tokens, useful), longest_row))
     if tokens is None:
         tokens = max(min(room // kept(checkpointing), enough), longest_row)
     return UpdatePlan(tokens, checkpointing)

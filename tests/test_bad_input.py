@@ -259,11 +259,6 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
             grpo(max_tokens_per_micro_batch=4096, packed_update=False),
             "max_tokens_per_micro_batch=4096 needs packed rows: set packed_update=True",
         ),
-        (
-            "fused-padded-rows",
-            rloo(fused_layers=True, packed_update=False),
-            "fused_layers=True needs packed rows: set packed_update=True",
-        ),
         ("unknown-backend", grpo(rollout_backend="hf"), "rollout_backend='hf' is not one of auto, builtin"),
         (
             "misspelt-backend",

@@ -74,6 +74,9 @@ class PolicyConfig(
             self.pad_to_multiple_of = int(spelled) if spelled.isdigit() else None
         if self.top_k is None:
             self.top_k = 0
+        if self.use_liger_kernel:  # its layers; log-probs need a head that knows more than labels
+            given = getattr(self, "liger_kernel_config", None) or {}
+            self.liger_kernel_config = {"fused_linear_cross_entropy": False, **given}
 
     def _derive_generation_batch(self) -> None:
         """Fill in steps_per_generation and generation_batch_size from each other.

@@ -18,8 +18,8 @@ class UpdateConfig:
     fused_head: bool = option(
         True, "With packed rows: log-probs and entropies without a tensor of tokens × vocabulary."
     )
-    fused_layers: bool | None = option(
-        None, "With packed rows: norms, rotary embeddings and gated MLPs in fewer kernels; None where it pays (CUDA)."
+    fused_layers: bool = option(
+        True, "With packed rows: norms, and on a GPU rotary embeddings and gated MLPs, in fewer kernels."
     )
     skip_zero_advantage: bool = option(True, "Leave rows that cannot change the update out of it.")
     reuse_sampling_logps: bool = option(

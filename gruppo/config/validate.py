@@ -278,9 +278,9 @@ def check_update(config: Any) -> None:
         raise ConfigError(
             f"parity_check={config.parity_check!r} must be 'first', 'off' or 'every:N' with N updates between checks."
         )
-    for name in ("max_tokens_per_micro_batch", "fused_layers"):
-        if getattr(config, name) and not config.packed_update:
-            raise ConfigError(f"{name}={getattr(config, name)!r} needs packed rows: set packed_update=True.")
+    if config.max_tokens_per_micro_batch is not None and not config.packed_update:
+        budget = config.max_tokens_per_micro_batch
+        raise ConfigError(f"max_tokens_per_micro_batch={budget} needs packed rows: set packed_update=True.")
 
 
 def check_grpo(config: Any) -> None:

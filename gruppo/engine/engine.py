@@ -19,7 +19,7 @@ from gruppo.engine.lean import LeanModel, lean_model, untouched
 from gruppo.engine.loop import Counters, Loop, collect
 from gruppo.engine.rows import Results, Rows
 from gruppo.engine.runner import Runner, kv_shapes
-from gruppo.engine.sampling import needs_filter, needs_seen
+from gruppo.engine.sampling import few_bans, needs_filter, needs_seen
 from gruppo.engine.scheduler import Scheduler
 from gruppo.engine.settings import SamplingSettings
 from gruppo.engine.shadow import Shadow
@@ -179,7 +179,7 @@ class Engine:
             bytes_per_value=self._kv[1].itemsize,
             free_bytes=free,
             device=device.type,
-            filtered=needs_filter(settings),
+            filtered=needs_filter(settings) and not few_bans(settings, model.config.get_text_config().vocab_size),
         )
 
     def _prepare(self, model: Any, work: Work, settings: SamplingSettings, entropies: bool) -> Runner:

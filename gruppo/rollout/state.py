@@ -1,4 +1,4 @@
-"""What a rollout backend must remember for a resumed run to sample as a straight one would."""
+"""What every process must remember for a resumed run to go on as a straight one would: plans that are in force."""
 
 import json
 import logging
@@ -9,29 +9,29 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "rollout_state.json"
+UPDATE_FILE = "update_plan.json"
 
 
-def backend_state(backend: Any) -> dict[str, Any] | None:
-    """The state of a backend that has one: for the built-in engine the plan in force."""
-    return backend.state_dict() if hasattr(backend, "state_dict") else None
+def state_of(owner: Any) -> dict[str, Any] | None:
+    """The state of an object that has one, such as a backend or a planner."""
+    return owner.state_dict() if hasattr(owner, "state_dict") else None
 
 
-def save_states(folder: Path, states: Sequence[dict[str, Any] | None]) -> None:
+def save_states(path: Path, states: Sequence[dict[str, Any] | None]) -> None:
     """Write the states of all processes, in the order of their ranks."""
     if any(state is not None for state in states):
-        (folder / STATE_FILE).write_text(json.dumps(list(states)), encoding="utf-8")
+        path.write_text(json.dumps(list(states)), encoding="utf-8")
 
 
-def load_state(folder: Path, backend: Any, *, rank: int, world: int) -> None:
-    """Give a backend the state it had. One that was not saved, or by another number of processes, is made anew."""
-    path = folder / STATE_FILE
-    if not path.exists() or not hasattr(backend, "load_state_dict"):
+def load_state(path: Path, owner: Any, *, rank: int, world: int) -> None:
+    """Give an object the state it had. One that was not saved, or by another number of processes, is made anew."""
+    if not path.exists() or not hasattr(owner, "load_state_dict"):
         return
     states = json.loads(path.read_text(encoding="utf-8"))
     if len(states) != world:
         logger.warning(
-            f"The checkpoint was written by {len(states)} processes and is read by {world}: the plan of the rollouts "
-            "is made anew."
+            f"The checkpoint was written by {len(states)} processes and is read by {world}: {path.name} is not used, "
+            "the plan is made anew."
         )
     elif states[rank] is not None:
-        backend.load_state_dict(states[rank])
+        owner.load_state_dict(states[rank])

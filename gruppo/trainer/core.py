@@ -226,12 +226,10 @@ class PolicyTrainer(KnownNames, Updating):
     def _make_packed_policy(self) -> PackedPolicy | None:
         """How packed rows are run, or None, with a message, where they cannot be."""
         args = self.args
-        dtype = autocast_dtype(self.accelerator.mixed_precision)
-        on_gpu = self.accelerator.device.type == "cuda"
         policy = PackedPolicy(
             fused_head=args.fused_head,
-            fused_layers=on_gpu if args.fused_layers is None else args.fused_layers,
-            autocast_dtype=dtype,
+            fused_layers=args.fused_layers,
+            autocast_dtype=autocast_dtype(self.accelerator.mixed_precision),
         )
         if not args.packed_update:
             return None

@@ -11,7 +11,7 @@ from transformers import Trainer
 from gruppo.policy.adapters import is_peft_model, reload_trained_adapter
 from gruppo.policy.loading import model_name as name_of
 from gruppo.rollout.base import RolloutBackend
-from gruppo.rollout.state import backend_state, load_state, save_states
+from gruppo.rollout.state import STATE_FILE, UPDATE_FILE, load_state, save_states, state_of
 from gruppo.trainer.card import model_card
 from gruppo.trainer.completions import (
     CompletionLog,
@@ -21,6 +21,7 @@ from gruppo.trainer.completions import (
 )
 from gruppo.trainer.entropy import EntropyControl
 from gruppo.trainer.metrics import MetricStore
+from gruppo.trainer.planning import UpdatePlanner
 
 
 class Reporting(Trainer):
@@ -33,6 +34,7 @@ class Reporting(Trainer):
     completion_logs: dict[str, CompletionLog]
     entropy_control: EntropyControl
     backend: RolloutBackend
+    planner: UpdatePlanner
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add the metrics collected since the last log, then show the completions."""
@@ -87,10 +89,11 @@ class Reporting(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        local = [backend_state(self.backend)]
+        local = [(state_of(self.backend), state_of(self.planner))]
         states = gather_object(local) if self.accelerator.num_processes > 1 else local
         if self.args.should_save and folder.exists():
-            save_states(folder, states)
+            save_states(folder / STATE_FILE, [state for state, _ in states])
+            save_states(folder / UPDATE_FILE, [plan for _, plan in states])
             self.entropy_control.save(folder)
             self.create_model_card(output_dir=folder)
 
@@ -105,7 +108,8 @@ class Reporting(Trainer):
         if checkpoint is not None:
             self.entropy_control.load(Path(checkpoint))
             place = {"rank": self.accelerator.process_index, "world": self.accelerator.num_processes}
-            load_state(Path(checkpoint), self.backend, **place)
+            load_state(Path(checkpoint) / STATE_FILE, self.backend, **place)
+            load_state(Path(checkpoint) / UPDATE_FILE, self.planner, **place)
 
     def create_model_card(
         self,

@@ -18,7 +18,6 @@ from gruppo.policy.packing import PackedRows, Packer
 from gruppo.trainer.feeding import Feeding
 from gruppo.trainer.metrics import gather_rows
 from gruppo.trainer.parity import check_parity, enforce
-from gruppo.trainer.planning import UpdatePlanner
 from gruppo.trainer.profiling import profiling_context
 from gruppo.types import TrainBatch
 
@@ -34,7 +33,6 @@ class Scoring(Feeding):
     beta: float
     temperature: float
     packed: PackedPolicy | None  # how packed rows are run; None: padded rows, the slow twin
-    planner: UpdatePlanner
     reuses_engine_logps = False  # the parity check found them to agree with the trainer's
     _updates_since_sampling = 0
     _parity_checked_at: int | None = None  # the update before which it last was
@@ -77,6 +75,15 @@ class Scoring(Feeding):
 
         Returns the KL penalty of each completion of all processes, for recipes that charge it to the reward.
         """
+        while self.packed is not None:
+            try:
+                return self._add_logps(batch)
+            except torch.OutOfMemoryError:
+                pass
+            self.planner.shrink()  # not in the handler: the traceback would keep what must be freed
+        return self._add_logps(batch)
+
+    def _add_logps(self, batch: TrainBatch) -> Tensor | None:
         off_policy = self.mode == "train" and not self.args.rollouts_stay_on_policy
         has_reference = self.args.beta != 0  # whatever a schedule makes of beta meanwhile
         charge_kl = has_reference and self.recipe.kl == "reward"

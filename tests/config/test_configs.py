@@ -97,7 +97,7 @@ SHARED = {
     "max_tokens_per_micro_batch": None,
     "packed_update": True,
     "fused_head": True,
-    "fused_layers": None,
+    "fused_layers": True,
     "skip_zero_advantage": True,
     "reuse_sampling_logps": True,
     "parity_check": "first",
@@ -188,7 +188,7 @@ SET_SHARED: dict[str, Any] = {
     "log_unique_prompts": True,
     "max_tokens_per_micro_batch": 5000,
     "fused_head": False,
-    "fused_layers": True,
+    "fused_layers": False,
     "skip_zero_advantage": False,
     "reuse_sampling_logps": False,
     "parity_check": "every:7",
@@ -304,6 +304,13 @@ def test_bf16_is_on_unless_told_otherwise(given, resolved):
 @pytest.mark.parametrize(("given", "interval"), [("first", 0), ("off", None), ("every:1", 1), ("every:250", 250)])
 def test_parity_checks_have_an_interval(given, interval):
     assert GRPOConfig(**QUIET, parity_check=given).parity_interval == interval
+
+
+@pytest.mark.parametrize(("given", "layers"), [(None, {}), ({"rope": False}, {"rope": False})])
+def test_liger_is_for_layers_only(given, layers):
+    config = GRPOConfig(**QUIET, use_liger_kernel=True, liger_kernel_config=given)
+    assert config.liger_kernel_config == {"fused_linear_cross_entropy": False, **layers}
+    assert GRPOConfig(**QUIET).liger_kernel_config is None
 
 
 @pytest.mark.parametrize("config", CONFIGS)

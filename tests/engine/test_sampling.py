@@ -643,7 +643,7 @@ def test_captured_bans_agree_with_filters(bans: str, greedy: bool, dtype: torch.
     with mock.patch.object(sampling, "_FEW", 0):
         filters = run(logits)
     same = captured.tokens == filters.tokens  # products and sums may be contracted, which decides near ties
-    assert same.float().mean() > 0.95
+    assert same.float().mean() >= 0.95
     for ours, theirs in zip(captured[1:], filters[1:], strict=True):
         assert ours is not None
         assert theirs is not None

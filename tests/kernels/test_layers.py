@@ -386,7 +386,7 @@ REAL = {
     **{
         activation: Real(
             [(4096, 8960), (4096, 8960)],
-            lambda x, up, a=activation: layers.xd(x, up, activation=a),
+            lambda x, up, a=activation: layers.gated(x, up, activation=a),
             lambda gate, up, f=function: f(gate) * up,
             lambda gate, up, a=activation: exact_gated(gate, up, a),
         )

@@ -1,0 +1,176 @@
+"""The parity guard in a run: when it looks, what it decides, and that it stops a run whose kernels are broken."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gruppo import GRPOTrainer
+from gruppo.errors import ParityError
+from gruppo.kernels import head as head_kernel
+from gruppo.policy import packed as packed_policy
+from gruppo.policy import packing
+from gruppo.rollout.builtin import BuiltinBackend
+from gruppo.trainer import parity, scoring
+from tests.trainer.runs import make, run
+from tests.trainer.scripted import make_trainer
+
+BREAK = {
+    "attention off by one": (packed_policy, "packed_attention", "packed_update=False"),
+    "attention of the wrong scale": (packed_policy, "packed_attention", "packed_update=False"),
+    "attention without the prompt": (packed_policy, "packed_attention", "packed_update=False"),
+    "head of the wrong temperature": (None, "", "fused_head=False"),
+    "positions off by one": (packing.PackedRows, "to", "packed_update=False"),
+}
+
+
+def broken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a kernel out of order, as a slip of the pen would."""
+    from gruppo.kernels.attention import Segments, packed_attention
+    from gruppo.policy import head
+
+    def shifted(query: Any, key: Any, value: Any, segments: Any, **options: Any) -> Any:
+        return packed_attention(query, key.roll(1, 0), value, segments, **options)
+
+    def scaled(*args: Any, scale: float, **options: Any) -> Any:
+        return packed_attention(*args, scale=1.2 * scale, **options)
+
+    def alone(query: Any, key: Any, value: Any, segments: Any, **options: Any) -> Any:
+        lone = Segments.of(segments.lengths, [-1] * len(segments.lengths), query.device)
+        return packed_attention(query, key, value, lone, **options)
+
+    def lukewarm(*args: Any, temperature: float, **options: Any) -> Any:
+        return head_kernel.head_scores(*args, temperature=1.3 * temperature, **options)
+
+    original = packing.PackedRows.to
+
+    def late(self: Any, device: Any) -> Any:
+        moved = original(self, device)
+        moved.position_ids.add_((moved.position_ids > 1).long())
+        return moved
+
+    attention = {"attention off by one": shifted, "attention of the wrong scale": scaled}
+    attention["attention without the prompt"] = alone
+    if name in attention:
+        monkeypatch.setattr(packed_policy, "packed_attention", attention[name])
+    elif name.startswith("head"):
+        monkeypatch.setattr(head, "head_scores", lukewarm)
+    else:
+        monkeypatch.setattr(packing.PackedRows, "to", late)
+
+
+@pytest.mark.parametrize("name", BREAK)
+def test_a_broken_kernel_stops_the_run_before_its_first_update(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer("dapo", tmp_path, dtype=torch.float32, per_device_train_batch_size=16)
+    before = [weight.clone() for weight in trainer.model.parameters()]
+    broken(name, monkeypatch)
+    with pytest.raises(ParityError, match=BREAK[name][2]):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    for weight, start in zip(trainer.model.parameters(), before, strict=True):
+        assert torch.equal(weight, start)
+
+
+def test_told_not_to_look_it_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer("dapo", tmp_path, per_device_train_batch_size=16, parity_check="off")
+    broken("attention of the wrong scale", monkeypatch)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize(("when", "looks"), [("off", 0), ("first", 1), ("every:2", 3), ("every:5", 1)])
+def test_it_looks_as_often_as_it_is_asked_to(
+    when: str, looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        return parity.check_parity(*args, **kwargs)
+
+    monkeypatch.setattr(scoring, "check_parity", watched)
+    run(tmp_path, GRPOTrainer, parity_check=when, max_steps=5)
+    assert len(seen) == looks
+
+
+def test_padded_rows_have_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "check_parity", lambda *args, **kwargs: pytest.fail("there is no fast path"))
+    run(tmp_path, GRPOTrainer, packed_update=False, max_steps=1)
+
+
+def test_the_table_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, GRPOTrainer, max_steps=1)
+    shown = capsys.readouterr().out
+    for word in ("Parity", "log-probs", "entropies", "gradients", "sampling log-probs"):
+        assert word in shown
+
+
+class CountsPasses(GRPOTrainer):
+    """Counts passes for old log-probs."""
+
+    passes = 0
+
+    def _frozen_logps(self, *args: Any, **kwargs: Any) -> Any:
+        self.passes += 1
+        return super()._frozen_logps(*args, **kwargs)
+
+
+def test_log_probs_of_the_engine_are_reused_once_they_are_known_to_agree(tmp_path: Path) -> None:
+    settings = {"num_iterations": 2, "max_steps": 4}
+    trainer = run(tmp_path, CountsPasses, **settings)
+    assert isinstance(trainer.backend, BuiltinBackend)
+    assert trainer.reuses_engine_logps
+    assert trainer.passes == 0
+    for further in ({"reuse_sampling_logps": False}, {"parity_check": "off"}):
+        anew = run(tmp_path, CountsPasses, **settings, **further)
+        assert anew.passes == 2
+        for a, b in zip(trainer.model.parameters(), anew.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_log_probs_that_differ_too_much_are_computed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "_SAME_LOGPS", 1e-12)
+    trainer = run(tmp_path, CountsPasses, num_iterations=2, max_steps=4)
+    assert not trainer.reuses_engine_logps
+    assert trainer.passes == 2
+
+
+# ---- memory
+
+
+def test_out_of_memory_in_the_pass_for_old_log_probs_costs_nothing_but_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "reuse_sampling_logps": False}
+    calm = run(tmp_path, GRPOTrainer, parity_check="off", **settings)
+    original, failures = GRPOTrainer._score_packs, [1]
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("injected")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(GRPOTrainer, "_score_packs", failing)
+    with caplog.at_level(logging.WARNING):
+        shaken = run(tmp_path, GRPOTrainer, parity_check="off", **settings)
+    assert "Out of memory" in caplog.text
+    assert shaken.planner.in_force.tokens < calm.planner.in_force.tokens
+    for a, b in zip(calm.model.parameters(), shaken.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_a_resumed_run_keeps_the_plan(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    first = make(tmp_path, GRPOTrainer, max_steps=1, **settings)
+    first.train()
+    resumed = make(tmp_path, GRPOTrainer, max_steps=2, **settings)
+    folder = tmp_path / "checkpoint-1"
+    plan = (folder / "update_plan.json").read_text(encoding="utf-8")
+    (folder / "update_plan.json").write_text(plan.replace("4096", "77"), encoding="utf-8")
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert resumed.planner.in_force.tokens == 77
