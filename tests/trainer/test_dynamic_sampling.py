@@ -690,7 +690,8 @@ def shared(folder: Path, case: str, **settings: Any) -> Any:
 
 def seen(trainer: Any) -> dict[str, Any]:
     """What a run of one process of several saw; JSON has no tuples."""
-    final = [{k: v for k, v in timeless(log).items() if "rollout/" not in k} for log in logs(trainer)]
+    own = ("ledger/", "update/", "rollout/")  # what each process says of itself
+    final = [{k: v for k, v in timeless(log).items() if not k.startswith(own)} for log in logs(trainer)]
     streams = [[key, sample, prompt] for (key, sample), prompt in trainer.backend.streams.items()]
     table = list(trainer.completion_logs["train"].columns["extra"]["number"])
     rows = {"final": trainer.final, "advantages": trainer.advantages, "table": table}
