@@ -1,4 +1,4 @@
-"""Put the measured numbers into README.md and docs/engine.md, from the result files: `python benchmarks/readme.py`."""
+"""Put the measured numbers into README.md and docs/, from the result files: `python benchmarks/readme.py`."""
 
 import json
 import math
@@ -137,6 +137,48 @@ def fill_engine_page(text: str) -> str:
     return re.sub(r"\| part of a step .*?\n(?=\n)", lambda _: time_table() + "\n", text, flags=re.DOTALL)
 
 
+UPDATE_CASES = {
+    "everything": "nothing",
+    "prompts not shared": "every completion has a prompt of its own",
+    "fused_layers=False": "`fused_layers=False`",
+    "fused_head=False": "`fused_head=False`",
+    "packed_update=False, 8 rows at a time": "`packed_update=False`: 8 padded rows at a time",
+    "packed_update=False, checkpointing": "the same with gradient checkpointing, TRL's default",
+    "gradient_checkpointing=True": "`gradient_checkpointing=True`",
+    "max_tokens_per_micro_batch=4400": "half a group at a time (`max_tokens_per_micro_batch=4400`)",
+    "max_tokens_per_micro_batch=2300": "a quarter of a group at a time",
+    "garbage collection": "Python collects garbage during the update",
+}
+
+
+def update_table(result: dict[str, Any]) -> str:
+    """An update with one idea switched off at a time, as a Markdown table."""
+    cases = result["cases"]
+    rows = [
+        f"| {what} | {cases[name]['seconds']:.2f} | {cases[name]['tokens']:,} | {cases[name]['peak_gib']:.1f} GiB |"
+        for name, what in UPDATE_CASES.items()
+    ]
+    return "\n".join(["| changed | seconds | tokens run | peak memory |", "|---|---|---|---|", *rows])
+
+
+def update_limit(result: dict[str, Any]) -> str:
+    """How far that update is from what its arithmetic alone takes, as a sentence."""
+    limit, seconds = result["limit"], result["cases"]["everything"]["seconds"]
+    rate = limit["measured_flops_per_second"] / 1e12
+    return (
+        f"The arithmetic of this update is {limit['flops'] / 1e15:.2f} PFLOP, {limit['seconds']:.2f} s at the "
+        f"{rate:.0f} TFLOP/s that a large matrix product reaches in the same run. The update takes {seconds:.2f} s, "
+        f"{seconds / limit['seconds']:.2f} times that."
+    )
+
+
+def fill_performance_page(text: str) -> str:
+    """docs/performance.md with its table and the sentence on the limit replaced."""
+    result = json.loads((ROOT / "benchmarks/results/update_qwen2-1.5b.json").read_text())
+    text = re.sub(r"\| changed .*?\n(?=\n)", lambda _: update_table(result) + "\n", text, flags=re.DOTALL)
+    return re.sub(r"^The arithmetic of this update is .*?$", lambda _: update_limit(result), text, flags=re.MULTILINE)
+
+
 def fill(text: str) -> str:
     """The README with the result cells replaced."""
     for name, cell in rows().items():
@@ -148,5 +190,6 @@ def fill(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for page, filled in ((ROOT / "README.md", fill), (ROOT / "docs/engine.md", fill_engine_page)):
-        page.write_text(filled(page.read_text()))
+    pages = {"README.md": fill, "docs/engine.md": fill_engine_page, "docs/performance.md": fill_performance_page}
+    for page, filled in pages.items():
+        (ROOT / page).write_text(filled((ROOT / page).read_text()))

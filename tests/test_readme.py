@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.readme import fill, fill_engine_page
+from benchmarks.readme import fill, fill_engine_page, fill_performance_page
 from gruppo.demo import EXAMPLE
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -19,6 +19,13 @@ def test_the_engine_page_shows_the_committed_profile() -> None:
     page = (Path(__file__).parents[1] / "docs" / "engine.md").read_text()
     assert "| attention | 1." in page
     assert fill_engine_page(page) == page, "run `python benchmarks/readme.py`"
+
+
+def test_the_performance_page_shows_the_committed_measurements() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "performance.md").read_text()
+    assert "| `fused_head=False` | " in page
+    assert "The arithmetic of this update is " in page
+    assert fill_performance_page(page) == page, "run `python benchmarks/readme.py`"
 
 
 def test_the_snippet_is_the_demo_example() -> None:
