@@ -81,21 +81,19 @@ class Updating(Collecting):
             try:
                 update.passes.clear()
                 with self.packed.active(model), without_collection(), self.timer("compute_loss"):
-                    loss = self._run_packs(model, update)
-                self._note_update(update)
-                return loss
+                    self._run_packs(model, update)
+                return self._note_update(update)
             except torch.OutOfMemoryError:
                 if self.accelerator.num_processes > 1 and self._in_last_pack:
                     raise  # the other processes wait for this one's gradients
             self.planner.shrink()  # not in the handler: the traceback would keep what must be freed
             model.zero_grad()
 
-    def _run_packs(self, model: nn.Module, update: Update) -> Tensor:
+    def _run_packs(self, model: nn.Module, update: Update) -> None:
         packer = update.packer(share=not is_noisy(model, inner_model(model)))
         budget = self.planner.plan(update.batch).tokens
         moving = self._moving_rows(update)
         self._score_still_rows(model, update, packer, budget)
-        loss = torch.zeros((), device=self.accelerator.device)
         units = self._units(update, moving)
         for micro_batch, rows in units:
             packs = packer.packs(rows, budget)
@@ -108,8 +106,7 @@ class Updating(Collecting):
                 # Gradients travel between processes once, with the last pack.
                 with nullcontext() if self._in_last_pack else self.accelerator.no_sync(model):
                     inputs = {"pack": pack, "update": update, "micro_batch": micro_batch}
-                    loss += super().training_step(model, inputs, update.size)
-        return loss
+                    super().training_step(model, inputs, update.size)
 
     def _units(self, update: Update, moving: list[int]) -> list[tuple[int | None, list[int]]]:
         """Rows that may share packs: all of the update, or micro-batch by micro-batch where the loss is defined so."""
@@ -189,14 +186,20 @@ class Updating(Collecting):
             scores = self.packed.score(bare, pack, temperature=self.temperature, entropy=True)
             update.keep(pack, pack.padded(scores.logps), pack.padded(_required(scores.entropies)))
 
-    def _note_update(self, update: Update) -> None:
-        """The metrics of the update's nominal micro-batches, from the scores of the packs."""
+    def _note_update(self, update: Update) -> Tensor:
+        """The metrics and the loss (0-d) of the update's nominal micro-batches, from the scores of the packs.
+
+        Not the sum of the packs' losses: a row that is not run may have a share that has no gradient.
+        """
+        loss = torch.zeros((), device=self.accelerator.device)
         for part, threshold in zip(update.micro_batches, update.thresholds, strict=True):
             batch, entropy_bT = update.batch.rows(part), update.entropy_BT[part]
             with torch.no_grad():
                 output = self._policy_loss(batch, update.logps_BT[part], entropy_bT, threshold, update.size)
+            loss += output.loss * self.accelerator.num_processes
             self._defer_stats(batch, update.logps_BT[part], output, update.ran_B[part])
         update.enter(self.ledger, stale=self._updates_since_sampling > 0)
+        return loss
 
     # ---- padded rows
 

@@ -127,6 +127,17 @@ def test_packed_rows_change_the_work_but_not_the_update(recipe: str, tmp_path: P
         assert kept[0] == pytest.approx(kept[1], rel=1e-6, abs=1e-7)
 
 
+def test_a_row_without_loss_tokens_counts_in_the_loss_that_is_logged(tmp_path: Path) -> None:
+    """In RLOO its share is a constant: it has no gradient, so that it is not run, but it is part of the mean."""
+    settings = {"mask_truncated_completions": True, "beta": 0.0, **WHOLE}
+    trainers = [make_trainer("rloo", tmp_path, packed_update=packed, **settings) for packed in (True, False)]
+    updates = [update_of(trainer) for trainer in trainers]
+    packed, padded = (trainer.state.log_history[0] for trainer in trainers)
+    assert packed["completions/clipped_ratio"] > 0
+    assert packed["loss"] == pytest.approx(padded["loss"], abs=1e-7)  # with every row it is 0, without one it is not
+    assert relative_difference(*updates) < TOLERANCE[torch.float64]
+
+
 @pytest.mark.parametrize("budget", [10, 25, 60])
 @pytest.mark.parametrize("recipe", tiered(RECIPES))
 def test_the_token_budget_does_not_matter(recipe: str, budget: int, tmp_path: Path) -> None:

@@ -124,10 +124,11 @@ def test_statistics_of_an_interrupted_update_are_forgotten(tmp_path: Path) -> No
     class Interrupted(GRPOTrainer):
         stops = True
 
-        def _note_update(self, update: Any) -> None:
-            super()._note_update(update)
+        def _note_update(self, update: Any) -> Any:
+            loss = super()._note_update(update)
             if self.stops:
                 raise KeyboardInterrupt
+            return loss
 
     run = make_trainer("dapo", tmp_path, subclass=Interrupted, per_device_train_batch_size=4)
     with pytest.raises(KeyboardInterrupt):
