@@ -32,7 +32,7 @@ def in_double() -> Iterator[None]:
 
     def widening(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if x.dtype is torch.float64:
+            if x.dtype is torch.float64 or not x.dtype.is_floating_point:  # positions meet float64 frequencies
                 args = tuple(_widened(arg) for arg in args)
                 kwargs = {name: _widened(value) for name, value in kwargs.items()}
             return function(x, *args, **kwargs)
