@@ -21,6 +21,8 @@ _PREFILL_TOKENS = {"cuda": 8192, "cpu": 2048}
 # of weights and tokens per layer, within these bounds.
 _PRODUCTS_PER_LAYER = 4e11
 _UPDATE_TOKENS = {"cuda": (8192, 32768), "cpu": (4096, 4096)}
+# A single group may have so many times as many tokens: halves of it would keep a device less than busy.
+_GROUP = 2
 # Of free memory: allocators leave gaps.
 _UPDATE_SHARE = 0.8
 # Blocks of logits and of their gradients in the fused head.
@@ -170,15 +172,16 @@ class UpdatePlan:
     """How an update is cut.
 
     Example:
-        UpdatePlan(tokens=8192, checkpointing=False)
+        UpdatePlan(tokens=8192, group_tokens=16384, checkpointing=False)
     """
 
-    tokens: int  # most tokens in one forward and backward pass
+    tokens: int  # most tokens of several groups in one forward and backward pass
+    group_tokens: int  # and of a single group, which costs its prompt again to cut
     checkpointing: bool
 
     def halved(self) -> "UpdatePlan":
         """What to try after an allocation failed."""
-        return replace(self, tokens=max(self.tokens // 2, 1))
+        return replace(self, tokens=max(self.tokens // 2, 1), group_tokens=max(self.group_tokens // 2, 1))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -213,9 +216,10 @@ def plan_update(
     if checkpointing is None:
         useful = max(longest_row, enough // 2 if device == "cuda" else 0)
         checkpointing = room // kept(False) < (useful if tokens is None else max(min(tokens, useful), longest_row))
-    if tokens is None:
-        tokens = max(min(room // kept(checkpointing), enough), longest_row)
-    return UpdatePlan(tokens, checkpointing)
+    if tokens is not None:
+        return UpdatePlan(tokens, tokens, checkpointing)
+    fits = room // kept(checkpointing)
+    return UpdatePlan(max(min(fits, enough), longest_row), max(min(fits, _GROUP * enough), longest_row), checkpointing)
 
 
 def batch_buckets(rows: int) -> list[int]:

@@ -226,7 +226,7 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_all() -> None:
 
 
 def test_with_room_an_update_is_cut_into_large_parts_without_checkpointing() -> None:
-    assert update() == UpdatePlan(tokens=4096, checkpointing=False)
+    assert update() == UpdatePlan(tokens=4096, group_tokens=8192, checkpointing=False)
     large = plan_update(
         LARGE, longest_row=1000, bytes_per_value=2, free_bytes=100 * GIB, device="cuda", fused=True, checkpointing=None
     )
@@ -235,13 +235,13 @@ def test_with_room_an_update_is_cut_into_large_parts_without_checkpointing() -> 
 
 
 def test_with_less_room_as_many_tokens_run_at_once_as_fit() -> None:
-    assert update(free_bytes=free_for(1000)) == UpdatePlan(1000, checkpointing=False)
+    assert update(free_bytes=free_for(1000)) == UpdatePlan(1000, 1000, checkpointing=False)
     assert update(free_bytes=free_for(1000), checkpointing=False).tokens == 1000
-    assert update(free_bytes=free_for(1000, checkpointing=True), checkpointing=True) == UpdatePlan(1000, True)
+    assert update(free_bytes=free_for(1000, checkpointing=True), checkpointing=True) == UpdatePlan(1000, 1000, True)
 
 
 def test_checkpointing_is_turned_on_when_the_longest_row_does_not_fit_without() -> None:
-    assert update(free_bytes=free_for(300)) == UpdatePlan(300, checkpointing=False)
+    assert update(free_bytes=free_for(300)) == UpdatePlan(300, 300, checkpointing=False)
     one_too_few = update(free_bytes=free_for(299))
     assert one_too_few.checkpointing
     assert one_too_few.tokens > 300, "with it there is room for more than that row"
@@ -261,7 +261,7 @@ def test_checkpointing_that_was_asked_for_or_forbidden_stays_so(device: str, che
 def test_a_budget_that_was_given_is_kept(checkpointing: bool | None, tokens: int) -> None:
     for free in (0, 100 * GIB):
         plan = update(free_bytes=free, checkpointing=checkpointing, tokens=tokens)
-        assert plan == UpdatePlan(tokens, free == 0 if checkpointing is None else checkpointing)
+        assert plan == UpdatePlan(tokens, tokens, free == 0 if checkpointing is None else checkpointing)
 
 
 @settings(max_examples=200, deadline=None)
@@ -286,12 +286,14 @@ def test_an_update_is_never_cut_below_its_longest_row_nor_above_what_there_is(
 
 
 def test_the_plan_of_an_update_is_halved_down_to_one_row_at_a_time() -> None:
-    plan = UpdatePlan(tokens=9, checkpointing=True)
-    assert [plan := plan.halved() for _ in range(4)] == [UpdatePlan(n, True) for n in (4, 2, 1, 1)]
+    plan = UpdatePlan(tokens=9, group_tokens=18, checkpointing=True)
+    assert [plan := plan.halved() for _ in range(4)] == [
+        UpdatePlan(*sizes, True) for sizes in ((4, 9), (2, 4), (1, 2), (1, 1))
+    ]
 
 
 def test_the_plan_of_an_update_survives_being_saved() -> None:
-    plan = UpdatePlan(tokens=100, checkpointing=True)
+    plan = UpdatePlan(tokens=100, group_tokens=150, checkpointing=True)
     assert UpdatePlan(**json.loads(json.dumps(plan.to_dict()))) == plan
 
 

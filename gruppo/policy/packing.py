@@ -78,11 +78,14 @@ class Packer:
             (i if not share else None, prompt.numpy().tobytes()) for i, prompt in enumerate(self.prompts)
         ]
 
-    def packs(self, rows: Sequence[int], budget: int) -> list[PackedRows]:
-        """These rows in packs of at most `budget` tokens, or of one row where that alone has more."""
+    def packs(self, rows: Sequence[int], budget: int, group_budget: int | None = None) -> list[PackedRows]:
+        """These rows in packs of at most `budget` tokens, or of one row where that alone has more.
+
+        A pack of a single group may have up to `group_budget`.
+        """
         prompt_tokens = [len(self.prompts[row]) for row in rows]
         tails = [max(len(self.completions[row]) - 1, 0) for row in rows]
-        cut = cut_rows([self.keys[row] for row in rows], prompt_tokens, tails, budget)
+        cut = cut_rows([self.keys[row] for row in rows], prompt_tokens, tails, budget, group_budget)
         return [self._pack([rows[i] for i in part]) for part in cut]
 
     def _pack(self, rows: Sequence[int]) -> PackedRows:
@@ -136,10 +139,17 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
 
 
-def cut_rows(keys: Sequence[Hashable], prompts: Sequence[int], tails: Sequence[int], budget: int) -> list[list[int]]:
+def cut_rows(
+    keys: Sequence[Hashable],
+    prompts: Sequence[int],
+    tails: Sequence[int],
+    budget: int,
+    group_budget: int | None = None,
+) -> list[list[int]]:
     """Rows with these prompts (the key says which are the same) and completion tokens, in packs within the budget.
 
-    A group stays together unless it alone is too large; then it is cut into as few parts of about equal size as fit.
+    A group stays together unless it alone is larger than `group_budget` (by default the budget); then it is cut into
+    as few parts of about equal size as fit.
     Packs are filled evenly, largest part first, so that no small one is left over.
 
     Example, two groups with prompts of 10 tokens, within 60:
@@ -148,7 +158,8 @@ def cut_rows(keys: Sequence[Hashable], prompts: Sequence[int], tails: Sequence[i
     groups: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         groups.setdefault(key, []).append(i)
-    parts = [part for members in groups.values() for part in _split_group(members, prompts, tails, budget)]
+    limit = max(budget, group_budget or 0)
+    parts = [part for members in groups.values() for part in _split_group(members, prompts, tails, limit)]
 
     def size(part: Sequence[int]) -> int:
         return prompts[part[0]] + sum(tails[i] for i in part)

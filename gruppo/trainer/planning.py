@@ -76,7 +76,7 @@ class UpdatePlanner:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         smaller = plan.halved()
-        if plan.tokens == 1:
+        if plan.group_tokens == 1:
             if plan.checkpointing or self.args.gradient_checkpointing is False:
                 raise torch.OutOfMemoryError(
                     "The device has no memory for the forward and backward pass of a single row. Lower "

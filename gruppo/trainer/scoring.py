@@ -141,7 +141,8 @@ class Scoring(Feeding):
         if self.packed is None:
             return None
         rows = batch.loss_mask_BT.any(1).nonzero()[:, 0].tolist()
-        return Packer(batch).packs(rows, self.planner.plan(batch).tokens)
+        plan = self.planner.plan(batch)
+        return Packer(batch).packs(rows, plan.tokens, plan.group_tokens)
 
     def _score_packs(
         self, model: nn.Module, batch: TrainBatch, packs: Sequence[PackedRows], entropy: bool = False

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gruppo.algo.loss import LossInputs, LossOutput, LossSettings, Max, Mean, Stat, UpdateSize, policy_loss
 from gruppo.algo.masks import entropy_threshold, top_entropy_mask
+from gruppo.plan import UpdatePlan
 from gruppo.policy.inplace import without_collection
 from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.prefix import inner_model, is_noisy
@@ -91,12 +92,12 @@ class Updating(Collecting):
 
     def _run_packs(self, model: nn.Module, update: Update) -> None:
         packer = update.packer(share=not is_noisy(model, inner_model(model)))
-        budget = self.planner.plan(update.batch).tokens
+        plan = self.planner.plan(update.batch)
         moving = self._moving_rows(update)
-        self._score_still_rows(model, update, packer, budget)
+        self._score_still_rows(model, update, packer, plan)
         units = self._units(update, moving)
         for micro_batch, rows in units:
-            packs = packer.packs(rows, budget)
+            packs = packer.packs(rows, plan.tokens, plan.group_tokens)
             if micro_batch is not None and len(packs) > 1:
                 # The threshold is that of the whole micro-batch: its entropies must be known before its loss is. The
                 # processes agree on it in the first pack's loss, however many packs each has.
@@ -170,12 +171,13 @@ class Updating(Collecting):
             return has_loss_B
         return has_loss_B & ~batch.zero_advantage_B
 
-    def _score_still_rows(self, model: nn.Module, update: Update, packer: Packer, budget: int) -> None:
+    def _score_still_rows(self, model: nn.Module, update: Update, packer: Packer, plan: UpdatePlan) -> None:
         """Entropies of rows that are not run, for the metrics, where the sampler did not give them."""
         if update.batch.engine_entropies is not None:
             return
         still_B = ~self._can_move(update.batch) & update.batch.loss_mask_BT.any(1)
-        self._score_frozen(model, update, packer.packs(still_B.nonzero()[:, 0].tolist(), budget))
+        rows = still_B.nonzero()[:, 0].tolist()
+        self._score_frozen(model, update, packer.packs(rows, plan.tokens, plan.group_tokens))
 
     @torch.no_grad()
     def _score_frozen(self, model: nn.Module, update: Update, packs: Sequence[PackedRows]) -> None:

@@ -101,6 +101,12 @@ def test_a_group_that_does_not_fit_is_cut_evenly() -> None:
     assert [len(part) for part in cut] == [8, 8]
 
 
+def test_a_single_group_may_have_a_budget_of_its_own() -> None:
+    keys, prompts, tails = "a" * 8 + "b" * 2, [10] * 10, [10] * 10
+    assert cut_rows(keys, prompts, tails, 60, 100) == [list(range(8)), [8, 9]]
+    assert [len(part) for part in cut_rows(keys, prompts, tails, 60, 80)] == [4, 4, 2]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_cuts_keep_every_row_and_the_budget(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -429,7 +429,9 @@ def test_a_failed_allocation_costs_time_only(
     shortage.strike(struck, where)
     assert relative_difference(undisturbed, moved(struck)) < 1e-9
     assert shortage.count > max(calls) + 1
-    assert struck.planner.in_force == UpdatePlan(left, checkpointing=False), "halved, and so for the second update"
+    assert struck.planner.in_force == UpdatePlan(left, left, checkpointing=False), (
+        "halved, and so for the second update"
+    )
     assert len(released) == len(calls) == len(warnings_of(caplog, "Out of memory in the update: going on with"))
     for a, b in zip(calm.state.log_history[:2], struck.state.log_history[:2], strict=True):
         for name in ("loss", "entropy", "clip_ratio/region_mean"):
@@ -462,7 +464,7 @@ def test_at_one_row_at_a_time_checkpointing_is_the_last_resort(
     calm, struck = (trainer_of("grpo", tmp_path, **settings) for _ in range(2))
     Shortage(1, 2).strike(struck, where)
     assert relative_difference(moved(calm), moved(struck)) < 1e-9
-    assert struck.planner.in_force == UpdatePlan(1, checkpointing=True)
+    assert struck.planner.in_force == UpdatePlan(1, 1, checkpointing=True)
     assert struck.model.is_gradient_checkpointing
     assert not calm.model.is_gradient_checkpointing
     assert len(warnings_of(caplog, "gradient checkpointing is on")) == 1
