@@ -21,7 +21,10 @@ class Generation(NamedTuple):
 
 
 class Recorded:
-    """Mixin for a trainer: what happened, in order. Completions are scripted, so that runs are fast and equal."""
+    """Mixin for a trainer: what happened, in order. Completions are scripted, so that runs are fast and equal.
+
+    It overrides nothing that sees padded rows, so that runs take the way they would take without it.
+    """
 
     group_in_script = 2
 
@@ -33,28 +36,28 @@ class Recorded:
         self.frozen_passes = 0
         super().__init__(*args, **kwargs)
 
-    def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
-        texts = tuple(dict.fromkeys(str(row["prompt"]) for row in inputs))
+    def collect(self: Any, rows: Any) -> Any:
+        texts = tuple(dict.fromkeys(str(row["prompt"]) for row in rows))
         self.generations.append(Generation(self.state.global_step, self.mode, texts))
-        self.rows.append(inputs)
+        self.rows.append(rows)
         self.left_in_queue.append(len(self._buffered_inputs))
-        return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        return super().collect(rows)  # type: ignore[misc]
 
     def _generate_single_turn(self: Any, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         texts = [self.processing_class.decode(ids) for ids in prompt_ids]
         return [scripted_completion(text, i % self.num_generations) for i, text in enumerate(texts)], None
 
-    def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def update_size(self: Any, batches: Any) -> Any:
         if self.mode == "train":
-            lengths = inputs["completion_mask"].sum(1).tolist()
-            ids = zip(inputs["completion_ids"].tolist(), lengths, strict=True)
-            self.slices.append(tuple(tuple(row[:length]) for row, length in ids))
-        return super()._compute_loss(model, inputs)  # type: ignore[misc]
+            for batch in batches:
+                lengths = batch["completion_mask"].sum(1).tolist()
+                ids = zip(batch["completion_ids"].tolist(), lengths, strict=True)
+                self.slices.append(tuple(tuple(row[:length]) for row, length in ids))
+        return super().update_size(batches)  # type: ignore[misc]
 
-    def _get_per_token_logps_and_entropies(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The loss asks for entropies too, some of its rows without a graph; scoring passes do not.
-        self.frozen_passes += not torch.is_grad_enabled() and not kwargs.get("compute_entropy")
-        return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
+    def _frozen_logps(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.frozen_passes += 1
+        return super()._frozen_logps(*args, **kwargs)  # type: ignore[misc]
 
 
 class RecordedGRPO(Recorded, GRPOTrainer):
