@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# Shares of free memory. A pool of keys and values stays allocated between rollouts, so the update must fit beside it.
+# Of free memory: where a device cannot lend it, a pool of keys and values stays allocated beside the update.
 _POOL_SHARE = 0.6
 # Completions decoded together. Past this the matrix products are compute-bound and a larger batch gains nothing.
 _MOST_ROWS = {"cuda": 1024, "cpu": 256}

@@ -46,7 +46,8 @@ class PolicyConfig(
     learning_rate: float = option(1e-6, "Initial learning rate of the optimizer.")
     logging_steps: float = option(10, "Log every so many optimizer steps (a share of the run when below 1).")
     gradient_checkpointing: bool | None = option(
-        None, "Recompute activations in the backward pass; None: only if a single row would not fit without it."
+        None,
+        "Recompute activations in the backward pass; None: only if the smallest useful micro-batch would not fit.",
     )
     bf16: bool | None = option(None, "bfloat16 mixed precision; None turns it on where fp16 is off.")
     remove_unused_columns: bool = option(

@@ -31,7 +31,7 @@ from gruppo.policy.adapters import adapter_states
 from gruppo.policy.fusion import fused_swaps
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.modes import sampling_mode
-from gruppo.policy.prefix import inner_model
+from gruppo.policy.unwrap import inner_model
 from gruppo.types import Completion, SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -106,8 +106,8 @@ class Engine:
         self.release()
         if plan is None or (plan.rows == 1 and plan.kv_tokens <= self._least):
             raise RolloutError(
-                "The device has no memory left to sample even one completion at a time. Lower max_completion_length, "
-                "or per_device_train_batch_size so that the update keeps less."
+                "The device has no memory left to sample even one completion at a time. Lower max_completion_length or "
+                "max_prompt_length."
             )
         self.plan, self.may_grow = plan.halved(), False
         logger.warning(f"Out of memory while sampling: going on with half the budget ({self.plan}).")

@@ -9,7 +9,7 @@ from gruppo.engine.engine import Engine
 from gruppo.engine.settings import SamplingSettings
 from gruppo.plan import RolloutPlan
 from gruppo.policy import support
-from gruppo.policy.prefix import inner_model
+from gruppo.policy.unwrap import inner_model
 from gruppo.types import SampleRequest, StopReason
 
 _TRIAL_TOKENS = 6

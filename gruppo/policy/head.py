@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gruppo.algo.logprobs import entropy_from_logits, selective_log_softmax
 from gruppo.kernels.head import Head, head_scores
-from gruppo.policy.prefix import inner_model
+from gruppo.policy.unwrap import inner_model
 
 # Tokens whose logits exist at once where the head is a module that only it knows how to run.
 _TOKENS_AT_ONCE = 1024

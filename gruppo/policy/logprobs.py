@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gruppo.algo.logprobs import entropy_from_logits, selective_log_softmax
-from gruppo.policy.prefix import forward_arguments, position_ids
+from gruppo.policy.unwrap import forward_arguments, position_ids
 
 
 class TokenScores(NamedTuple):

@@ -1,4 +1,4 @@
-"""The mode that the policy is run in."""
+"""The mode and the precision that the policy is run in."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,3 +30,8 @@ def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for module, before in modes:
             module.training = before
+
+
+def autocast_dtype(mixed_precision: str) -> torch.dtype | None:
+    """The half precision that training computes in, if any, whatever the weights are stored in."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)

@@ -21,7 +21,7 @@ from gruppo.policy.fusion import fused_swaps
 from gruppo.policy.head import ModelHead, Scores
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.packing import PackedRows
-from gruppo.policy.prefix import inner_model
+from gruppo.policy.unwrap import inner_model
 
 ATTENTION_NAME = "gruppo_packed"
 

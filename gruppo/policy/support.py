@@ -14,7 +14,7 @@ from gruppo.policy.loading import context_length, has_learned_positions
 from gruppo.policy.modes import sampling_mode, training_mode
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import Packer
-from gruppo.policy.prefix import forward_arguments, inner_model, position_ids
+from gruppo.policy.unwrap import forward_arguments, inner_model, position_ids
 from gruppo.types import TrainBatch
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}

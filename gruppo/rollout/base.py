@@ -1,24 +1,48 @@
 """What a rollout backend is: something that answers sample requests."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gruppo.engine.noise import derive_key
 from gruppo.types import Completion, SampleRequest
 
 
-class RolloutBackend(Protocol):
+class RolloutBackend:
     """Samples completions from the current weights of the policy.
 
-    The trainer never knows where sampling runs. A backend returns, for requests in order, `count` completions each,
-    flat and in order; it leaves the policy as it found it. `config` is the GenerationConfig that it samples with; a
-    callback may change it during a run.
+    The trainer never knows where sampling runs. `config` is the GenerationConfig that a backend samples with; a
+    callback may change it during a run. What follows `sample` has a default: a backend says what it knows.
     """
 
-    name: str
+    name = ""
     config: Any
 
-    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]: ...
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """`count` completions for each request, flat and in order; the policy is left as it was found."""
+        raise NotImplementedError
+
+    @property
+    def timer(self) -> str:
+        """The name under which dashboards know this phase."""
+        return f"{self.name}.generate"
+
+    def metrics(self) -> dict[str, float]:
+        """What the last call has to say for the logs."""
+        return {}
+
+    def work(self, prompts: Sequence[int], completions: Sequence[int]) -> dict[str, Any]:
+        """What the last call computed for rows of these lengths, in the words of `Ledger.sampled`."""
+        return {}
+
+    def release(self) -> None:
+        """Free what is kept between calls; the next call makes it again."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a resumed run needs in order to sample the same, if anything."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
 
 
 def group_requests(

@@ -13,7 +13,8 @@ from gruppo.engine.settings import SamplingSettings, merged_config, unsupported
 from gruppo.engine.support import trial, unsupported_model
 from gruppo.plan import RolloutPlan
 from gruppo.policy.loading import context_length, has_learned_positions
-from gruppo.policy.prefix import inner_model
+from gruppo.policy.unwrap import inner_model
+from gruppo.rollout.base import RolloutBackend
 from gruppo.types import Completion, SampleRequest, StopReason
 
 
@@ -30,7 +31,7 @@ def why_not(model: Any, config: GenerationConfig, *, autocast_dtype: torch.dtype
     return [failure] if failure else []
 
 
-class BuiltinBackend:
+class BuiltinBackend(RolloutBackend):
     """Samples with an engine that runs the training module in place; see `gruppo.engine.engine`."""
 
     name = "builtin"
@@ -53,6 +54,25 @@ class BuiltinBackend:
         # Rotary positions go on past the length that the config names, as they do in transformers; learned ones end.
         context = context_length(model) if has_learned_positions(model) else None
         self.engine = Engine(policy, autocast_dtype=autocast_dtype, tokenizer=tokenizer, context_length=context)
+
+    def metrics(self) -> dict[str, float]:
+        """How well the engine was used, from its counters."""
+        counters = self.counters
+        return {
+            "rollout/tokens_per_second": counters["decode_tokens_per_second"],
+            "rollout/wasted_ratio": counters["wasted_rows"] / max(counters["computed_rows"], 1),
+            "rollout/kv_used_ratio": counters["kv_high_water"] / max(counters["kv_tokens"], 1),
+        }
+
+    def work(self, prompts: Sequence[int], completions: Sequence[int]) -> dict[str, Any]:
+        return {
+            "prompt_tokens": int(self.counters["prefill_tokens"]),
+            "padding_tokens": int(self.counters["wasted_rows"]),
+            "speed_is_logged": True,
+        }
+
+    def release(self) -> None:
+        self.engine.release()
 
     @property
     def counters(self) -> dict[str, float]:

@@ -17,7 +17,8 @@ from transformers.generation.continuous_batching import ContinuousMixin
 from gruppo.engine.settings import in_effect
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.modes import sampling_mode
-from gruppo.policy.prefix import inner_model
+from gruppo.policy.unwrap import inner_model
+from gruppo.rollout.base import RolloutBackend
 from gruppo.types import Completion, SampleRequest, StopReason
 
 # The fields of a GenerationConfig that continuous batching reads. It drops all others, some without a word.
@@ -28,14 +29,14 @@ _MEMORY_SHARE = 0.5  # of the free memory of a GPU
 _TOKENS_PER_PASS = 512  # on a CPU, where the attention mask is a dense tensor of so many rows
 
 
-class ContinuousBatchingBackend:
+class ContinuousBatchingBackend(RolloutBackend):
     """Generates with the training module through `generate_batch`, every completion a request of its own.
 
     `settings` are fields of ContinuousBatchingConfig.
     """
 
     name = "transformers_continuous_batching"
-    timer = "transformers.generate_batch"  # the name under which dashboards know this phase
+    timer = "transformers.generate_batch"
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import (
     Cache,
+    DynamicCache,
     GenerationConfig,
     PreTrainedModel,
     StoppingCriteria,
@@ -18,8 +19,8 @@ from transformers import (
 from gruppo.data.collate import pad
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.modes import sampling_mode
-from gruppo.policy.prefix import can_continue_from_cache, read_prompts
-from gruppo.rollout.base import stop_strings
+from gruppo.policy.unwrap import forward_arguments, inner_model, is_noisy, position_ids
+from gruppo.rollout.base import RolloutBackend, stop_strings
 from gruppo.types import Completion, SampleRequest, StopReason
 
 
@@ -66,7 +67,7 @@ class StopStrings(StoppingCriteria):  # type: ignore[misc]  # transformers has n
         return found
 
 
-class TransformersBackend:
+class TransformersBackend(RolloutBackend):
     """Generates with the training module itself, all rows in one batch.
 
     With `share_prefill` each distinct prompt is encoded once and its keys and values are copied to its completions;
@@ -118,6 +119,11 @@ class TransformersBackend:
         rows = sequences[:, ids.shape[1] :].tolist()
         return [self._completion(row, cut) for row, cut in zip(rows, cuts, strict=True)]
 
+    def work(self, prompts: Sequence[int], completions: Sequence[int]) -> dict[str, Any]:
+        """Rows are padded to the longest prompt, and run until the last one ends."""
+        padding = sum(max(lengths, default=0) * len(lengths) - sum(lengths) for lengths in (prompts, completions))
+        return {"padding_tokens": padding}
+
     def _stop_strings(self, prompt_width: int) -> tuple[StopStrings | None, dict[str, Any]]:
         """Who watches for stop strings, if there are any, and the arguments of generate that say how to sample."""
         if not (wanted := stop_strings(self.config)):
@@ -150,3 +156,30 @@ class TransformersBackend:
         # A padding token that the model itself wrote last counts as an end, too.
         ended = bool(ids) and ids[-1] == self.config.pad_token_id
         return Completion(ids, StopReason.EOS if ended else StopReason.LENGTH)
+
+
+def read_prompts(model: Any, ids: Tensor, mask: Tensor) -> DynamicCache:
+    """A cache after one forward pass over left-padded prompts."""
+    cache = DynamicCache(config=inner_model(model).config)
+    model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=position_ids(mask),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return cache
+
+
+def can_continue_from_cache(model: Any) -> bool:
+    """Whether rows can start from keys and values computed before: standard attention, nothing recomputed."""
+    inner = inner_model(model)
+    known = {"past_key_values", "position_ids", "logits_to_keep"} <= forward_arguments(model)
+    virtual = any(
+        getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()
+    )
+    if not known or virtual or getattr(inner, "_is_stateful", False):
+        return False
+    # With checkpointing on, transformers drops the cache in training.
+    return not (model.training and (getattr(inner, "is_gradient_checkpointing", False) or is_noisy(model, inner)))

@@ -4,10 +4,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 
 from gruppo.errors import ConfigError
+from gruppo.policy.modes import autocast_dtype
 from gruppo.rollout import builtin
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.continuous import ContinuousBatchingBackend
@@ -70,11 +70,6 @@ def _report(args: Any, reasons: str) -> None:
             f"The built-in engine cannot sample here: {reasons}. transformers does; rollout_backend='transformers' "
             "asks for it without this message."
         )
-
-
-def autocast_dtype(mixed_precision: str) -> torch.dtype | None:
-    """The half precision that training computes in, if any, whatever the weights are stored in."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
 
 
 def sharded(args: Any) -> list[str]:

@@ -12,11 +12,6 @@ STATE_FILE = "rollout_state.json"
 UPDATE_FILE = "update_plan.json"
 
 
-def state_of(owner: Any) -> dict[str, Any] | None:
-    """The state of an object that has one, such as a backend or a planner."""
-    return owner.state_dict() if hasattr(owner, "state_dict") else None
-
-
 def save_states(path: Path, states: Sequence[dict[str, Any] | None]) -> None:
     """Write the states of all processes, in the order of their ranks."""
     if any(state is not None for state in states):
@@ -25,7 +20,7 @@ def save_states(path: Path, states: Sequence[dict[str, Any] | None]) -> None:
 
 def load_state(path: Path, owner: Any, *, rank: int, world: int) -> None:
     """Give an object the state it had. One that was not saved, or by another number of processes, is made anew."""
-    if not path.exists() or not hasattr(owner, "load_state_dict"):
+    if not path.exists():
         return
     states = json.loads(path.read_text(encoding="utf-8"))
     if len(states) != world:

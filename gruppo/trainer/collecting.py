@@ -19,11 +19,9 @@ from gruppo.data.responses import decode
 from gruppo.errors import RewardError, RolloutError
 from gruppo.rewards.runner import RewardInputs, RewardRunner
 from gruppo.rollout.base import RolloutBackend, group_requests, stop_strings
-from gruppo.rollout.builtin import BuiltinBackend
 from gruppo.rollout.custom import CustomRollout
-from gruppo.rollout.hf import TransformersBackend
-from gruppo.trainer.ledger import Ledger, padding_of
-from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rollout_metrics
+from gruppo.trainer.ledger import Ledger
+from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics
 from gruppo.trainer.resampling import Scored, groups_without_spread, resampling_metrics, runs
 from gruppo.trainer.scoring import Scoring
 from gruppo.types import Completion, Prompt, Rollout, StopReason, TrainBatch
@@ -176,10 +174,9 @@ class Collecting(Scoring):
                 prompt_ids[run], group_size=self.group_size, first_row=own_rows[run.start], key=key
             )
         ]
-        with self.timer(getattr(self.backend, "timer", f"{self.backend.name}.generate")):
+        with self.timer(self.backend.timer):
             completions = self.backend.sample(requests)
-        if isinstance(self.backend, BuiltinBackend):
-            self.metrics.add(self.mode, rollout_metrics(self.backend.counters))
+        self.metrics.add(self.mode, self.backend.metrics())
         # Log-probs of rollout functions and hooks become part of the loss; those of a backend are its `plain_logps`.
         return [replace(completion, logps=None) for completion in completions]
 
@@ -276,16 +273,7 @@ class Collecting(Scoring):
         if self.mode != "train":
             return
         prompt_tokens, lengths = [len(prompt.ids) for prompt in prompts], [len(c.ids) for c in completions]
-        known: dict[str, Any] = {}
-        if self.custom_rollout is None and isinstance(self.backend, BuiltinBackend):
-            counters = self.backend.counters
-            known = {
-                "prompt_tokens": int(counters["prefill_tokens"]),
-                "padding_tokens": int(counters["wasted_rows"]),
-                "speed_is_logged": True,
-            }
-        elif self.custom_rollout is None and isinstance(self.backend, TransformersBackend):
-            known = {"padding_tokens": padding_of(prompt_tokens) + padding_of(lengths)}
+        known = {} if self.custom_rollout is not None else self.backend.work(prompt_tokens, lengths)
         self.ledger.sampled(prompts=prompt_tokens, completions=lengths, seconds=seconds, **known)
 
     def _note_rows(self, rollouts: Sequence[Rollout], zero_advantage: Sequence[bool]) -> None:

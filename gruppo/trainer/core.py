@@ -3,10 +3,12 @@
 An update reads top to bottom:
 
     get_batch_samples   takes micro-batches from a queue, and collects a new generation when the queue is empty
-    collect             prompts → rollouts → rewards → advantages                        (collecting.py)
-    training_step       forward, `compute_loss`, backward, for each micro-batch          (transformers.Trainer)
-    compute_loss        log-probs → ratio × objective × masks + KL → one number          (updating.py)
+    collect             prompts → rollouts → rewards → log-probs → advantages            (collecting.py, scoring.py)
+    training_step       called for each micro-batch; the last one runs the whole update
+    run_update          packs of rows: forward, loss, backward                           (updating.py)
     _end_of_update      metrics of the update, controllers                               (updating.py)
+
+With padded rows (`packed` is None) training_step runs its micro-batch, through `compute_loss` (updating.py).
 """
 
 import logging
@@ -28,13 +30,13 @@ from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
 from gruppo.data.prompts import PromptEncoder
 from gruppo.errors import ConfigError
 from gruppo.policy import adapters, loading
+from gruppo.policy.modes import autocast_dtype
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.support import why_not_packed
 from gruppo.rewards.runner import RewardRunner, function_name, is_reward_model, resolve_rewards, unique_names
-from gruppo.rollout.builtin import BuiltinBackend
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import generation_config
-from gruppo.rollout.select import autocast_dtype, choose_backend
+from gruppo.rollout.select import choose_backend
 from gruppo.trainer import setup
 from gruppo.trainer.completions import CompletionLog, start_hub_uploads
 from gruppo.trainer.entropy import EntropyControl
@@ -161,7 +163,7 @@ class PolicyTrainer(KnownNames, Updating):
         self._make_sampler(rollout_func)
         self.packed = self._make_packed_policy()
         self.planner = UpdatePlanner(
-            args, lambda: self.accelerator.unwrap_model(self.model), self.packed, self._release_sampler
+            args, lambda: self.accelerator.unwrap_model(self.model), self.packed, lambda: self.backend.release()
         )
         self.ledger = make_ledger(self.accelerator, self.model, autocast_dtype(self.accelerator.mixed_precision))
         self._hub_uploads = None
@@ -242,10 +244,6 @@ class PolicyTrainer(KnownNames, Updating):
                 "packed_update=False asks for it without this message."
             )
         return None
-
-    def _release_sampler(self) -> None:
-        if isinstance(self.backend, BuiltinBackend):
-            self.backend.engine.release()
 
     def make_recipe(self) -> Recipe:
         """The row of the recipe table that the config describes."""

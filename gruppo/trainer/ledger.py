@@ -220,11 +220,6 @@ def keys_seen(prompts: Sequence[int], completions: Sequence[int], prompt_tokens:
     return once * of_prompts + sum(length * before + length * (length + 1) / 2 for before, length in rows)
 
 
-def padding_of(lengths: Sequence[int]) -> int:
-    """Places that rows of these lengths leave empty when they are padded to the longest."""
-    return max(lengths, default=0) * len(lengths) - sum(lengths)
-
-
 def countable_shape(model: nn.Module) -> ModelShape | None:
     """The shape of a transformers model if its operations follow from it, else None.
 

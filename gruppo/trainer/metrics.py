@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from accelerate import Accelerator
@@ -138,13 +138,4 @@ def length_metrics(lengths_B: Tensor, truncated_B: Tensor) -> dict[str, float]:
         "completions/mean_terminated_length": ended.mean().item(),
         "completions/min_terminated_length": ended.min().item(),
         "completions/max_terminated_length": ended.max().item(),
-    }
-
-
-def rollout_metrics(counters: Mapping[str, float]) -> dict[str, float]:
-    """How well the engine was used in one generation, from its counters; of this process."""
-    return {
-        "rollout/tokens_per_second": counters["decode_tokens_per_second"],
-        "rollout/wasted_ratio": counters["wasted_rows"] / max(counters["computed_rows"], 1),
-        "rollout/kv_used_ratio": counters["kv_high_water"] / max(counters["kv_tokens"], 1),
     }

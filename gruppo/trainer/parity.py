@@ -28,7 +28,7 @@ from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import Packer
-from gruppo.policy.prefix import inner_model, is_noisy
+from gruppo.policy.unwrap import inner_model, is_noisy
 from gruppo.types import TrainBatch
 
 LOGPS, ENTROPIES, GRADIENTS, SAMPLING = "log-probs", "entropies", "gradients", "sampling log-probs"

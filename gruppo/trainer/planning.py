@@ -11,7 +11,7 @@ from torch import nn
 from gruppo.plan import ModelShape, UpdatePlan, free_memory, plan_update, training_bytes
 from gruppo.policy.adapters import is_peft_model
 from gruppo.policy.packed import PackedPolicy
-from gruppo.policy.prefix import inner_model
+from gruppo.policy.unwrap import inner_model
 from gruppo.types import TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -91,5 +91,7 @@ class UpdatePlanner:
         return None if self.in_force is None else self.in_force.to_dict()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        if state is not None:
-            self._apply(UpdatePlan(**state))
+        try:
+            self._apply(UpdatePlan(**(state or {})))
+        except TypeError:  # of another version
+            logger.warning(f"The checkpoint's plan of updates {state} is not known here: it is made anew.")

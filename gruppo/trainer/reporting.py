@@ -11,7 +11,7 @@ from transformers import Trainer
 from gruppo.policy.adapters import is_peft_model, reload_trained_adapter
 from gruppo.policy.loading import model_name as name_of
 from gruppo.rollout.base import RolloutBackend
-from gruppo.rollout.state import STATE_FILE, UPDATE_FILE, load_state, save_states, state_of
+from gruppo.rollout.state import STATE_FILE, UPDATE_FILE, load_state, save_states
 from gruppo.trainer.card import model_card
 from gruppo.trainer.completions import (
     CompletionLog,
@@ -89,7 +89,7 @@ class Reporting(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        local = [(state_of(self.backend), state_of(self.planner))]
+        local = [(self.backend.state_dict(), self.planner.state_dict())]
         states = gather_object(local) if self.accelerator.num_processes > 1 else local
         if self.args.should_save and folder.exists():
             save_states(folder / STATE_FILE, [state for state, _ in states])

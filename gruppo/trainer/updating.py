@@ -1,12 +1,14 @@
-"""From scored tensors to a loss: the second half of a training step.
+"""From log-probs and advantages to gradients: the second half of a training step.
 
-Packed rows (the fast path):
+Packed rows, the fast path, all in the update's last micro-step:
 
-    training_step   all packs of the update: forward, loss, backward      (one call, in the update's last micro-step)
-    pack_loss       log-probs of one pack → ratio × objective × masks + KL → its share of the loss
-    note_update     metrics of the update, by its nominal micro-batches
+    run_update      starts over in smaller packs when memory is short
+    _run_packs      which rows are run, in which packs; gradients travel with the last
+    _run_pack       forward, `_pack_loss`, backward
+    _pack_loss      log-probs of one pack → ratio × objective × masks + KL → its share of the loss
+    _note_update    metrics and loss of the update, by its nominal micro-batches
 
-Padded rows (the slow twin, and what hooks of subclasses work with): `compute_loss` of one micro-batch at a time.
+Padded rows, the slow twin and what hooks of subclasses work with: `compute_loss`, one micro-batch at a time.
 """
 
 import time
@@ -16,15 +18,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers.training_args import OptimizerNames
 
 from gruppo.algo.loss import LossInputs, LossOutput, LossSettings, Max, Mean, Stat, UpdateSize, policy_loss
 from gruppo.algo.masks import entropy_threshold, top_entropy_mask
 from gruppo.plan import UpdatePlan
 from gruppo.policy.inplace import without_collection
 from gruppo.policy.packing import PackedRows, Packer
-from gruppo.policy.prefix import inner_model, is_noisy
+from gruppo.policy.unwrap import inner_model, is_noisy
 from gruppo.trainer.collecting import Collecting
 from gruppo.trainer.metrics import gather_rows, value_stat
 from gruppo.trainer.setup import REPLICATED
@@ -74,6 +78,9 @@ class Updating(Collecting):
         rows are still there.
         """
         assert self.packed is not None
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # of optimizers without a schedule
+            self.optimizer.train()
         if isinstance(model, DistributedDataParallel):
             # A decoder's buffers are constants, and a process that repeats a forward pass would send them alone.
             model.broadcast_buffers = False
@@ -83,6 +90,7 @@ class Updating(Collecting):
                 update.passes.clear()
                 with self.packed.active(model), without_collection(), self.timer("compute_loss"):
                     self._run_packs(model, update)
+                self._maybe_empty_cache()
                 return self._note_update(update)
             except torch.OutOfMemoryError:
                 if self.accelerator.num_processes > 1 and self._in_last_pack:
@@ -94,20 +102,31 @@ class Updating(Collecting):
         packer = update.packer(share=not is_noisy(model, inner_model(model)))
         plan = self.planner.plan(update.batch)
         moving = self._moving_rows(update)
-        self._score_still_rows(model, update, packer, plan)
+        self._score_skipped_rows(model, update, packer, plan)
         units = self._units(update, moving)
         for micro_batch, rows in units:
             packs = packer.packs(rows, plan.tokens, plan.group_tokens)
             if micro_batch is not None and len(packs) > 1:
                 # The threshold is that of the whole micro-batch: its entropies must be known before its loss is. The
                 # processes agree on it in the first pack's loss, however many packs each has.
-                self._score_frozen(model, update, packs)
+                self._score_without_gradient(model, update, packs)
             for pack in packs:
                 self._in_last_pack = pack is packs[-1] and rows is units[-1][1]
                 # Gradients travel between processes once, with the last pack.
                 with nullcontext() if self._in_last_pack else self.accelerator.no_sync(model):
-                    inputs = {"pack": pack, "update": update, "micro_batch": micro_batch}
-                    super().training_step(model, inputs, update.size)
+                    self._run_pack(model, pack, update, micro_batch)
+
+    def _run_pack(self, model: nn.Module, pack: PackedRows, update: Update, micro_batch: int | None) -> None:
+        """Forward and backward, with what `Trainer.training_step` does around them."""
+        with self.compute_loss_context_manager():
+            loss = self._pack_loss(model, pack, update, micro_batch)
+        fused_step = self.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
+        self.accelerator.backward(loss, **({"learning_rate": self._get_learning_rate()} if fused_step else {}))
+
+    def _maybe_empty_cache(self) -> None:
+        steps = self.args.torch_empty_cache_steps
+        if steps is not None and self.state.global_step % steps == 0:
+            clear_device_cache()
 
     def _units(self, update: Update, moving: list[int]) -> list[tuple[int | None, list[int]]]:
         """Rows that may share packs: all of the update, or micro-batch by micro-batch where the loss is defined so."""
@@ -171,16 +190,16 @@ class Updating(Collecting):
             return has_loss_B
         return has_loss_B & ~batch.zero_advantage_B
 
-    def _score_still_rows(self, model: nn.Module, update: Update, packer: Packer, plan: UpdatePlan) -> None:
+    def _score_skipped_rows(self, model: nn.Module, update: Update, packer: Packer, plan: UpdatePlan) -> None:
         """Entropies of rows that are not run, for the metrics, where the sampler did not give them."""
         if update.batch.engine_entropies is not None:
             return
-        still_B = ~self._can_move(update.batch) & update.batch.loss_mask_BT.any(1)
-        rows = still_B.nonzero()[:, 0].tolist()
-        self._score_frozen(model, update, packer.packs(rows, plan.tokens, plan.group_tokens))
+        skipped_B = ~self._can_move(update.batch) & update.batch.loss_mask_BT.any(1)
+        rows = skipped_B.nonzero()[:, 0].tolist()
+        self._score_without_gradient(model, update, packer.packs(rows, plan.tokens, plan.group_tokens))
 
     @torch.no_grad()
-    def _score_frozen(self, model: nn.Module, update: Update, packs: Sequence[PackedRows]) -> None:
+    def _score_without_gradient(self, model: nn.Module, update: Update, packs: Sequence[PackedRows]) -> None:
         assert self.packed is not None
         # Not through the wrapper: its forward may communicate, and not every process has such rows.
         bare = self.accelerator.unwrap_model(model)
@@ -211,8 +230,6 @@ class Updating(Collecting):
         """The micro-batch's share of the update's loss."""
         if return_outputs:
             raise ValueError("return_outputs=True is not supported: the loss comes from sampled completions.")
-        if "pack" in inputs:
-            return self._pack_loss(model, **inputs)
         self._size = num_items_in_batch if isinstance(num_items_in_batch, UpdateSize) else self.update_size([inputs])
         with self.timer("compute_loss"):
             return self._compute_loss(model, inputs)

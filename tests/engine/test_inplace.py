@@ -19,8 +19,8 @@ from gruppo.engine.engine import Engine
 from gruppo.engine.settings import SamplingSettings
 from gruppo.policy import fusion
 from gruppo.policy.inplace import Swap
-from gruppo.policy.prefix import inner_model
 from gruppo.policy.support import plain_logps
+from gruppo.policy.unwrap import inner_model
 from gruppo.types import SampleRequest
 from tests.engine.models import build
 

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from gruppo.policy.logprobs import score_tokens
-from gruppo.policy.prefix import forward_arguments, position_ids
+from gruppo.policy.unwrap import forward_arguments, position_ids
 from tests.helpers import sharp, tiny_gpt2, tiny_model
 
 PROMPTS = [[9, 10, 11, 12, 13], [20], [30, 31, 32], [40, 41]]

@@ -21,7 +21,7 @@ from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.config.validate import check_dynamic_sampling
 from gruppo.data.sampler import RepeatSampler
 from gruppo.errors import ConfigError
-from gruppo.rollout.base import group_requests
+from gruppo.rollout.base import RolloutBackend, group_requests
 from gruppo.trainer.resampling import Scored, groups_without_spread, put, runs
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import base_args, prompts, timeless
@@ -31,7 +31,7 @@ from tests.trainer.test_batching import stream
 # ---- runs whose prompts are known to have spread or not
 
 
-class Numbered:
+class Numbered(RolloutBackend):
     """A backend whose completion of sample i is i + 1 times the letter a; it writes down what it was asked."""
 
     name = "numbered"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gruppo.plan import ModelShape, peak_flops
-from gruppo.trainer.ledger import CLASSES, Ledger, countable_shape, keys_seen, padding_of
+from gruppo.trainer.ledger import CLASSES, Ledger, countable_shape, keys_seen
 from tests.helpers import tiny_gpt2, tiny_model
 from tests.trainer.test_metrics import documented_keys
 
@@ -249,8 +249,6 @@ def test_small_sums() -> None:
     assert keys_seen([3, 3], [2, 2], 3) == 6 + 2 * 9
     assert keys_seen([3, 3], [2, 2], 6) == 2 * 6 + 2 * 9
     assert keys_seen([], [], 0) == 0
-    assert padding_of([3, 5, 1]) == 6
-    assert padding_of([]) == 0
 
 
 # ---- operations and peaks

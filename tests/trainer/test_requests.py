@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.data.sampler import split_for_rank
+from gruppo.rollout.base import RolloutBackend
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import prompts, scripted_completion, timeless
 from tests.trainer.runs import SaveAt, logs, make
@@ -19,7 +20,7 @@ from tests.trainer.test_batching import RESUMED, stream
 Stream = tuple[int, int]  # noise key and sample number of one completion
 
 
-class Asked:
+class Asked(RolloutBackend):
     """A backend that answers from a script and writes down what it was asked."""
 
     name = "asked"

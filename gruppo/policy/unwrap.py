@@ -1,24 +1,9 @@
-"""What a model is inside its wrappers, and prompts that are read before a row is continued from them."""
+"""What a model is inside its wrappers."""
 
 import inspect
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import DynamicCache
-
-
-def read_prompts(model: Any, ids: Tensor, mask: Tensor) -> DynamicCache:
-    """A cache after one forward pass over left-padded prompts."""
-    cache = DynamicCache(config=inner_model(model).config)
-    model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=position_ids(mask),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return cache
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
@@ -36,19 +21,6 @@ def inner_model(model: Any) -> Any:
 def forward_arguments(model: Any) -> set[str]:
     """The names that the model's forward accepts, whatever wraps it."""
     return set(inspect.signature(type(inner_model(model)).forward).parameters)
-
-
-def can_continue_from_cache(model: Any) -> bool:
-    """Whether rows can start from keys and values computed before: standard attention, nothing recomputed."""
-    inner = inner_model(model)
-    known = {"past_key_values", "position_ids", "logits_to_keep"} <= forward_arguments(model)
-    virtual = any(
-        getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()
-    )
-    if not known or virtual or getattr(inner, "_is_stateful", False):
-        return False
-    # With checkpointing on, transformers drops the cache in training.
-    return not (model.training and (getattr(inner, "is_gradient_checkpointing", False) or is_noisy(model, inner)))
 
 
 def is_noisy(model: Any, inner: Any) -> bool:

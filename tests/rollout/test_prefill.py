@@ -2,7 +2,7 @@
 
 import pytest
 
-from gruppo.policy.prefix import can_continue_from_cache
+from gruppo.rollout.hf import can_continue_from_cache
 from tests.helpers import tiny_model
 
 
