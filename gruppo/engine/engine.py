@@ -106,8 +106,8 @@ class Engine:
         self.release()
         if plan is None or (plan.rows == 1 and plan.kv_tokens <= self._least):
             raise RolloutError(
-                "The device has no memory left to sample even one completion at a time. Lower max_completion_length or "
-                "max_prompt_length."
+                "The device has no memory left to sample even one completion at a time. Lower max_completion_length "
+                "or max_prompt_length."
             )
         self.plan, self.may_grow = plan.halved(), False
         logger.warning(f"Out of memory while sampling: going on with half the budget ({self.plan}).")
