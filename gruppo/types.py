@@ -129,6 +129,7 @@ class TrainBatch:
     engine_logps: "Tensor | None" = None
     engine_entropies: "Tensor | None" = None
     truncated: "Tensor | None" = None  # (B,) bool: completions that did not end by themselves
+    sampled_at: "Tensor | None" = None  # (B,) the number of updates before they were sampled
 
     def __len__(self) -> int:
         return len(self.completion_ids)

@@ -48,7 +48,7 @@ class ModelHead:
         if hasattr(module, "modules_to_save"):  # peft's full copy of a module
             active = module.active_adapters[0] if module.active_adapters else None
             module = module.original_module if module.disable_adapters else module.modules_to_save[active]
-        if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+        if type(module) is not nn.Linear:
             return None
         return Head(module.weight, module.bias, self.scale, self.softcap)
 

@@ -185,12 +185,23 @@ def _split_group(members: list[int], prompts: Any, tails: Any, budget: int) -> l
     total, room = sum(tails[i] for i in members), max(budget - prompts[members[0]], 1)
     if total <= room:
         return [members]
-    count = min(-(-total // room), len(members))
-    while True:
-        parts = _even_parts(members, tails, count)
-        if count == len(members) or all(sum(tails[i] for i in part) <= room for part in parts):
-            return parts
-        count += 1
+    fitted = _first_fit(members, tails, room)
+    even = _even_parts(members, tails, len(fitted))
+    return even if all(sum(tails[i] for i in part) <= room for part in even) else fitted
+
+
+def _first_fit(members: list[int], tails: Any, room: int) -> list[list[int]]:
+    """Longest first, each to the first part that has room for it."""
+    parts: list[list[int]] = []
+    left: list[int] = []
+    for i in sorted(members, key=lambda i: -tails[i]):
+        place = next((p for p, free in enumerate(left) if free >= tails[i]), len(parts))
+        if place == len(parts):
+            parts.append([])
+            left.append(room)
+        parts[place].append(i)
+        left[place] -= tails[i]
+    return [sorted(part) for part in parts]
 
 
 def _even_parts(members: list[int], tails: Any, count: int) -> list[list[int]]:

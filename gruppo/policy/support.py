@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.loading import context_length, has_learned_positions
 from gruppo.policy.modes import sampling_mode, training_mode
 from gruppo.policy.packed import PackedPolicy
@@ -89,6 +90,9 @@ def why_not_packed(model: nn.Module, policy: PackedPolicy) -> list[str]:
     reasons = unsupported_model(model)
     if reasons:
         return reasons
+    head = inner_model(model).get_output_embeddings()
+    if any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)):
+        return ["there is a hook on its head, which packed rows would pass by"]
     failure = packed_trial(model, policy)
     return [failure] if failure else []
 
@@ -147,13 +151,21 @@ def _batch(rows: list[tuple[list[int], list[int]]], device: torch.device) -> Tra
     )
 
 
+def full_attention(inner: Any) -> list[Swap]:
+    """Eager attention for models that have more to it than torch's own knows: soft-caps and sinks."""
+    capped = getattr(inner.config.get_text_config(), "attn_logit_softcapping", None)
+    has_sinks = any(name.endswith("sinks") for name, _ in inner.named_parameters())
+    return attention_swaps(inner, "eager") if capped or has_sinks else []
+
+
 @torch.no_grad()
 def plain_logps(model: nn.Module, rows: list[list[int]], autocast_dtype: torch.dtype | None) -> list[Tensor]:
     """Log-probs of each row's tokens but the first, row by row, with the model's own attention."""
     inner = inner_model(model)
     device = next(inner.parameters()).device
     logps = []
-    with sampling_mode(inner), torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
+    precision = torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None)
+    with sampling_mode(inner), swapped(full_attention(inner)), precision:
         for row in rows:
             ids = torch.tensor([row], device=device)
             mask = torch.ones_like(ids)

@@ -25,9 +25,11 @@ def forward_arguments(model: Any) -> set[str]:
 
 def is_noisy(model: Any, inner: Any) -> bool:
     """Whether training draws noise (dropout, NEFTune), which rows that share a prompt would share as well."""
-    config = inner.config
+    heads = ("classifier_", "summary_")  # of models for other tasks, which share the config
     functional = any(
-        value for name, value in vars(config).items() if "drop" in name and isinstance(value, float) and value > 0
+        value > 0
+        for name, value in vars(inner.config).items()
+        if "drop" in name and isinstance(value, float) and not name.startswith(heads)
     )
     return (
         functional

@@ -64,10 +64,8 @@ class Collecting(Scoring):
     def collect(self, rows: Sequence[Row]) -> TrainBatch:
         """Sample a completion for each row, score it, and compare it with its group."""
         generation = self._sample_and_score(rows)
-        if self.mode == "train":
-            self._updates_since_sampling = 0
-            if self.args.dynamic_sampling:
-                self._replace_groups_without_spread(generation)
+        if self.mode == "train" and self.args.dynamic_sampling:
+            self._replace_groups_without_spread(generation)
         self._log_lengths(generation.lengths_NC)
         batch = self.to_tensors(generation.rollouts)
         if self.mode == "train":
@@ -177,7 +175,10 @@ class Collecting(Scoring):
         with self.timer(self.backend.timer):
             completions = self.backend.sample(requests)
         self.metrics.add(self.mode, self.backend.metrics())
-        # Log-probs of rollout functions and hooks become part of the loss; those of a backend are its `plain_logps`.
+        # Log-probs of rollout functions and hooks become part of the loss; those of a backend are its `plain_logps`,
+        # which are of no use if it samples at another temperature than the loss knows.
+        if self.backend.config.temperature != self.temperature:
+            completions = [replace(completion, plain_logps=None, entropies=None) for completion in completions]
         return [replace(completion, logps=None) for completion in completions]
 
     def _stop(self, completion_ids: Sequence[int]) -> StopReason:
@@ -213,6 +214,7 @@ class Collecting(Scoring):
         )
         truncated = [not rollout.completion.stop.ended for rollout in rollouts]
         batch.truncated = torch.tensor(truncated, dtype=torch.bool, device=self.accelerator.device)
+        batch.sampled_at = torch.full_like(batch.truncated, self.state.global_step, dtype=torch.long)
         if self.args.mask_truncated_completions:
             batch.completion_mask = drop_rows(batch.completion_mask, truncated)
             if batch.tool_mask is not None:

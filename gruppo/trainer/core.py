@@ -46,6 +46,7 @@ from gruppo.trainer.names import KnownNames
 from gruppo.trainer.planning import UpdatePlanner
 from gruppo.trainer.profiling import Timings
 from gruppo.trainer.updating import Updating
+from gruppo.types import TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +138,10 @@ class PolicyTrainer(KnownNames, Updating):
                 policy.enable_input_require_grads()
         if args.disable_dropout:
             loading.disable_dropout_in_model(policy)
+        state = args.distributed_state
+        if args.gradient_checkpointing is None and state and state.distributed_type not in setup.REPLICATED:
+            # No plan knows what such a process holds: recompute, as before plans.
+            policy.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
         return policy
 
     def _make_run_state(self, rewards: tuple[list[Any], list[Any], Tensor], rollout_func: Any) -> None:
@@ -238,6 +243,11 @@ class PolicyTrainer(KnownNames, Updating):
         reasons = setup.against_packing(self) or why_not_packed(self.accelerator.unwrap_model(self.model), policy)
         if not reasons:
             return policy
+        if args.max_tokens_per_micro_batch is not None:
+            raise ConfigError(
+                f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} needs packed rows, but "
+                f"{'; '.join(reasons)}. Leave it out, or change that."
+            )
         if self.accelerator.is_main_process:
             logger.warning(
                 f"Rows are padded and run one micro-batch at a time, which is slow: {'; '.join(reasons)}. "
@@ -267,6 +277,7 @@ class PolicyTrainer(KnownNames, Updating):
         self._queue.clear()  # of an earlier call of train(), as are the statistics
         self.metrics.discard()
         self.ledger.forget()
+        self._parity_checked_at = None
         self._epoch_iterator = None
         self._random_state_due = kwargs.get("resume_from_checkpoint")
         if self._random_state_due is not None:
@@ -289,6 +300,8 @@ class PolicyTrainer(KnownNames, Updating):
         start = time.perf_counter()
         self._count_epoch(epoch_iterator)
         self.model.train()  # as in the update itself, whatever an evaluation left behind
+        if callable(getattr(self.optimizer, "train", None)):  # some have other weights for evaluation
+            self.optimizer.train()
         self._load_rng_state(self._random_state_due)
         batches = [self._next_micro_batch(step, i) for i, step in enumerate(islice(epoch_iterator, num_batches))]
         size = self.update_size(batches) if batches else None
@@ -329,6 +342,8 @@ class PolicyTrainer(KnownNames, Updating):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         start = time.perf_counter()
         if self.packed is None:
+            if "completion_mask" in inputs:
+                self.planner.plan(TrainBatch.from_dict(inputs))  # may turn gradient checkpointing on
             loss = super().training_step(model, inputs, num_items_in_batch)
         elif "update" in inputs:
             loss = self.run_update(model, inputs["update"])

@@ -64,6 +64,11 @@ class Feeding(Reporting):
             return None
         return self._cursor.consumed / (self._stream.generations * self._stream.prompts)
 
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        if (consumed := self.epochs_consumed) is not None:
+            self.state.epoch = consumed  # replaced prompts count, too
+        super().log(logs, start_time)
+
     def _count_epoch(self, epoch_iterator: Any) -> None:
         """A new iterator is a new epoch: Trainer does not say, and an epoch may be stopped early."""
         if epoch_iterator is self._epoch_iterator:

@@ -28,6 +28,7 @@ from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import Packer
+from gruppo.policy.support import full_attention
 from gruppo.policy.unwrap import inner_model, is_noisy
 from gruppo.types import TrainBatch
 
@@ -386,11 +387,8 @@ def _plain_modules(model: nn.Module, *, wide: bool) -> list[Swap]:
     """The model's own attention, unless it leaves something out. If wide: without autocast or kernels that lack it."""
     inner = inner_model(model)
     text = inner.config.get_text_config()
-    has_sinks = any(name.endswith("sinks") for name, _ in inner.named_parameters())
-    swaps = []
-    if has_sinks or getattr(text, "attn_logit_softcapping", None):
-        swaps = attention_swaps(inner, "eager")  # torch's attention knows neither
-    elif wide and text._attn_implementation not in ("eager", "sdpa"):
+    swaps = full_attention(inner)
+    if not swaps and wide and text._attn_implementation not in ("eager", "sdpa"):
         swaps = attention_swaps(inner, "sdpa")
     if wide:
         swaps.append(Swap(text, "_experts_implementation_internal", "eager"))

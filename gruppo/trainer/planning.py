@@ -32,6 +32,7 @@ class UpdatePlanner:
         self.packed = packed
         self.release = release
         self.in_force: UpdatePlan | None = None
+        self._longest = 1  # tokens of the longest row that may come
 
     def plan(self, batch: TrainBatch) -> UpdatePlan:
         if self.in_force is None:
@@ -44,6 +45,7 @@ class UpdatePlanner:
         longest = int(batch.prompt_mask.sum(1).max()) + args.max_completion_length
         if self.packed is None:
             longest *= args.per_device_train_batch_size  # padded rows are run a micro-batch at a time
+        self._longest = longest
         weights = [p for p in model.parameters() if p.is_floating_point()]
         return plan_update(
             ModelShape.from_config(model.config),
@@ -76,8 +78,11 @@ class UpdatePlanner:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         smaller = plan.halved()
-        if plan.group_tokens == 1:
-            if plan.checkpointing or self.args.gradient_checkpointing is False:
+        may_checkpoint = self.args.gradient_checkpointing is None and not plan.checkpointing
+        if may_checkpoint and smaller.group_tokens < self._longest:
+            smaller = replace(plan, checkpointing=True)  # smaller packs would be single rows
+        elif plan.group_tokens == 1:
+            if not may_checkpoint:
                 raise torch.OutOfMemoryError(
                     "The device has no memory for the forward and backward pass of a single row. Lower "
                     "max_completion_length or max_prompt_length, or train an adapter (peft_config)."
@@ -86,12 +91,18 @@ class UpdatePlanner:
         self._apply(smaller)
         logger.warning(f"Out of memory in the update: going on with {smaller}. No rows are lost.")
 
+    @property
+    def _asked(self) -> list[Any]:
+        return [self.args.max_tokens_per_micro_batch, self.args.gradient_checkpointing]
+
     def state_dict(self) -> dict[str, Any] | None:
         """The plan in force: a resumed run cuts its updates as the straight one would have."""
-        return None if self.in_force is None else self.in_force.to_dict()
+        return None if self.in_force is None else {"plan": self.in_force.to_dict(), "asked": self._asked}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        if state is None or state.get("asked") != self._asked:
+            return  # other settings now: another plan
         try:
-            self._apply(UpdatePlan(**(state or {})))
+            self._apply(UpdatePlan(**state["plan"]))
         except TypeError:  # of another version
             logger.warning(f"The checkpoint's plan of updates {state} is not known here: it is made anew.")

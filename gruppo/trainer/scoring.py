@@ -1,8 +1,8 @@
 """Log-probs of completions under the policy and the reference, in packs or in padded rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import rich
 import torch
@@ -21,6 +21,8 @@ from gruppo.trainer.parity import check_parity, enforce
 from gruppo.trainer.profiling import profiling_context
 from gruppo.types import TrainBatch
 
+T = TypeVar("T")
+
 # Mean |difference| up to which the sampling engine's log-probs stand for the trainer's.
 _SAME_LOGPS = 1e-3
 
@@ -34,7 +36,6 @@ class Scoring(Feeding):
     temperature: float
     packed: PackedPolicy | None  # how packed rows are run; None: padded rows, the slow twin
     reuses_engine_logps = False  # the parity check found them to agree with the trainer's
-    _updates_since_sampling = 0
     _parity_checked_at: int | None = None  # the update before which it last was
 
     def timer(self, name: str) -> AbstractContextManager[None]:
@@ -48,7 +49,6 @@ class Scoring(Feeding):
         due = last is None or (interval and now - last >= interval)
         if self.packed is None or interval is None or not due:
             return
-        self._parity_checked_at = now
         with torch.enable_grad():
             report = check_parity(
                 self.accelerator.unwrap_model(self.model),
@@ -67,6 +67,7 @@ class Scoring(Feeding):
         enforce(report)
         if not all_ok.all():
             raise ParityError("The parity check failed on another process; its message says where.")
+        self._parity_checked_at = now
 
     # ---- log-probs
 
@@ -75,13 +76,17 @@ class Scoring(Feeding):
 
         Returns the KL penalty of each completion of all processes, for recipes that charge it to the reward.
         """
+        return self._with_memory(lambda: self._add_logps(batch))
+
+    def _with_memory(self, run: Callable[[], T]) -> T:
+        """What `run` returns; in smaller packs if memory is short."""
         while self.packed is not None:
             try:
-                return self._add_logps(batch)
+                return run()
             except torch.OutOfMemoryError:
                 pass
             self.planner.shrink()  # not in the handler: the traceback would keep what must be freed
-        return self._add_logps(batch)
+        return run()
 
     def _add_logps(self, batch: TrainBatch) -> Tensor | None:
         off_policy = self.mode == "train" and not self.args.rollouts_stay_on_policy
@@ -91,7 +96,8 @@ class Scoring(Feeding):
             return None
         packs = self._packs(batch)
         if off_policy or charge_kl:
-            known_BT = batch.engine_logps if self.reuses_engine_logps else None
+            # A KL is the difference of two passes of the same kind, so that it is 0 where the policies are equal.
+            known_BT = batch.engine_logps if self.reuses_engine_logps and not charge_kl else None
             old_BT = self._frozen_logps(self.model, batch, packs) if known_BT is None else known_BT
         if off_policy and self.recipe.ratio == "sequence_sum":
             batch.old_logps = (old_BT * batch.loss_mask_BT).sum(1)

@@ -68,12 +68,9 @@ REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MUL
 
 
 def overridden(trainer: Any, names: Sequence[str]) -> list[str]:
-    """Those of these methods that a subclass outside of this package brings."""
-
-    def owner(name: str) -> type:
-        return next(cls for cls in type(trainer).__mro__ if name in vars(cls))
-
-    return [name for name in names if not owner(name).__module__.startswith(("gruppo.trainer.", "transformers."))]
+    """Those of these methods that a subclass, or a patch of a class or of the trainer itself, brings from outside."""
+    ours = ("gruppo.trainer.", "transformers.")
+    return [name for name in names if not str(getattr(trainer, name).__module__).startswith(ours)]
 
 
 def against_packing(trainer: Any) -> list[str]:
@@ -85,6 +82,10 @@ def against_packing(trainer: Any) -> list[str]:
         reasons.append(f"{trainer.accelerator.distributed_type.value} spreads the model over processes")
     if args.torch_compile:
         reasons.append("torch_compile=True compiles the model for rows of their own")
+    if args.neftune_noise_alpha:
+        reasons.append("NEFTune scales its noise by the length of a padded row")
+    if "lomo" in args.optim or "layerwise" in args.optim:
+        reasons.append(f"optim={str(args.optim)!r} takes a step in each backward pass")
     if args.pad_to_multiple_of is not None:
         reasons.append(f"pad_to_multiple_of={args.pad_to_multiple_of} asks for padding")
     return reasons

@@ -67,11 +67,12 @@ class Update:
         self.ran_B[rows] = True
         self.passes.append((pack, torch.is_grad_enabled()))
 
-    def enter(self, ledger: Ledger, *, stale: bool) -> None:
-        """Put the passes of this update into the ledger."""
+    def enter(self, ledger: Ledger, now: int) -> None:
+        """Put the passes of this update, before which there were `now`, into the ledger."""
         batch = self.batch
         prompts, completions = batch.prompt_mask.sum(1).tolist(), batch.completion_mask.sum(1).tolist()
         still = batch.zero_advantage_B.tolist()
+        stale = [False] * len(batch) if batch.sampled_at is None else (batch.sampled_at < now).tolist()
         cut = [False] * len(batch) if batch.truncated is None else batch.truncated.tolist()
         for pack, backward in self.passes:
             ledger.ran(
@@ -81,7 +82,7 @@ class Update:
                 scored=len(pack.targets),
                 zero_advantage=[still[row] for row in pack.rows],
                 truncated=[cut[row] for row in pack.rows],
-                stale=[stale] * len(pack.rows),
+                stale=[stale[row] for row in pack.rows],
                 backward=backward,
             )
 

@@ -3,8 +3,7 @@
 Packed rows, the fast path, all in the update's last micro-step:
 
     run_update      starts over in smaller packs when memory is short
-    _run_packs      which rows are run, in which packs; gradients travel with the last
-    _run_pack       forward, `_pack_loss`, backward
+    _run_packs      which rows are run, in which packs: forward, `_pack_loss`, backward
     _pack_loss      log-probs of one pack → ratio × objective × masks + KL → its share of the loss
     _note_update    metrics and loss of the update, by its nominal micro-batches
 
@@ -21,7 +20,6 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers.training_args import OptimizerNames
 
 from gruppo.algo.loss import LossInputs, LossOutput, LossSettings, Max, Mean, Stat, UpdateSize, policy_loss
 from gruppo.algo.masks import entropy_threshold, top_entropy_mask
@@ -48,7 +46,7 @@ class Updating(Collecting):
     _size: UpdateSize  # of the update under way
     _update_seconds: float  # so far, of rollout and passes
     _pass_seconds = 0.0  # of the passes alone
-    _in_last_pack = False
+    _sending_gradients = False
 
     def update_size(self, batches: Sequence[dict[str, Any]]) -> UpdateSize:
         """Rows, loss tokens and micro-batches over all processes."""
@@ -79,13 +77,11 @@ class Updating(Collecting):
         """
         assert self.packed is not None
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):  # of optimizers without a schedule
-            self.optimizer.train()
         if isinstance(model, DistributedDataParallel):
             # A decoder's buffers are constants, and a process that repeats a forward pass would send them alone.
             model.broadcast_buffers = False
         while True:
-            self._in_last_pack = False
+            self._sending_gradients = False
             try:
                 update.passes.clear()
                 with self.packed.active(model), without_collection(), self.timer("compute_loss"):
@@ -93,7 +89,7 @@ class Updating(Collecting):
                 self._maybe_empty_cache()
                 return self._note_update(update)
             except torch.OutOfMemoryError:
-                if self.accelerator.num_processes > 1 and self._in_last_pack:
+                if self.accelerator.num_processes > 1 and self._sending_gradients:
                     raise  # the other processes wait for this one's gradients
             self.planner.shrink()  # not in the handler: the traceback would keep what must be freed
             model.zero_grad()
@@ -111,17 +107,13 @@ class Updating(Collecting):
                 # processes agree on it in the first pack's loss, however many packs each has.
                 self._score_without_gradient(model, update, packs)
             for pack in packs:
-                self._in_last_pack = pack is packs[-1] and rows is units[-1][1]
+                last = pack is packs[-1] and rows is units[-1][1]
                 # Gradients travel between processes once, with the last pack.
-                with nullcontext() if self._in_last_pack else self.accelerator.no_sync(model):
-                    self._run_pack(model, pack, update, micro_batch)
-
-    def _run_pack(self, model: nn.Module, pack: PackedRows, update: Update, micro_batch: int | None) -> None:
-        """Forward and backward, with what `Trainer.training_step` does around them."""
-        with self.compute_loss_context_manager():
-            loss = self._pack_loss(model, pack, update, micro_batch)
-        fused_step = self.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
-        self.accelerator.backward(loss, **({"learning_rate": self._get_learning_rate()} if fused_step else {}))
+                with nullcontext() if last else self.accelerator.no_sync(model):
+                    with self.compute_loss_context_manager():
+                        loss = self._pack_loss(model, pack, update, micro_batch)
+                    self._sending_gradients = last
+                    self.accelerator.backward(loss)
 
     def _maybe_empty_cache(self) -> None:
         steps = self.args.torch_empty_cache_steps
@@ -219,7 +211,7 @@ class Updating(Collecting):
                 output = self._policy_loss(batch, update.logps_BT[part], entropy_bT, threshold, update.size)
             loss += output.loss * self.accelerator.num_processes
             self._defer_stats(batch, update.logps_BT[part], output, update.ran_B[part])
-        update.enter(self.ledger, stale=self._updates_since_sampling > 0)
+        update.enter(self.ledger, self.state.global_step)
         return loss
 
     # ---- padded rows
@@ -255,16 +247,15 @@ class Updating(Collecting):
             padding_tokens=batch.prompt_ids.numel() + batch.completion_ids.numel() - sum(prompts) - sum(completions),
             zero_advantage=batch.zero_advantage_B.tolist(),
             truncated=None if batch.truncated is None else batch.truncated.tolist(),
-            stale=[self._updates_since_sampling > 0] * len(batch),
+            stale=None if batch.sampled_at is None else (batch.sampled_at < self.state.global_step).tolist(),
         )
 
     def _score_for_loss(self, model: nn.Module, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the micro-batch; rows that cannot move the update are run without a graph."""
         if self.packed is not None and not torch.is_grad_enabled():
-            packs = self._packs(batch)
-            assert packs is not None
-            logps_BT, entropy_BT = self._score_packs(self.accelerator.unwrap_model(model), batch, packs, entropy=True)
-            return logps_BT, _required(entropy_BT)
+            bare = self.accelerator.unwrap_model(model)
+            scores = self._with_memory(lambda: self._score_packs(bare, batch, self._packs(batch) or [], entropy=True))
+            return scores[0], _required(scores[1])
         moving_B = self._can_move(batch)
         moving_B[0] |= ~moving_B.any()
         if moving_B.all() or not torch.is_grad_enabled() or not self._replicated:
@@ -334,13 +325,13 @@ class Updating(Collecting):
         if sampled_BT is None:
             return {}
         old_BT = None if self.reuses_engine_logps else batch.old_per_token_logps
-        if old_BT is None and self.mode == "train" and self._updates_since_sampling:
-            return {}
         trained_BT = logps_BT.detach() if old_BT is None else old_BT
         drift_BT = (trained_BT - sampled_BT).abs()
         counts_BT = batch.loss_mask_BT.bool() & ~drift_BT.isnan()
-        if ran_B is not None and old_BT is None:
+        if old_BT is None and ran_B is not None:
             counts_BT &= ran_B[:, None]
+        if old_BT is None and batch.sampled_at is not None:  # since then the policy has moved, not the sampler
+            counts_BT &= (batch.sampled_at == self.state.global_step)[:, None]
         drift = drift_BT[counts_BT]
         return {
             "sampling/sampling_logp_difference/mean": Mean(drift.sum(), drift.new_tensor(float(len(drift)))),
@@ -349,7 +340,6 @@ class Updating(Collecting):
 
     def _end_of_update(self) -> None:
         """Agree on the metrics of the update, and let the entropy controller act on them."""
-        self._updates_since_sampling += 1
         start = time.perf_counter()
         means = self.metrics.flush("train")  # waits for the device
         waited = time.perf_counter() - start
