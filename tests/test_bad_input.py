@@ -253,6 +253,11 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("stop-string-of-a-beam", generating(stop_strings=".", num_beams=2), "with num_beams=2.*Remove one"),
         ("parity-word", grpo(parity_check="always"), "parity_check='always' must be 'first', 'off' or 'every:N'"),
         ("parity-number", rloo(parity_check="every:0"), "parity_check='every:0' must be"),
+        (
+            "parity-of-padded-rows",
+            grpo(parity_check="every:3", packed_update=False),
+            "parity_check='every:3' compares packed rows: set packed_update=True",
+        ),
         ("token-budget", grpo(max_tokens_per_micro_batch=0), "max_tokens_per_micro_batch=0 must be at least 1"),
         (
             "budget-of-padded-rows",

@@ -278,6 +278,8 @@ def check_update(config: Any) -> None:
         raise ConfigError(
             f"parity_check={config.parity_check!r} must be 'first', 'off' or 'every:N' with N updates between checks."
         )
+    if config.parity_check.startswith("every") and not config.packed_update:
+        raise ConfigError(f"parity_check={config.parity_check!r} compares packed rows: set packed_update=True.")
     if config.max_tokens_per_micro_batch is not None and not config.packed_update:
         budget = config.max_tokens_per_micro_batch
         raise ConfigError(f"max_tokens_per_micro_batch={budget} needs packed rows: set packed_update=True.")

@@ -29,6 +29,7 @@ class PackedRows:
     """
 
     rows: tuple[int, ...]
+    row_index: Tensor  # the same, where the tokens are
     width: int  # T, columns of the padded completions
     input_ids: Tensor  # (N,)
     position_ids: Tensor  # (N,)
@@ -48,7 +49,7 @@ class PackedRows:
         return flat.index_put((self.places,), values_M).view(len(self.rows), self.width)
 
     def to(self, device: torch.device) -> "PackedRows":
-        names = ("input_ids", "position_ids", "sources", "targets", "places")
+        names = ("row_index", "input_ids", "position_ids", "sources", "targets", "places")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         segments = Segments.of(self.segments.lengths, self.segments.parents, device)
         segments.keep("positions", lambda: moved["position_ids"])
@@ -124,6 +125,7 @@ class Packer:
         host = Segments.of(lengths, parents, torch.device("cpu"))
         return PackedRows(
             rows=tuple(rows),
+            row_index=torch.tensor(list(rows)),
             width=self.width,
             input_ids=torch.cat(ids),
             position_ids=host.positions(),

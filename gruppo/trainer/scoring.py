@@ -161,7 +161,7 @@ class Scoring(Feeding):
         def placed(values: list[Tensor]) -> Tensor:
             out = torch.zeros(batch.completion_ids.shape, device=batch.completion_ids.device)
             for pack, value in zip(packs, values, strict=True):
-                out = out.to(value.dtype).index_copy(0, torch.tensor(pack.rows, device=out.device), pack.padded(value))
+                out = out.to(value.dtype).index_copy(0, pack.row_index, pack.padded(value))
             return out
 
         entropies = [score.entropies for score in scores if score.entropies is not None]

@@ -59,7 +59,7 @@ class Update:
 
     def keep(self, pack: PackedRows, logps_bT: Tensor, entropy_bT: Tensor) -> None:
         """Remember the scores of rows that were run."""
-        rows = torch.tensor(pack.rows, device=self.ran_B.device)
+        rows = pack.row_index
         self.logps_BT[rows] = logps_bT.detach().to(self.logps_BT.dtype)
         # Not rounded: one of them may be the threshold that the others are compared with.
         self.entropy_BT = self.entropy_BT.to(torch.promote_types(self.entropy_BT.dtype, entropy_bT.dtype))

@@ -140,7 +140,7 @@ class Updating(Collecting):
         update.keep(pack, logps_bT, entropy_bT)
         if micro_batch is not None and update.thresholds[micro_batch] is None:
             self._set_threshold(update, micro_batch)
-        rows = torch.tensor(pack.rows, device=logps_bT.device)
+        rows = pack.row_index
         threshold = None if micro_batch is None else update.thresholds[micro_batch]
         size = replace(
             update.size,
