@@ -1,5 +1,6 @@
 """The engines that benchmarks/step.py compares, and how the steps of a trainer are timed."""
 
+import atexit
 import importlib.metadata as metadata
 import statistics
 import tempfile
@@ -40,13 +41,19 @@ class DeviceMemory:
 
     def __init__(self) -> None:
         self.peak = 0
-        threading.Thread(target=self._watch, daemon=True).start()  # ends with the process
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # a thread that is in the driver when Python ends takes the process down
 
     def _watch(self) -> None:
-        while True:
+        while not self._over.wait(0.01):
             free, total = torch.cuda.mem_get_info()
             self.peak = max(self.peak, total - free)
-            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 class Stopwatch(TrainerCallback):

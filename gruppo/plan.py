@@ -23,6 +23,8 @@ _PRODUCTS_PER_LAYER = 4e11
 _UPDATE_TOKENS = {"cuda": (8192, 32768), "cpu": (4096, 4096)}
 # A single group may have so many times as many tokens: halves of it would keep a device less than busy.
 _GROUP = 2
+# With checkpointing a pass costs the host half as much again, and a token next to no memory.
+_CHECKPOINTED = 2
 # Of free memory: allocators leave gaps.
 _UPDATE_SHARE = 0.8
 # Blocks of logits and of their gradients in the fused head.
@@ -219,6 +221,8 @@ def plan_update(
     if tokens is not None:
         return UpdatePlan(tokens, tokens, checkpointing)
     fits = room // kept(checkpointing)
+    if checkpointing:
+        enough *= _CHECKPOINTED
     return UpdatePlan(max(min(fits, enough), longest_row), max(min(fits, _GROUP * enough), longest_row), checkpointing)
 
 

@@ -240,6 +240,11 @@ def test_with_less_room_as_many_tokens_run_at_once_as_fit() -> None:
     assert update(free_bytes=free_for(1000, checkpointing=True), checkpointing=True) == UpdatePlan(1000, 1000, True)
 
 
+def test_passes_that_compute_layers_twice_are_larger() -> None:
+    once, twice = update(checkpointing=False), update(checkpointing=True)
+    assert (twice.tokens, twice.group_tokens) == (2 * once.tokens, 2 * once.group_tokens)
+
+
 def test_checkpointing_is_turned_on_when_the_longest_row_does_not_fit_without() -> None:
     assert update(free_bytes=free_for(300)) == UpdatePlan(300, 300, checkpointing=False)
     one_too_few = update(free_bytes=free_for(299))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from gruppo.types import Message, Prompt
 
@@ -12,7 +12,7 @@ def decode(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], completion_ids: Sequence[Sequence[int]]
 ) -> list[str | list[Message]]:
     """Text for plain prompts, a list with one assistant message for conversations."""
-    texts = tokenizer.batch_decode([list(ids) for ids in completion_ids], skip_special_tokens=True)
+    texts = _texts(tokenizer, [list(ids) for ids in completion_ids])
     parses = has_response_parser(tokenizer)
     outputs: list[str | list[Message]] = []
     for prompt, ids, text in zip(prompts, completion_ids, texts, strict=True):
@@ -23,6 +23,23 @@ def decode(
         else:
             outputs.append([{"role": "assistant", "content": text}])
     return outputs
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
+    """What `batch_decode` returns; by all cores at once where it is no more than a loop over the backend."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    methods = ("batch_decode", "decode", "_decode")
+    own = any(getattr(type(tokenizer), name) is not getattr(TokenizersBackend, name) for name in methods)
+    if own or backend is None or _cleans_up(tokenizer, backend):
+        return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts: list[str] = backend.decode_batch(ids, skip_special_tokens=True)
+    return texts
+
+
+def _cleans_up(tokenizer: Any, backend: Any) -> bool:
+    """Whether spaces before punctuation are taken out, which transformers does not do to byte-pair encodings."""
+    forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
+    return bool(tokenizer.clean_up_tokenization_spaces) and (forced or type(backend.model).__name__ != "BPE")
 
 
 def has_response_parser(tokenizer: PreTrainedTokenizerBase) -> bool:

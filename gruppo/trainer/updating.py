@@ -332,10 +332,10 @@ class Updating(Collecting):
             counts_BT &= ran_B[:, None]
         if old_BT is None and batch.sampled_at is not None:  # since then the policy has moved, not the sampler
             counts_BT &= (batch.sampled_at == self.state.global_step)[:, None]
-        drift = drift_BT[counts_BT]
-        return {
-            "sampling/sampling_logp_difference/mean": Mean(drift.sum(), drift.new_tensor(float(len(drift)))),
-            "sampling/sampling_logp_difference/max": Max(drift if len(drift) else drift.new_tensor([torch.nan])),
+        drift = torch.where(counts_BT, drift_BT, 0.0)
+        return {  # without a wait for the device: there may be many micro-batches
+            "sampling/sampling_logp_difference/mean": Mean(drift.sum(), counts_BT.sum().to(drift.dtype)),
+            "sampling/sampling_logp_difference/max": Max(torch.where(counts_BT, drift, torch.nan)),
         }
 
     def _end_of_update(self) -> None:

@@ -1,6 +1,8 @@
 """Token ids to what a reward function reads."""
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from gruppo.data.responses import decode, has_response_parser, parse_response
 from gruppo.types import Prompt
@@ -11,6 +13,33 @@ TOKENIZER = tiny_tokenizer()
 
 def ids(text: str) -> list[int]:
     return TOKENIZER(text)["input_ids"]
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer that decodes in its own way."""
+
+    def _decode(self, *args, **kwargs):
+        return super()._decode(*args, **kwargs).upper()
+
+
+@pytest.mark.parametrize("cleans_up", [False, True])
+@pytest.mark.parametrize("kind", ["word-level", "byte-pair", "own"])
+def test_texts_are_those_of_batch_decode(kind: str, cleans_up: bool) -> None:
+    """Also where transformers takes out spaces, and where a tokenizer has a decode of its own."""
+    tokenizer = tiny_tokenizer(clean_up_tokenization_spaces=cleans_up)
+    rows = [ids("what , is this ?<eos>"), ids("it 's."), []]
+    if kind == "own":
+        tokenizer = Shouting(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
+    if kind == "byte-pair":
+        backend = Tokenizer(models.BPE(TOKENIZER.get_vocab(), [], unk_token="<unk>"))
+        backend.decoder = decoders.Fuse()
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token="<eos>", clean_up_tokenization_spaces=cleans_up
+        )
+    expected = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    assert "?<" not in expected[0]
+    assert (kind == "own") == expected[0].startswith("WHAT")
+    assert decode(tokenizer, [Prompt(row={}, text="q", ids=[1])] * 3, rows) == expected
 
 
 class Parser:

@@ -41,3 +41,27 @@ def test_default_precision_trains(trainer: Any, config: Any, tmp_path: Path) -> 
     assert run.model.lm_head.weight.dtype == torch.float32
     assert (run.model.lm_head.weight.cpu() - before).abs().max() > 0
     assert all(torch.isfinite(weight).all() for weight in run.model.parameters())
+
+
+@pytest.mark.parametrize("recipe", sorted({*RECIPES} - {"top_entropy"}))  # which has to know its threshold
+def test_packs_do_not_wait_for_the_device(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host gives the device the next pack while it works on the last one."""
+    trainer = make_trainer(recipe, tmp_path, use_cpu=False, max_tokens_per_micro_batch=64, parity_check="off")
+    packs = []
+
+    def loss_without_waiting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        torch.cuda.set_sync_debug_mode("error")
+        packs.append(args)
+        return pack_loss(*args, **kwargs)
+
+    def run_packs(*args: Any) -> None:
+        try:
+            run(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    pack_loss, run = trainer._pack_loss, trainer._run_packs
+    monkeypatch.setattr(trainer, "_pack_loss", loss_without_waiting)
+    monkeypatch.setattr(trainer, "_run_packs", run_packs)
+    trainer.train()
+    assert len(packs) > 1
