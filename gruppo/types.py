@@ -26,8 +26,9 @@ class StopReason(StrEnum):
     EOS = "eos"  # the model ended it, with one of its end-of-sequence tokens
     STOP_STRING = "stop_string"  # the model wrote one of the stop strings
     LENGTH = "length"  # it reached the token limit
-    NO_ROOM = "no_room"  # the prompt left no room for a token
+    NO_ROOM = "no_room"  # the prompt, or the request's own limit, left no room for a token
     NAN = "nan"  # the logits were not finite
+    TOOL_BUDGET = "tool_budget"  # what its tools answered left no room for another token
     UNKNOWN = "unknown"  # a custom rollout function did not say
 
     @property
@@ -68,6 +69,12 @@ class SampleRequest:
     # among the requests.
     noise_key: int | None = None
     first_sample: int = 0
+    max_new_tokens: int | None = None  # this request's own limit, where it is below that of the settings
+    turn: int = 0  # of a conversation with an environment: each draws other random numbers
+
+    def limit(self, most: int) -> int:
+        """Tokens that a completion may have, where the settings allow `most`."""
+        return most if self.max_new_tokens is None else max(min(self.max_new_tokens, most), 0)
 
 
 @dataclass(frozen=True)

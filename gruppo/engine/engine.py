@@ -24,6 +24,7 @@ from gruppo.engine.scheduler import Scheduler
 from gruppo.engine.settings import SamplingSettings
 from gruppo.engine.shadow import Shadow
 from gruppo.engine.stopping import StopStrings
+from gruppo.engine.turns import Turns, weights_of
 from gruppo.engine.work import Work
 from gruppo.errors import RolloutError
 from gruppo.plan import ModelShape, RolloutPlan, batch_buckets, free_memory, plan_rollout, training_bytes
@@ -64,7 +65,9 @@ class Engine:
         self.may_grow = plan is None  # not after they were given, or an allocation failed
         self.fuse = fuse
         self.graphs = graphs
-        self.counters = Counters()
+        self.counters = Counters()  # of the last call, or of the block of turns under way
+        self.last_call = self.counters
+        self._in_turns = False
         self._least = 0  # places that the largest prompt and one completion of it need
         self._runner: Runner | None = None
         self._addresses: Any = None
@@ -111,6 +114,31 @@ class Engine:
             )
         self.plan, self.may_grow = plan.halved(), False
         logger.warning(f"Out of memory while sampling: going on with half the budget ({self.plan}).")
+
+    @contextmanager
+    def turns(self) -> Iterator[None]:
+        """Calls that go on from each other's completions, whose keys and values stay in the pool meanwhile.
+
+        A request goes on from a completion with the same noise key and sample if its prompt begins with that one's
+        prompt and ids: only what is new is encoded. `counters` are those of all calls of the block.
+
+        Example:
+            with engine.turns():
+                (first,) = engine.sample([SampleRequest([5, 6], 1, noise_key=3)], settings)
+                longer = [5, 6, *first.ids, 7, 8]
+                (second,) = engine.sample([SampleRequest(longer, 1, noise_key=3, turn=1)], settings)
+        """
+        if self._in_turns:
+            raise RolloutError("A block of turns was begun inside another one; end that first.")
+        self._in_turns = True
+        self.counters = Counters(calls=0)
+        try:
+            yield
+        finally:
+            self._in_turns = False
+            if self._runner is not None:
+                self._runner.turns = None
+                self._runner.pool.lend()
 
     # ---- preparation
 
@@ -171,11 +199,13 @@ class Engine:
         free = free_memory(device) + (0 if self._runner is None else self._runner.pool.held_bytes)
         if self.plan is None:  # later the optimizer has what it needs
             free -= training_bytes(model.parameters())
+        # In later turns each completion has a prefix of its own: a pool that grew then would lose what is kept.
+        prefixes = [[prompt.prefix_length] * (len(prompt.owed) if self._in_turns else 1) for prompt in work.runnable]
         return plan_rollout(
             ModelShape.from_config(model.config),
-            prefix_lengths=[prompt.prefix_length for prompt in work.prompts if prompt.owed],
+            prefix_lengths=[length for lengths in prefixes for length in lengths],
             completions=sum(limit > 0 for limit in work.limits),
-            max_new_tokens=settings.max_new_tokens,
+            max_new_tokens=work.mean_limit,
             bytes_per_value=self._kv[1].itemsize,
             free_bytes=free,
             device=device.type,
@@ -203,8 +233,7 @@ class Engine:
         runner.rows.clear()
         runner.rows.results.clear()
         runner.set_temperature(settings.temperature)
-        lengths = [prompt.prefix_length for prompt in work.runnable]
-        runner.prompt_tokens = sum(lengths) / max(len(lengths), 1)
+        runner.prompt_tokens = work.shared_tokens
         runner.seen = self._seen(runner, model, settings, device)
         return runner
 
@@ -246,18 +275,32 @@ class Engine:
         runner = self._prepare(model, work, settings, entropies)
         runner.lean = lean
         assert self.plan is not None
-        places = RangeAllocator(runner.pool.tokens)
-        scheduler = Scheduler(work.prompts, places, self.plan.rows)
+        turns = self._turns_in(runner, model)
+        runner.turns = None  # a call that fails leaves nothing to go on from
+        turns.hand_on(work)
+        scheduler = Scheduler(work.prompts, turns.places, self.plan.rows, keeps=self._in_turns)
         captured = runner.captures, runner.capture_seconds
         start = time.perf_counter()
         stop_strings = StopStrings(self.tokenizer, settings.stop_strings) if settings.stop_strings else None
         loop = Loop(runner, scheduler, work, settings, self.plan.prefill_tokens, stop_strings)
-        with runner.pool.held():
+        with runner.pool.held(stay=self._in_turns):
             completions = collect(runner.rows.results, work, loop.run())
-        self.counters = loop.counters
-        self.counters.kv_tokens, self.counters.kv_high_water = places.size, places.high_water
-        self.counters.graph_captures = runner.captures - captured[0]
-        self.counters.capture_seconds = runner.capture_seconds - captured[1]
+        if self._in_turns:
+            turns.keep(scheduler.ended, work, completions)
+            runner.turns = turns
+        counters = loop.counters
+        counters.kv_tokens, counters.kv_high_water = turns.places.size, turns.places.high_water
+        counters.graph_captures = runner.captures - captured[0]
+        counters.capture_seconds = runner.capture_seconds - captured[1]
         self.graphs = self.graphs and (runner.use_graphs or not runner.rows.state.is_cuda)
-        self.counters.finish(time.perf_counter() - start, sum(len(c.ids) for c in completions))
+        counters.finish(time.perf_counter() - start, sum(len(c.ids) for c in completions))
+        self.last_call = counters
+        self.counters = self.counters.plus(counters) if self._in_turns else counters
         return completions
+
+    def _turns_in(self, runner: Runner, model: Any) -> Turns:
+        """What the calls before have kept in this runner's pool; nothing if the weights have changed since."""
+        weights = weights_of(model)
+        if runner.turns is not None and runner.turns.weights == weights:
+            return runner.turns
+        return Turns(RangeAllocator(runner.pool.tokens), weights)

@@ -30,6 +30,7 @@ class RangeAllocator:
         self.high_water = 0
         self._free: list[tuple[int, int]] = [(0, size)] if size else []  # (start, length), by start
         self._taken: dict[int, int] = {}
+        self._shares: dict[int, int] = {}  # owners besides the first
 
     def take(self, length: int) -> int | None:
         """The start of a free range of this length, or None."""
@@ -45,7 +46,24 @@ class RangeAllocator:
                 return start
         return None
 
+    def share(self, start: int) -> None:
+        """One owner more: the range is free when each has given it back."""
+        self._shares[start] = self._shares.get(start, 0) + 1
+
+    def shrink(self, start: int, length: int) -> None:
+        """Keep the first `length` places of a range and give back the others."""
+        rest = self._taken[start] - length
+        if rest:
+            self._taken[start] = length
+            self._taken[start + length] = rest
+            self.give_back(start + length)
+
     def give_back(self, start: int) -> None:
+        if start in self._shares:
+            self._shares[start] -= 1
+            if not self._shares[start]:
+                del self._shares[start]
+            return
         length = self._taken.pop(start)
         self.used -= length
         i = bisect.bisect_left(self._free, (start, 0))
@@ -88,16 +106,24 @@ class KvPool:
         return self.bytes if self._memory is None or self._memory.held else 0
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """The time in which keys and values can be written and read; nothing is kept beyond it."""
+    def held(self, *, stay: bool = False) -> Iterator[None]:
+        """The time in which keys and values can be written and read.
+
+        Nothing is kept beyond it, or with `stay` beyond the next `lend`.
+        """
         if self._memory is not None and not self._memory.held:
             self._memory.take()
             self._whole.zero_()  # whatever stands in places that nobody wrote is multiplied by 0
         try:
             yield
         finally:
-            if self._memory is not None:
-                self._memory.lend()
+            if not stay:
+                self.lend()
+
+    def lend(self) -> None:
+        """Let others use the memory until it is held again."""
+        if self._memory is not None:
+            self._memory.lend()
 
     @property
     def scratch(self) -> int:

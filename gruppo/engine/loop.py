@@ -30,7 +30,9 @@ _STEPS_PER_LOOK = {"cuda": 4, "cpu": 1}
 class Counters:
     """What a rollout did."""
 
+    calls: int = 1  # more than one in a block of turns
     prefill_tokens: int = 0
+    kept_tokens: int = 0  # of prompts, but not encoded: their keys and values were there from an earlier turn
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
@@ -46,6 +48,12 @@ class Counters:
         self.decode_tokens = tokens
         self.wasted_rows = self.computed_rows - tokens
         self.decode_seconds = max(seconds - self.prefill_seconds - self.capture_seconds, 0.0)
+
+    def plus(self, other: "Counters") -> "Counters":
+        """Both together."""
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        places = {name: max(getattr(self, name), getattr(other, name)) for name in ("kv_tokens", "kv_high_water")}
+        return Counters(**(sums | places))
 
     def to_dict(self) -> dict[str, float]:
         def rate(tokens: int, seconds: float) -> float:
@@ -117,6 +125,7 @@ class Loop:
         admission = self.scheduler.admit()
         if admission.prompts:
             start = self._mark()
+            self.counters.kept_tokens += sum(prompt.past for prompt in admission.prompts)
             self.counters.prefill_tokens += self.runner.prefill(admission.prompts, self.prefill_tokens)
             self._prefill_marks.append((start, self._mark()))
         if admission.entries:
@@ -177,8 +186,10 @@ class Loop:
         ended = [c for c in look.completions if c in live and (stops[c] or c in self.cut)]
         if not ended:
             return
+        lengths = look.lengths.tolist()
         for completion in ended:
-            self.scheduler.finish(completion)
+            by_itself = STOPS[stops[completion]] is StopReason.EOS  # others are not gone on with
+            self.scheduler.finish(completion, self.cut.get(completion, lengths[completion] if by_itself else 0))
             self.seats.append(self.seat_of.pop(completion))
         kept = [row for row, completion in enumerate(self.order) if completion in live]
         self.order = [self.order[row] for row in kept]

@@ -19,6 +19,7 @@ from gruppo.engine.rows import Field, Rows
 from gruppo.engine.sampling import choose
 from gruppo.engine.scheduler import PromptWork
 from gruppo.engine.settings import SamplingSettings
+from gruppo.engine.turns import Turns
 from gruppo.policy.inplace import autocast, without_collection
 
 logger = logging.getLogger(__name__)
@@ -55,13 +56,15 @@ def kv_shapes(model: nn.Module, device: torch.device) -> tuple[list[tuple[int, i
 def prompt_chunks(prompts: Sequence[PromptWork], budget: int) -> Iterator[list[tuple[PromptWork, int, int]]]:
     """Prefixes in batches of at most `budget` tokens, as (prompt, from, to); a longer one is cut into chunks.
 
+    What is copied from an earlier turn is left out.
+
     Example, prefixes of 5 and 3 tokens with a budget of 4:
         [(a, 0, 4)], [(a, 4, 5), (b, 0, 3)]
     """
     batch: list[tuple[PromptWork, int, int]] = []
     room = budget
     for prompt in prompts:
-        done = 0
+        done = prompt.past
         while done < prompt.prefix_length:
             take = min(room, prompt.prefix_length - done)
             batch.append((prompt, done, done + take))
@@ -108,7 +111,8 @@ class Runner:
         self.seen_memory: Tensor | None = None  # stays when a call needs none: graphs that were captured point to it
         self.lean: LeanForward | None = None  # instead of the model's own forward
         self.workspace = Workspace()
-        self.prompt_tokens = 0.0  # mean length of the prefixes at hand
+        self.turns: Turns | None = None  # what the calls of a block keep in the pool
+        self.prompt_tokens = 0.0  # mean length of the prefixes at hand, if they are shared
         self.captures = 0
         self.capture_seconds = 0.0
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
@@ -126,12 +130,28 @@ class Runner:
 
     def prefill(self, prompts: Sequence[PromptWork], budget: int) -> int:
         """Encode the prefixes of these prompts; returns the number of tokens."""
+        self._copy_turns(prompts, budget)  # before anything is written to what they leave
         tokens = 0
         for batch in prompt_chunks(prompts, budget):
             ids, positions, layout = self._packed(batch)
             tokens += len(ids)
             self._forward(ids, positions, EngineCache(self.pool, layout), logits=False)
         return tokens
+
+    def _copy_turns(self, prompts: Sequence[PromptWork], budget: int) -> None:
+        """Put what was kept of earlier turns where the prefixes of these prompts begin, `budget` tokens at a time.
+
+        In the order of the prompts: a prefix may lie on what one before it has left.
+        """
+        parts = [(prompt, start, length) for prompt in prompts for start, length in prompt.copied]
+        if not parts:
+            return
+        sources = torch.cat([torch.arange(start, start + length) for _, start, length in parts])
+        targets = torch.cat([torch.arange(prompt.past) + (prompt.start or 0) for prompt in prompts if prompt.copied])
+        for source_part, target_part in zip(sources.split(budget), targets.split(budget), strict=True):
+            source, target = self._upload(source_part, target_part)
+            for keys, values in zip(self.pool.keys, self.pool.values, strict=True):
+                ops.write_kv(keys[source], values[source], keys, values, target)
 
     def _packed(self, batch: Sequence[tuple[PromptWork, int, int]]) -> tuple[Tensor, Tensor, PrefillLayout]:
         ids = [token for prompt, low, high in batch for token in prompt.ids[low:high]]
@@ -144,12 +164,12 @@ class Runner:
         (cu_query,) = self._upload([0, *accumulate(lengths)])
         return id_s, position_s, PrefillLayout(place_s, start_s, past_s, cu_query.int(), max(lengths))
 
-    def _upload(self, *lists: Sequence[int]) -> list[Tensor]:
+    def _upload(self, *lists: Sequence[int] | Tensor) -> list[Tensor]:
         """Lists on the device, in one copy. Each begins at a multiple of 16 bytes, as kernels are compiled for."""
         sizes = [-(-len(values) // 2) * 2 for values in lists]
         host = torch.zeros(sum(sizes), dtype=torch.long)
         for part, values in zip(host.split(sizes), lists, strict=True):
-            part[: len(values)] = torch.tensor(values, dtype=torch.long)
+            part[: len(values)] = torch.as_tensor(values, dtype=torch.long)
         flat = host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
         return [part[: len(values)] for part, values in zip(flat.split(sizes), lists, strict=True)]
 

@@ -5,6 +5,8 @@
 
 A completion is admitted only with its whole tail reserved, so a batch that runs never lacks memory. When it ends, its
 tail is free at once; the prompt's prefix is free when the last completion of the prompt has ended.
+
+In a block of turns (turns.py) both stay for the call after, as far as nobody needs the room.
 """
 
 from collections import deque
@@ -12,6 +14,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gruppo.engine.kv import RangeAllocator
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A completion that has ended, and where the keys and values of its context are kept.
+
+    Example, a prompt of four tokens and three sampled ones, the last of which was never fed to the model:
+        Turn(ids=(5, 6, 7, 8, 9, 9, 2), ranges=((0, 3), (10, 3)))
+    """
+
+    ids: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]  # (start, length): the prefix of its prompt, if it has one, and its tail
+
+    def free(self, places: RangeAllocator) -> None:
+        for start, _ in self.ranges:
+            places.give_back(start)
 
 
 @dataclass
@@ -23,10 +41,17 @@ class PromptWork:
     owed: deque[int] = field(default_factory=deque)  # completions not admitted yet, by number
     start: int | None = None  # of the prefix in the pool
     live: int = 0
+    kept: Turn | None = None  # an earlier turn that it begins with
+    copied: tuple[tuple[int, int], ...] = ()  # where that lay, to be copied to `start`
 
     @property
     def prefix_length(self) -> int:
         return len(self.ids) - 1
+
+    @property
+    def past(self) -> int:
+        """Tokens of the prefix that need not be encoded."""
+        return sum(length for _, length in self.copied)
 
 
 @dataclass(frozen=True)
@@ -49,14 +74,17 @@ class Admission:
 class Scheduler:
     """Admits waiting completions in order, as places and rows allow."""
 
-    def __init__(self, prompts: Iterable[PromptWork], places: RangeAllocator, rows: int):
+    def __init__(self, prompts: Iterable[PromptWork], places: RangeAllocator, rows: int, *, keeps: bool = False):
         self.waiting = deque(prompt for prompt in prompts if prompt.owed)
         largest = max((prompt.prefix_length + prompt.tail_tokens for prompt in self.waiting), default=0)
         if largest > places.size:
             raise ValueError(f"A prompt and one completion need {largest} places, but there are {places.size}.")
         self.places = places
         self.rows = rows
+        self.keeps = keeps
         self.live: dict[int, Entry] = {}
+        self.ended: dict[int, Turn] = {}  # what is kept of completions, with the ids of the prompt alone
+        self._needed = 0  # places of what is live
         # A new prompt costs a forward pass that the others wait for: let some rows come free first.
         self._enough_rows = max(rows // 8, 1)
 
@@ -76,14 +104,13 @@ class Scheduler:
         while self.waiting and len(self.live) < self.rows:
             prompt = self.waiting[0]
             if prompt.start is None:
-                start = self.places.take(prompt.prefix_length) if worth_a_pass and prompt.prefix_length else None
-                if start is None and (prompt.prefix_length or not worth_a_pass):
+                if not worth_a_pass or not self._place(prompt):
                     break
-                prompt.start = start or 0
                 prompts.append(prompt)
-            tail_start = self.places.take(prompt.tail_tokens)
-            if tail_start is None and not self.live and prompt not in prompts:
+            tail_start = self._take(prompt.tail_tokens)
+            if tail_start is None and not self.live:
                 self._lift(prompt)
+                prompts = []  # it could only be this one
                 continue
             if tail_start is None:
                 break
@@ -95,17 +122,71 @@ class Scheduler:
                 self.waiting.popleft()
         return Admission(prompts, entries)
 
-    def finish(self, completion: int) -> None:
-        """A completion has ended: free its tail, and its prompt if it was the last one."""
+    def finish(self, completion: int, written: int = 0) -> None:
+        """A completion has ended: free its tail, and its prompt if it was the last one.
+
+        `written` tokens of it may be gone on from.
+        """
         entry = self.live.pop(completion)
-        self.places.give_back(entry.tail_start)
-        entry.prompt.live -= 1
-        if not entry.prompt.live and not entry.prompt.owed:
-            self._lift(entry.prompt)
+        prompt = entry.prompt
+        self._needed -= prompt.tail_tokens
+        if self.keeps and written:
+            self.ended[completion] = self._keep(entry, written)
+        else:
+            self.places.give_back(entry.tail_start)
+        prompt.live -= 1
+        if not prompt.live and not prompt.owed:
+            self._lift(prompt)
+
+    def _place(self, prompt: PromptWork) -> bool:
+        """Find room for a prefix. What is kept of it is free from now on, and copied before anything is written."""
+        start = self._take(prompt.prefix_length) if prompt.prefix_length else 0
+        if start is None:
+            return False
+        prompt.start = start
+        if prompt.kept is not None:
+            prompt.copied = prompt.kept.ranges
+            prompt.kept.free(self.places)
+            prompt.kept = None
+        return True
 
     def _lift(self, prompt: PromptWork) -> None:
         """Take a prefix out of the pool; if its prompt still owes completions, it is placed and encoded again."""
         if prompt.prefix_length:
             assert prompt.start is not None
             self.places.give_back(prompt.start)
-        prompt.start = None
+            self._needed -= prompt.prefix_length
+        prompt.start, prompt.copied = None, ()
+
+    # ---- what is kept
+
+    def _keep(self, entry: Entry, written: int) -> Turn:
+        prompt = entry.prompt
+        self.places.shrink(entry.tail_start, written)
+        ranges = [(entry.tail_start, written)]
+        if prompt.prefix_length:
+            assert prompt.start is not None
+            self.places.share(prompt.start)
+            ranges.insert(0, (prompt.start, prompt.prefix_length))
+        return Turn(prompt.ids, tuple(ranges))
+
+    def _take(self, length: int) -> int | None:
+        """A free range, for which as much is given up of what is kept as it takes, if that is enough."""
+        start = self.places.take(length)
+        while start is None and self._needed + length <= self.places.size and self._give_up_one():
+            start = self.places.take(length)
+        if start is not None:
+            self._needed += length
+        return start
+
+    def _give_up_one(self) -> bool:
+        """Free the oldest of what ended in this call, which may never be gone on from; then what is used last."""
+        if self.ended:
+            turn = self.ended.pop(next(iter(self.ended)))
+        else:
+            prompt = next((prompt for prompt in reversed(self.waiting) if prompt.kept is not None), None)
+            if prompt is None or prompt.kept is None:
+                return False
+            turn, prompt.kept = prompt.kept, None
+        turn.free(self.places)
+        return True

@@ -1,6 +1,8 @@
 """What a rollout backend is: something that answers sample requests."""
 
+import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from gruppo.engine.noise import derive_key
@@ -21,17 +23,24 @@ class RolloutBackend:
         """`count` completions for each request, flat and in order; the policy is left as it was found."""
         raise NotImplementedError
 
+    def turns(self) -> AbstractContextManager[None]:
+        """A block of calls in which completions are gone on with: prompt, completion and what answered it.
+
+        A backend may keep what it knows of them between the calls. The weights stay as they are meanwhile.
+        """
+        return nullcontext()
+
     @property
     def timer(self) -> str:
         """The name under which dashboards know this phase."""
         return f"{self.name}.generate"
 
     def metrics(self) -> dict[str, float]:
-        """What the last call has to say for the logs."""
+        """What the last call, or block of turns, has to say for the logs."""
         return {}
 
     def work(self, prompts: Sequence[int], completions: Sequence[int]) -> dict[str, Any]:
-        """What the last call computed for rows of these lengths, in the words of `Ledger.sampled`."""
+        """What the last call, or block of turns, computed for rows of these lengths, as `Ledger.sampled` takes it."""
         return {}
 
     def release(self) -> None:
@@ -70,6 +79,21 @@ def group_requests(
 
 def _noise_key(*words: int) -> int:
     return derive_key(*(word % 2**64 for word in words))  # a seed may be negative
+
+
+def with_limits_of(requests: Sequence[SampleRequest], config: Any) -> Any:
+    """The config for rows that run together under one limit: the largest of the requests' own, where all have one.
+
+    Rows of requests with a lower limit are cut afterwards.
+    """
+    own = [request.max_new_tokens for request in requests if request.max_new_tokens is not None]
+    if len(own) < len(requests) or config.max_new_tokens is None or max(own) >= config.max_new_tokens:
+        return config
+    lowered = copy.copy(config)
+    lowered.max_new_tokens = max(*own, 1)  # generate cannot write nothing
+    if config.min_new_tokens is not None:
+        lowered.min_new_tokens = min(config.min_new_tokens, lowered.max_new_tokens)
+    return lowered
 
 
 def stop_strings(config: Any) -> list[str]:

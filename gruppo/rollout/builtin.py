@@ -1,6 +1,7 @@
 """Sampling with the built-in engine, from the training weights themselves."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -58,25 +59,32 @@ class BuiltinBackend(RolloutBackend):
     def metrics(self) -> dict[str, float]:
         """How well the engine was used, from its counters."""
         counters = self.counters
-        return {
+        metrics = {
             "rollout/tokens_per_second": counters["decode_tokens_per_second"],
             "rollout/wasted_ratio": counters["wasted_rows"] / max(counters["computed_rows"], 1),
             "rollout/kv_used_ratio": counters["kv_high_water"] / max(counters["kv_tokens"], 1),
         }
+        if counters["calls"] > 1:
+            prompt_tokens = counters["kept_tokens"] + counters["prefill_tokens"]
+            metrics["rollout/kept_ratio"] = counters["kept_tokens"] / max(prompt_tokens, 1)
+        return metrics
 
     def work(self, prompts: Sequence[int], completions: Sequence[int]) -> dict[str, Any]:
         return {
-            "prompt_tokens": int(self.counters["prefill_tokens"]),
-            "padding_tokens": int(self.counters["wasted_rows"]),
+            "prompt_tokens": self.engine.last_call.prefill_tokens,
+            "padding_tokens": self.engine.last_call.wasted_rows,
             "speed_is_logged": True,
         }
+
+    def turns(self) -> AbstractContextManager[None]:
+        return self.engine.turns()
 
     def release(self) -> None:
         self.engine.release()
 
     @property
     def counters(self) -> dict[str, float]:
-        """What the last call did."""
+        """What the last call did, or all calls of the last block of turns."""
         return self.engine.counters.to_dict()
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:

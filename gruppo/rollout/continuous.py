@@ -18,7 +18,7 @@ from gruppo.engine.settings import in_effect
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.modes import sampling_mode
 from gruppo.policy.unwrap import inner_model
-from gruppo.rollout.base import RolloutBackend
+from gruppo.rollout.base import RolloutBackend, with_limits_of
 from gruppo.types import Completion, SampleRequest, StopReason
 
 # The fields of a GenerationConfig that continuous batching reads. It drops all others, some without a word.
@@ -66,7 +66,7 @@ class ContinuousBatchingBackend(RolloutBackend):
         with sampling_mode(policy), _paged_attention(model):
             outputs = runner.generate_batch(
                 prompts,
-                generation_config=self.config,
+                generation_config=with_limits_of(requests, self.config),
                 continuous_batching_config=ContinuousBatchingConfig(**self._batching(model, prompts)),
                 progress_bar=False,
             )
@@ -77,7 +77,8 @@ class ContinuousBatchingBackend(RolloutBackend):
             )
         if errors := [output.error for output in outputs.values() if output.error is not None]:
             raise RolloutError(f"Continuous batching failed for {len(errors)} of {len(prompts)} prompts: {errors[0]}")
-        return [self._completion(output) for output in outputs.values()]
+        limits = [request.max_new_tokens for request in requests for _ in range(request.count)]
+        return [self._completion(output, limit) for output, limit in zip(outputs.values(), limits, strict=True)]
 
     def _check(self, policy: Any) -> None:
         """Raise for what continuous batching would leave out."""
@@ -110,8 +111,10 @@ class ContinuousBatchingBackend(RolloutBackend):
         blocks = sum(-(-(len(prompt) + self.config.max_new_tokens) // page) + 1 for prompt in prompts)
         return settings | {"num_blocks": blocks, "max_batch_tokens": max(_TOKENS_PER_PASS, len(prompts))}
 
-    def _completion(self, output: Any) -> Completion:
-        ids, logps = output.generated_tokens, output.logprobs
+    def _completion(self, output: Any, limit: int | None) -> Completion:
+        if limit is not None and limit <= 0:
+            return Completion([], StopReason.NO_ROOM)
+        ids, logps = output.generated_tokens[:limit], output.logprobs[:limit]
         # A padding token that the model itself wrote last counts as an end, too.
         ended = bool(ids) and (ids[-1] in self.stop_ids or ids[-1] == self.config.pad_token_id)
         stop = StopReason.EOS if ended else StopReason.LENGTH

@@ -20,7 +20,7 @@ from gruppo.data.collate import pad
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.modes import sampling_mode
 from gruppo.policy.unwrap import forward_arguments, inner_model, is_noisy, position_ids
-from gruppo.rollout.base import RolloutBackend, stop_strings
+from gruppo.rollout.base import RolloutBackend, stop_strings, with_limits_of
 from gruppo.types import Completion, SampleRequest, StopReason
 
 
@@ -105,7 +105,7 @@ class TransformersBackend(RolloutBackend):
         mask = pad(masks, 0, "left", self.pad_to_multiple_of).to(device)
         owner = torch.arange(len(requests)).repeat_interleave(torch.tensor([request.count for request in requests]))
         owner = owner.to(device)  # the request that each row belongs to
-        strings, settings = self._stop_strings(ids.shape[1])
+        strings, settings = self._settings(ids.shape[1], with_limits_of(requests, self.config))
         with sampling_mode(policy):
             sequences = policy.generate(
                 input_ids=ids[owner],
@@ -117,19 +117,20 @@ class TransformersBackend(RolloutBackend):
             raise RolloutError(f"generate returned {len(sequences)} sequences for {len(owner)} prompts.")
         cuts = [0] * len(owner) if strings is None or strings.lengths is None else strings.lengths.tolist()
         rows = sequences[:, ids.shape[1] :].tolist()
-        return [self._completion(row, cut) for row, cut in zip(rows, cuts, strict=True)]
+        limits = [request.max_new_tokens for request in requests for _ in range(request.count)]
+        return [self._completion(row, cut, limit) for row, cut, limit in zip(rows, cuts, limits, strict=True)]
 
     def work(self, prompts: Sequence[int], completions: Sequence[int]) -> dict[str, Any]:
         """Rows are padded to the longest prompt, and run until the last one ends."""
         padding = sum(max(lengths, default=0) * len(lengths) - sum(lengths) for lengths in (prompts, completions))
         return {"padding_tokens": padding}
 
-    def _stop_strings(self, prompt_width: int) -> tuple[StopStrings | None, dict[str, Any]]:
+    def _settings(self, prompt_width: int, config: Any) -> tuple[StopStrings | None, dict[str, Any]]:
         """Who watches for stop strings, if there are any, and the arguments of generate that say how to sample."""
-        if not (wanted := stop_strings(self.config)):
-            return None, {"generation_config": self.config}
+        if not (wanted := stop_strings(config)):
+            return None, {"generation_config": config}
         watch = StopStrings(self.tokenizer, wanted, prompt_width)
-        config = copy.copy(self.config)
+        config = copy.copy(config)
         config.stop_strings = None
         return watch, {"generation_config": config, "stopping_criteria": StoppingCriteriaList([watch])}
 
@@ -146,8 +147,15 @@ class TransformersBackend(RolloutBackend):
         plain = config.cache_implementation is None and config.num_beams in (None, 1) and config.use_cache
         return bool(self.share_prefill and plain and can_continue_from_cache(policy))
 
-    def _completion(self, ids: list[int], cut: int = 0) -> Completion:
-        """Cut after the first end-of-sequence token or, at `cut`, a stop string; what follows is padding."""
+    def _completion(self, ids: list[int], cut: int = 0, limit: int | None = None) -> Completion:
+        """Cut after the first end-of-sequence token or, at `cut`, a stop string; what follows is padding.
+
+        What goes beyond `limit` was sampled only because others in the batch may be longer.
+        """
+        if limit is not None and limit <= 0:
+            return Completion([], StopReason.NO_ROOM)
+        ids = ids[:limit]
+        cut = cut if cut <= len(ids) else 0
         for position, token in enumerate(ids[: cut or None]):
             if token in self.stop_ids:
                 return Completion(ids[: position + 1], StopReason.EOS)
