@@ -6,6 +6,13 @@ think_format_reward             1 if the text begins with one <think>…</think>
 get_cosine_scaled_reward        accuracy, scaled by length
 get_repetition_penalty_reward   a penalty on repeated n-grams
 get_soft_overlong_punishment    a penalty that grows towards the length limit
+math_answer_reward              1 if the final answer is right, by the rules of gruppo.grading
+get_math_answer_reward          the same, with the rules of one data set
+get_tag_format_reward           1 if tags occur once each, in order
+get_regex_reward                1 if a pattern matches
+get_length_reward               near 1 where the length is as wanted
+
+check_reward(fn, rows) tries a reward on right, wrong, odd and hostile completions before a run does.
 """
 
 from importlib import import_module
@@ -18,6 +25,12 @@ _MODULES = {
     "get_cosine_scaled_reward": "shaping",
     "get_repetition_penalty_reward": "shaping",
     "get_soft_overlong_punishment": "shaping",
+    "math_answer_reward": "math_answer",
+    "get_math_answer_reward": "math_answer",
+    "get_tag_format_reward": "text",
+    "get_regex_reward": "text",
+    "get_length_reward": "text",
+    "check_reward": "check",
 }
 
 __all__ = sorted(_MODULES)

@@ -1,20 +1,28 @@
 """Rewards that compare a mathematical answer with the solution, through math-verify."""
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from gruppo.errors import RewardError
+from gruppo.grading.deadline import run_within
+from gruppo.grading.extract import box_contents
+from gruppo.grading.symbolic import explodes, load_math_verify
 from gruppo.rewards.format import Completion, completion_text
+from gruppo.rewards.marks import in_worker
 
 __all__ = ["accuracy_reward", "reasoning_accuracy_reward"]
 
 LogExtra = Callable[[str, list[Any]], None]
 
-PARSE_SECONDS = 10
-VERIFY_SECONDS = 5
+PARSE_SECONDS = 10.0
+VERIFY_SECONDS = 5.0
+# Characters that are read, from the end of a text, where the answer is: math-verify's patterns take time that grows
+# with the square of the length, and nothing can interrupt a pattern.
+LONGEST = 10_000
+
+UNPARSEABLE = "[unparseable]"
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class _Verdict:
     answer: str
 
 
+@in_worker
 def accuracy_reward(
     completions: Sequence[Completion],
     solution: Sequence[str],
@@ -42,6 +51,7 @@ def accuracy_reward(
     return _report(verdicts, solution, log_extra)
 
 
+@in_worker
 def reasoning_accuracy_reward(
     completions: Sequence[Completion],
     solution: Sequence[str],
@@ -74,30 +84,37 @@ def _after_reasoning(text: str, delimiters: Sequence[str]) -> str | None:
 
 
 def _grade(text: str, solution: str) -> _Verdict:
-    verify, parse = _math_verify()
-    # math-verify's timeouts are alarm signals, which only the main thread may set.
-    on_main = threading.current_thread() is threading.main_thread()
-    parse_seconds, verify_seconds = (PARSE_SECONDS, VERIFY_SECONDS) if on_main else (None, None)
-
-    gold = parse(solution, parsing_timeout=parse_seconds)
+    verify, parse = load_math_verify()
+    gold = _parse(parse, solution)
     if not gold:
-        return _Verdict(None, "[unparseable]", "[skipped]")
-    answer = parse(
-        text,
-        extraction_config=_latex_only(),
-        extraction_mode="first_match",
-        parsing_timeout=parse_seconds,
-    )
-    correct = verify(gold, answer, timeout_seconds=verify_seconds)
-    return _Verdict(float(correct), str(gold), str(answer) if answer else "[unparseable]")
-
-
-def _math_verify() -> tuple[Callable[..., bool], Callable[..., list[Any]]]:
+        return _Verdict(None, UNPARSEABLE, "[skipped]")
+    answer = _parse(parse, text, extraction_config=_latex_only(), extraction_mode="first_match")
     try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise ImportError("The accuracy rewards need the package math-verify: pip install gruppo[math]") from error
-    return verify, parse
+        correct = run_within(VERIFY_SECONDS, lambda: verify(gold, answer, timeout_seconds=None))
+    except TimeoutError:
+        correct = False
+    return _Verdict(float(correct), _shown(gold), _shown(answer) if answer else UNPARSEABLE)
+
+
+def _parse(parse: Callable[..., list[Any]], text: str, **how: Any) -> list[Any]:
+    """What math-verify reads in a text; nothing if that takes too long or would.
+
+    Its own time limit is an alarm signal, which only the main thread may set; ours works in every thread.
+    """
+    text = text[-LONGEST:]
+    if any(explodes(formula) for formula in box_contents(text) or [text]):
+        return []
+    try:
+        return run_within(PARSE_SECONDS, lambda: parse(text, parsing_timeout=None, **how))
+    except TimeoutError:
+        return []
+
+
+def _shown(parsed: list[Any]) -> str:
+    try:
+        return run_within(VERIFY_SECONDS, lambda: str(parsed))
+    except (TimeoutError, ValueError):  # Python does not write numbers of more than 4300 digits
+        return "[too large to show]"
 
 
 @lru_cache(maxsize=1)

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["completion_text", "think_format_reward"]
+from gruppo.rewards.marks import in_worker
+
+__all__ = ["completion_text", "final_text", "think_format_reward"]
 
 Completion = str | Sequence[dict[str, Any]]
 
@@ -18,13 +20,31 @@ def completion_text(completion: Completion) -> str:
     """
     if isinstance(completion, str):
         return completion
-    content = completion[0].get("content") if completion else None
+    return _message_text(completion[0]) if completion else ""
+
+
+def final_text(completion: Completion) -> str:
+    """The string itself, or the last thing the assistant said: after calls of tools, that is where the answer is.
+
+    Example:
+        final_text([{"role": "assistant", "content": "6*7?"}, {"role": "tool", "content": "42"},
+                    {"role": "assistant", "content": "It is 42."}]) == "It is 42."
+    """
+    if isinstance(completion, str):
+        return completion
+    texts = [_message_text(message) for message in completion if message.get("role", "assistant") == "assistant"]
+    return texts[-1] if texts else ""
+
+
+def _message_text(message: dict[str, Any]) -> str:
+    content = message.get("content")
     if isinstance(content, list):
         # Messages for a processor hold blocks; only the text ones can be judged.
         return "".join(block.get("text") or "" for block in content if block.get("type") == "text")
     return content or ""
 
 
+@in_worker
 def think_format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
     """1.0 for a text that begins with `<think>`, has no second one, and closes it; else 0.0. One float per completion.
 

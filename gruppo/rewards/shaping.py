@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gruppo.errors import ConfigError
 from gruppo.rewards.format import Completion
@@ -13,6 +13,7 @@ __all__ = ["get_cosine_scaled_reward", "get_repetition_penalty_reward", "get_sof
 
 @dataclass
 class _SoftOverlongPunishment:
+    gruppo_worker: ClassVar[bool] = True
     max_completion_len: int
     soft_punish_cache: int
 
@@ -46,6 +47,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 @dataclass
 class _RepetitionPenalty:
+    gruppo_worker: ClassVar[bool] = True
     ngram_size: int
     max_penalty: float
 
@@ -78,6 +80,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 
 @dataclass
 class _CosineScaledReward:
+    gruppo_worker: ClassVar[bool] = True
     max_len: int
     min_value_wrong: float
     max_value_wrong: float

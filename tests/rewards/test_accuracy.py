@@ -1,5 +1,6 @@
 import sys
 import threading
+import time
 
 import pytest
 
@@ -79,9 +80,20 @@ def test_first_delimiter_of_the_list_wins():
     assert reasoning_accuracy_reward(completions, ["63", "63"], []) == [0.0, 0.0]
 
 
+def anywhere(on_main, work):
+    """Run in this thread or in another one."""
+    if on_main:
+        return work()
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
 @needs_math
 @pytest.mark.parametrize("on_main", [True, False])
-def test_timeouts_only_on_the_main_thread(monkeypatch, on_main):
+def test_no_alarm_is_set_in_any_thread(monkeypatch, on_main):
     seen = []
     real_parse, real_verify = math_verify.parse, math_verify.verify
 
@@ -95,19 +107,54 @@ def test_timeouts_only_on_the_main_thread(monkeypatch, on_main):
 
     monkeypatch.setattr(math_verify, "parse", parse)
     monkeypatch.setattr(math_verify, "verify", verify)
-    results = []
+    assert anywhere(on_main, lambda: accuracy_reward([r"\boxed{1}"], ["1"])) == [1.0]
+    assert seen == [None, None, None]
 
-    def work():
-        results.extend(accuracy_reward([r"\boxed{1}"], ["1"]))
 
-    if on_main:
-        work()
-    else:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert results == [1.0]
-    assert seen == ([10, 10, 5] if on_main else [None, None, None])
+@needs_math
+@pytest.mark.parametrize("on_main", [True, False])
+def test_time_runs_out(monkeypatch, on_main):
+    def stuck(*args, **kwargs):
+        while True:
+            pass
+
+    monkeypatch.setattr("gruppo.rewards.accuracy.VERIFY_SECONDS", 0.3)
+    monkeypatch.setattr(math_verify, "verify", stuck)
+    assert anywhere(on_main, lambda: accuracy_reward([r"\boxed{1}"], ["1"])) == [0.0]
+    monkeypatch.setattr("gruppo.rewards.accuracy.PARSE_SECONDS", 0.3)
+    monkeypatch.setattr(math_verify, "parse", stuck)
+    assert anywhere(on_main, lambda: accuracy_reward([r"\boxed{1}"], ["1"])) == [None]
+
+
+@needs_math
+@pytest.mark.parametrize(
+    "completion",
+    [
+        r"\boxed{9^{9^{9^9}}}",
+        r"The final answer is $9^{9^{9^9}}$.",
+        r"\boxed{((9!)!)!}",
+        "{" * 100_000,
+        r"\[" * 50_000,
+        r"\boxed{" * 15_000,
+        "$" * 100_000,
+        "\x00" * 1000,
+    ],
+    ids=lambda text: text[:20],
+)
+def test_hostile_completions_are_wrong_and_quick(completion):
+    begin = time.monotonic()
+    assert accuracy_reward([completion], ["7"]) == [0.0]
+    assert time.monotonic() - begin < 30
+
+
+@needs_math
+def test_the_end_of_a_long_completion_counts():
+    assert accuracy_reward(["We think. " * 10_000 + r"\boxed{63}"], ["63"]) == [1.0]
+
+
+@needs_math
+def test_a_gold_that_cannot_be_worked_out_is_none():
+    assert accuracy_reward([r"\boxed{1}"], ["$9^{9^{9^9}}$"]) == [None]
 
 
 @pytest.mark.parametrize("solution", [["1"], ["1", "2", "3"], "12"])

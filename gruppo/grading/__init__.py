@@ -1,0 +1,32 @@
+"""Answers: find them in a text, normalise them, compare them with the gold one, and say what decided.
+
+    grade(completion, gold, "gsm8k")   a Grade: correct, the rung that decided, and the rule that found the answer
+    extract, normalise, compare        its three steps
+    LADDERS, Ladder                    how each data set is graded, and the means to describe your own
+
+Pure functions, safe in threads and processes; work is bounded whatever a model writes.
+"""
+
+from gruppo.grading.extract import extract, extract_gold, last_box
+from gruppo.grading.grade import compare, grade, normalise
+from gruppo.grading.numbers import Number, parse_number
+from gruppo.grading.types import LADDERS, Answer, AnswersMode, Grade, Ladder, Rule, Rung, find_ladder
+
+__all__ = [
+    "LADDERS",
+    "Answer",
+    "AnswersMode",
+    "Grade",
+    "Ladder",
+    "Number",
+    "Rule",
+    "Rung",
+    "compare",
+    "extract",
+    "extract_gold",
+    "find_ladder",
+    "grade",
+    "last_box",
+    "normalise",
+    "parse_number",
+]

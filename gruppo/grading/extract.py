@@ -1,0 +1,212 @@
+"""Find the answer in a completion: the first rule that fires, and which one it was.
+
+1. the last complete `\\boxed{…}`            4. the last "the answer is …", "答案是…"
+2. "final answer is $…$"                     5. the last program output, where the ladder allows it
+3. the last "#### 18"                        6. the last number
+
+Every rule takes time linear in the length of the text.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable
+
+from gruppo.grading.numbers import numbers_in, parse_number
+from gruppo.grading.text import plain_text
+from gruppo.grading.types import Answer, Ladder, Rule
+
+__all__ = ["box_contents", "boxes_of_the_last_line", "extract", "extract_gold", "last_box"]
+
+LONGEST = 100_000  # characters of a completion that are read, counted from its end
+HEADLINES = 200  # lines with #### that are looked at, also from the end
+
+BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s{0,20}")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+BARE_BOX = re.compile(r"[^\s${}]{1,200}(?:\{[^{}\s]{0,100}\}){0,2}")
+PERCENT = re.compile(r" ?\\?%")
+# As in pandoc: math signs hug what they enclose, so that the dollars of "$18 and $20" are money.
+INLINE_MATH = r"\${1,2}(?![\s$])((?:\\.|[^$\\\n]){1,500}?)(?<!\s)\${1,2}(?![0-9])"
+MINERVA = re.compile(rf"final answer is:?\s{{0,20}}{INLINE_MATH}", re.IGNORECASE)
+HASHES = re.compile(r"####[ \t]{0,20}([^\n]{1,500})")
+SENTENCE = {
+    "en": re.compile(r"\b(?:(?:the|final) answer is|answer ?\*{0,2} ?:)", re.IGNORECASE),
+    "zh": re.compile(r"答案(?:是|为|:| :)|答 ?:"),
+}
+LEAD = re.compile(r"[\s*:=]{0,40}")
+SENTENCE_END = re.compile(r"\n|。|[.!](?=\s|$|\*\*)")
+OUTPUT = "```output"
+FAILURE = re.compile(r"error|traceback|exception|timed? ?out", re.IGNORECASE)
+
+
+def extract(completion: str, ladder: Ladder) -> Answer | None:
+    """The answer of a completion, or None.
+
+    Example:
+        extract(r"so \\boxed{3}, no: \\boxed{18}", LADDERS["gsm8k"]) == Answer("18", Rule.BOX)
+    """
+    text = plain_text(completion[-LONGEST:])[-LONGEST:]
+    rules: list[tuple[Rule, Callable[[str, Ladder], str | None]]] = [
+        (Rule.BOX, lambda text, ladder: last_box(text)),
+        (Rule.MINERVA, _minerva),
+        (Rule.HASHES, _hashes),
+        (Rule.SENTENCE, _sentence),
+        (Rule.OUTPUT, _program_output),
+        (Rule.LAST_NUMBER, _last_number),
+    ]
+    for rule, find in rules:
+        found = find(text, ladder)
+        if found is not None:
+            return Answer(found, rule)
+    return None
+
+
+def extract_gold(reference: str, ladder: Ladder) -> str | None:
+    """The answer of a reference: boxed, after ####, announced, or the whole of it if it is short.
+
+    A worked solution that announces nothing has none: its last number may be anything.
+
+    Example:
+        extract_gold("16 - 3 = 13 eggs.\\n#### 13", LADDERS["gsm8k"]) == "13"
+    """
+    text = plain_text(reference[-LONGEST:]).strip()
+    marked = last_box(text) or _minerva(text, ladder) or _hashes(text, ladder)
+    if marked is not None:
+        return marked if _usable(marked, ladder) else None
+    if _usable(text, ladder):
+        return text
+    found = _sentence(text, ladder)
+    return found if found is not None and _usable(found, ladder) else None
+
+
+def _usable(gold: str, ladder: Ladder) -> bool:
+    if ladder.literal:
+        return parse_number(gold, units=ladder.units) is not None
+    return bool(gold.strip(" .$")) and "\n" not in gold and len(gold) <= 500
+
+
+def _content(text: str, box: re.Match[str], closing: dict[int, int]) -> str | None:
+    """What stands in a box; None if it is empty or never closed."""
+    start = box.end()
+    percent = None
+    if text[start : start + 1] == "{":
+        if start not in closing:
+            return None
+        end = closing[start]
+        content = text[start + 1 : end].strip()
+        percent = PERCENT.match(text, end + 1)
+    else:
+        bare = BARE_BOX.match(text, start)
+        content = bare[0] if bare else ""
+    if not content.strip(" .$"):
+        return None
+    return content + "%" if percent and not content.endswith("%") else content
+
+
+def _matching_braces(text: str) -> dict[int, int]:
+    """Where each `{` is closed; those that never are do not occur."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for found in BRACE.finditer(text):
+        if found[0] == "{":
+            opened.append(found.start())
+        elif found[0] == "}" and opened:
+            closing[opened.pop()] = found.start()
+    return closing
+
+
+def last_box(text: str) -> str | None:
+    """The content of the last complete box that is not empty.
+
+    Example:
+        last_box(r"\\boxed{3}, then \\boxed{\\frac{1}{2}}, then \\boxed{") == r"\\frac{1}{2}"
+    """
+    closing = _matching_braces(text)
+    for box in reversed(list(BOX.finditer(text))):
+        if (content := _content(text, box, closing)) is not None:
+            return content
+    return None
+
+
+def box_contents(text: str) -> list[str]:
+    """The contents of all complete boxes that are not empty, in order."""
+    closing = _matching_braces(text)
+    contents = (_content(text, box, closing) for box in BOX.finditer(text))
+    return [content for content in contents if content is not None]
+
+
+def boxes_of_the_last_line(completion: str) -> str | None:
+    """All boxes of the last line that has any, joined with commas; for rows that ask for several answers."""
+    text = plain_text(completion[-LONGEST:])[-LONGEST:]
+    closing = _matching_braces(text)
+    line: int | None = None
+    found: list[str] = []
+    for box in reversed(list(BOX.finditer(text))):
+        if line is not None and box.start() < line:
+            break
+        if (content := _content(text, box, closing)) is not None:
+            found.append(content)
+            line = text.rfind("\n", 0, box.start()) if line is None else line
+    return ", ".join(reversed(found)) or None
+
+
+def _minerva(text: str, ladder: Ladder) -> str | None:
+    found = MINERVA.findall(text)
+    return found[-1].strip() if found else None
+
+
+def _hashes(text: str, ladder: Ladder) -> str | None:
+    for line in reversed(HASHES.findall(text)[-HEADLINES:]):
+        # "#### Step 3" is a headline.
+        if parse_number(line) is not None or (not ladder.literal and line.lstrip()[:1] in ("\\", "$", "(", "[")):
+            return str(line).strip()
+    return None
+
+
+def _sentence(text: str, ladder: Ladder) -> str | None:
+    ends = sorted(found.end() for language in ladder.languages for found in SENTENCE[language].finditer(text))
+    for end in reversed(ends):
+        lead = LEAD.match(text, end)
+        start = lead.end() if lead else end
+        line = text[start : start + 1000]
+        stop = SENTENCE_END.search(line)
+        span = (line[: stop.start()] if stop else line).strip(" *")
+        if span:
+            return _literal_in(span, ladder) if ladder.literal else _math_in(span)
+    return None
+
+
+def _literal_in(span: str, ladder: Ladder) -> str:
+    """The number that a sentence gives as its answer: all of it, what it equals, or the only one in it."""
+    result = span.rpartition("=")[2]
+    for candidate in (span, result):
+        if parse_number(candidate, units=ladder.units) is not None:
+            return candidate.strip()
+    within = list(numbers_in(_without_math_signs(result)))
+    return within[0] if len(within) == 1 else span
+
+
+def _math_in(span: str) -> str:
+    found = re.findall(INLINE_MATH, span)
+    return found[-1] if found else span
+
+
+def _program_output(text: str, ladder: Ladder) -> str | None:
+    start = text.rfind(OUTPUT)
+    if not ladder.tool_output or start < 0:
+        return None
+    block = text[start + len(OUTPUT) :].partition("```")[0]
+    lines = [line for line in block.splitlines() if line.strip()]
+    return lines[-1].strip() if lines and not FAILURE.search(block) else None
+
+
+def _last_number(text: str, ladder: Ladder) -> str | None:
+    found = deque(numbers_in(_without_math_signs(text)), maxlen=1)
+    return found[0] if found else None
+
+
+def _without_math_signs(text: str) -> str:
+    """Fractions as a/b, and no sign between a minus and its number."""
+    text = re.sub(r"\\[dtc]?frac\s?\{(-?[0-9.]{1,50})\}\s?\{([0-9.]{1,50})\}", r" \1/\2", text)
+    return re.sub(r"\\?[$*]|\\[()\[\]!,]|\{,\}", lambda found: "," if found[0] == "{,}" else "", text).replace(
+        "\\%", "%"
+    )

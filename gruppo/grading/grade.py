@@ -1,0 +1,119 @@
+"""The ladder: compare an answer with the gold one, rung by rung, and say which rung decided.
+
+1. the normalised texts are equal
+2. both are literal numbers: equal, or closer than the tolerance
+3. sets that want a literal number stop here
+4. a gold with a colon (a time, a ratio) is compared as text only
+5. math-verify compares the formulas
+"""
+
+import re
+from collections.abc import Sequence
+from typing import get_args
+
+from gruppo.errors import ConfigError
+from gruppo.grading.extract import boxes_of_the_last_line, extract, extract_gold
+from gruppo.grading.numbers import parse_number, same_number
+from gruppo.grading.symbolic import compare_formulas
+from gruppo.grading.text import plain_text, tidy
+from gruppo.grading.types import Answer, AnswersMode, Grade, Ladder, Rule, Rung, find_ladder
+
+__all__ = ["compare", "grade", "normalise"]
+
+LONGEST = 2000  # characters of an answer that are compared as text
+
+MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+DAY_FIRST = re.compile(rf"([0-9]{{1,2}})(?:st|nd|rd|th)?(?: of)? ({MONTHS})", re.IGNORECASE)
+
+
+def normalise(answer: str, ladder: Ladder) -> str:
+    """The text that the first rung compares.
+
+    Example:
+        normalise(r"$1{,}250.0\\text{ m}$", LADDERS["gsm8k"]) == "1250"
+        normalise(r"\\left( \\dfrac{x}{2}, \\sqrt 3 \\right)", LADDERS["math"]) == r"(\\frac{x}{2},\\sqrt{3})"
+    """
+    number = parse_number(answer, units=ladder.units, algebra=not ladder.literal)
+    if number is not None:
+        return number.text
+    text = tidy(plain_text(answer[:LONGEST]))
+    text = DAY_FIRST.sub(r"\2 \1", text)
+    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
+    text = re.sub(r"\\(frac|sqrt) ?([0-9])", r"\\\1{\2}", text)
+    text = re.sub(r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}", text)
+    return text.replace(" ", "")
+
+
+def compare(gold: str, answer: str, ladder: Ladder) -> tuple[bool, Rung]:
+    """Whether an extracted answer equals the gold one, and the rung that decided.
+
+    Example:
+        compare("40%", "0.4", LADDERS["cmath"]) == (True, Rung.NUMBER)
+    """
+    gold_text, answer_text = normalise(gold, ladder), normalise(answer, ladder)
+    algebra = not ladder.literal
+    gold_number = parse_number(gold, units=ladder.units, algebra=algebra)
+    number = parse_number(answer, units=ladder.units, algebra=algebra)
+    if ladder.literal and number is None:
+        return False, Rung.NOT_LITERAL
+    if gold_text and gold_text == answer_text:
+        return True, Rung.STRING
+    if gold_number is not None and number is not None:
+        return same_number(gold_number, number, ladder.tolerance), Rung.NUMBER
+    if ladder.literal or ":" in gold_text:
+        return False, Rung.STRING
+    gold_formula = _formula(gold) if gold_number is None else _escaped(gold_number.text)
+    formula = _formula(answer) if number is None else _escaped(number.text)
+    return compare_formulas(gold_formula, formula, ladder.seconds)
+
+
+def _formula(answer: str) -> str:
+    """LaTeX for math-verify, with its wrappers: it knows `\\text` and units itself."""
+    return _escaped(tidy(plain_text(answer[:LONGEST]), unwrap=False))
+
+
+def _escaped(formula: str) -> str:
+    return re.sub(r"(?<!\\)%", r"\\%", formula)
+
+
+def grade(
+    completion: str,
+    gold: str | Sequence[str],
+    ladder: str | Ladder = "math",
+    answers_mode: AnswersMode = "last",
+) -> Grade:
+    """Grade a completion against a reference answer or worked solution.
+
+    `answers_mode` says what several golds mean: "all" wants every one of them (boxes of the last line that has any),
+    "any" one of them; "last" and "same" take one gold.
+
+    Example:
+        grade("16 - 3 - 4 = 9, so \\\\boxed{18 eggs}", "#### 18", "gsm8k").correct is True
+    """
+    ladder = find_ladder(ladder)
+    if answers_mode not in get_args(AnswersMode):
+        raise ConfigError(f"answers_mode={answers_mode!r} must be one of {', '.join(get_args(AnswersMode))}.")
+    golds = [gold] if isinstance(gold, str) else list(gold)
+    if answers_mode not in ("all", "any") and len(golds) != 1:
+        raise ConfigError(f'{len(golds)} golds need answers_mode="all" or "any", not {answers_mode!r}.')
+    found_golds = [text for each in golds if (text := extract_gold(each, ladder)) is not None]
+    if not found_golds or (answers_mode == "all" and len(found_golds) < len(golds)):
+        return Grade(None, Rung.NO_GOLD)
+    if answers_mode == "all":
+        found_golds = [", ".join(found_golds)]
+    answer = _answer(completion, ladder, answers_mode)
+    if answer is None:
+        return Grade(False, Rung.NO_ANSWER, gold=found_golds[0])
+    grades = []
+    for each in found_golds:
+        correct, rung = compare(each, answer.text, ladder)
+        grades.append(Grade(correct, rung, gold=each, answer=answer.text, rule=answer.rule))
+        if correct:
+            break
+    return next((g for g in grades if g.correct), grades[0])
+
+
+def _answer(completion: str, ladder: Ladder, answers_mode: AnswersMode) -> Answer | None:
+    if answers_mode == "all" and (joined := boxes_of_the_last_line(completion)) is not None:
+        return Answer(joined, Rule.BOX)
+    return extract(completion, ladder)

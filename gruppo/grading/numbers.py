@@ -1,0 +1,163 @@
+"""Literal numbers: what a grade-school answer may look like, and nothing that has yet to be worked out."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from gruppo.grading.text import CJK, plain_text, tidy
+
+__all__ = ["Number", "numbers_in", "parse_number", "same_number"]
+
+LONGEST = 300  # characters; a longer run of digits is compared as text
+
+WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+DECIMAL = rf"(?:{WHOLE}(?:\.[0-9]+)?|\.[0-9]+)"
+SPACED = r"[0-9]{1,3}(?: [0-9]{3})+(?![0-9])(?:\.[0-9]+)?"
+POWER = r"(?:[eE][+-]?[0-9]{1,3}(?![0-9])| ?(?:×|\\times|\\cdot) ?10\^(?:\{-?[0-9]{1,3}\}|[0-9]))"
+MIXED = rf"[0-9]+ [0-9]+/[0-9]+|{DECIMAL}/{DECIMAL}(?![/0-9])"
+MANY = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "万": 4, "亿": 8}
+TIMES = r"(?: ?(?:(?:hundred|thousand|million|billion|trillion)(?![A-Za-z])|[万亿]))?"
+
+LEADING = re.compile(
+    r"(?P<assigned>(?:[A-Za-z](?:_?[A-Za-z0-9])? ?)?= ?)?(?P<sign>[+-]?) ?(?:[€£¥₹]|USD?|RMB|CNY)? ?(?P<sign2>-?) ?"
+    rf"(?:(?P<ratio>{MIXED})|(?P<decimal>{SPACED}|{DECIMAL})(?P<power>{POWER})?)(?P<times>{TIMES})(?P<rest>.*)",
+    re.DOTALL,
+)
+# Not inside a word, an index or an exponent, and not the tail of another number.
+IN_TEXT = re.compile(
+    rf"(?<![A-Za-z0-9_.^])(?<![_^]\{{)-?(?:{MIXED}|{DECIMAL}(?:[eE][+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?){TIMES}(?: ?%)?"
+)
+
+OPERAND = re.compile(r"[0-9A-Za-z)\]}]$|[0-9)\]}] $")
+
+CJK_UNIT = re.compile(rf" ?[{CJK}]{{1,8}}(?: ?(?:/|每) ?[{CJK}]{{1,4}})?")
+# These change the amount: 3个半 is 3.5 and 3成 is 30 %. A thousand is one only in a unit such as 千克.
+CJK_AMOUNT = re.compile("[半多几百十万亿成折又]|千(?![克米瓦卡])|分之")
+LATIN_UNIT = re.compile(
+    r"(?P<space>[ -]?)(?P<first>[A-Za-z]+)\.? ?(?:\^ ?\{?[23]\}?|[23])?"
+    r"(?:(?: |/| / |-| per )[A-Za-z]+\.? ?(?:\^ ?\{?[23]\}?|[23])?){0,5}"
+)
+# Words that go on with the amount or open a second one.
+NOT_UNITS = re.compile(
+    r"\b(?:and|or|to|than|more|less|plus|minus|times|over|mod|choose|point|negative|squared|cubed|root|factorial|half|"
+    r"halves|thirds?|fifths?|tenths|pi|exp|ln|log|sqrt|sin|cos|tan|cot|csc|arcsin|arccos|arctan|am|pm|january|february|"
+    r"march|april|may|june|july|august|september|october|november|december)\b",
+    re.IGNORECASE,
+)
+SHORT_UNITS = re.compile(
+    "[cdkm]m|[km]g|m[lL]|min|mins|sec|hr|hrs|kmh|mph|ft|in|yd|mi|lb|lbs|oz|gal|USD|usd|RMB|CNY|st|nd|rd|th"
+)
+LETTER_UNITS = frozenset("mgshLlKCF")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A literal number, exact.
+
+    Example:
+        parse_number("$1,250.50") == Number(value=Fraction(2501, 2), percent=False, text="1250.5")
+    """
+
+    value: Fraction
+    percent: bool  # a percent sign stood behind it; `value` is what stood before
+    text: str
+
+
+def parse_number(text: str, *, units: bool = True, algebra: bool = False) -> Number | None:
+    """The number that a text is, as a whole; None if it is anything else.
+
+    With `algebra`, letters count as a unit only where they cannot be variables: `5cm`, not `5ab`; and `x = 5` is an
+    equation, not a number.
+
+    Example:
+        parse_number(r"18\\text{ eggs}").text == "18"
+        parse_number(r"9\\cdot 2") is None
+    """
+    if len(text) > LONGEST:
+        return None
+    found = LEADING.fullmatch(tidy(plain_text(text)))
+    if found is None or (found["sign"] and found["sign2"]) or (algebra and found["assigned"]):
+        return None
+    percent, rest = _split_percent(found["rest"])
+    if rest and not (units and _is_unit(rest, algebra)):
+        return None
+    value = _magnitude(found["ratio"], found["decimal"], found["power"])
+    if value is None:
+        return None
+    negative = "-" in (found["sign"], found["sign2"])
+    value *= 10 ** MANY.get(found["times"].strip(), 0)
+    return _number(-value if negative else value, percent, ratio=found["ratio"] is not None)
+
+
+def _split_percent(rest: str) -> tuple[bool, str]:
+    found = re.match(r" ?(?:%|per ?cent(?:age)?(?![A-Za-z])|pct(?![A-Za-z]))", rest)
+    return (True, rest[found.end() :]) if found else (False, rest)
+
+
+def _magnitude(ratio: str | None, decimal: str | None, power: str | None) -> Fraction | None:
+    if ratio is not None:
+        whole, _, fraction = ratio.rpartition(" ")
+        upper, lower = (Fraction(part.replace(",", "")) for part in fraction.split("/"))
+        return Fraction(whole or 0) + upper / lower if lower else None
+    assert decimal is not None
+    value = Fraction(re.sub("[, ]", "", decimal))
+    if power is None:
+        return value
+    if power[0] in "eE":
+        return value * Fraction(10) ** int(power[1:])
+    # 1.5 × 10³ is how a number is written, 20 × 10² is a sum left to the reader.
+    exponent = int(power.partition("^")[2].strip("{}"))
+    return value * Fraction(10) ** exponent if 1 <= value < 10 else None
+
+
+def _number(value: Fraction, percent: bool, *, ratio: bool) -> Number:
+    sign = "%" if percent else ""
+    if ratio or value.denominator == 1:
+        return Number(value, percent, f"{value}{sign}")
+    # A decimal ends: its denominator has no other factors than 2 and 5.
+    digits = next(n for n in range(1, 2000) if 10**n % value.denominator == 0)
+    scaled = str(abs(value.numerator) * (10**digits // value.denominator)).rjust(digits + 1, "0")
+    return Number(value, percent, f"{'-' * (value < 0)}{scaled[:-digits]}.{scaled[-digits:]}{sign}")
+
+
+def _is_unit(rest: str, algebra: bool) -> bool:
+    if CJK_UNIT.fullmatch(rest):
+        return CJK_AMOUNT.search(rest) is None
+    found = LATIN_UNIT.fullmatch(rest)
+    if found is None or NOT_UNITS.search(rest):
+        return False
+    first, apart = found["first"], found["space"] == " "
+    if SHORT_UNITS.fullmatch(first):
+        return True
+    if algebra:
+        return apart and len(first) >= 3
+    return len(first) >= 2 or first in LETTER_UNITS
+
+
+def numbers_in(text: str) -> Iterator[str]:
+    """The literal numbers of a text, in order.
+
+    Example:
+        list(numbers_in("16 - 3 = 13 eggs, or 81.25 %")) == ["16", "3", "13", "81.25 %"]
+    """
+    for found in IN_TEXT.finditer(text):
+        number = found[0]
+        # In "5-3", "x-3" and "5 -3" the sign is an operation.
+        if number[0] == "-" and OPERAND.search(text[max(0, found.start() - 2) : found.start()]):
+            number = number[1:]
+        yield number
+
+
+def same_number(gold: Number, answer: Number, tolerance: float) -> bool:
+    """Whether two numbers are equal, or differ by less than `tolerance`.
+
+    A percent sign on one side only may have been left out on the other, or worked in: 40 % is 40 and 0.4. Without a
+    sign 50 is not 0.5.
+    """
+    readings = [(gold.value, answer.value)]
+    if gold.percent and not answer.percent:
+        readings.append((gold.value / 100, answer.value))
+    elif answer.percent and not gold.percent:
+        readings.append((gold.value, answer.value / 100))
+    return any(left == right or abs(left - right) < Fraction(str(tolerance)) for left, right in readings)

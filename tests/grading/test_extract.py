@@ -1,0 +1,225 @@
+"""Where the answer of a completion is, and which rule found it."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gruppo.grading import LADDERS, Answer, Ladder, Rule, extract, extract_gold, last_box
+from gruppo.grading.extract import box_contents, boxes_of_the_last_line
+
+LITERAL = Ladder(literal=True, languages=("en", "zh"))
+SYMBOLIC = Ladder(literal=False, languages=("en", "zh"))
+
+# completion, answer, rule, why
+COMPLETIONS = [
+    (r"so \boxed{18}.", "18", Rule.BOX, "a box"),
+    (r"first \boxed{3} then \boxed{18}", "18", Rule.BOX, "the last box only"),
+    (r"\boxed{18} so the answer is 3. #### 4", "18", Rule.BOX, "a box comes before everything else"),
+    (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}", Rule.BOX, "braces in the box"),
+    (r"\boxed{\{1,2\}}", r"\{1,2\}", Rule.BOX, "escaped braces do not count"),
+    (r"\boxed{18", "18", Rule.LAST_NUMBER, "an open box is no box"),
+    (r"\boxed{17} and \boxed{18", "17", Rule.BOX, "the last complete one"),
+    (r"\boxed{17} and \boxed{}", "17", Rule.BOX, "an empty one says nothing"),
+    (r"in \boxed{}. The answer is 18.", "18", Rule.SENTENCE, "the instruction, echoed, holds an empty box"),
+    (r"\fbox{18}", "18", Rule.BOX, "the other box"),
+    (r"$\boxed 5$", "5", Rule.BOX, "a box without braces"),
+    (r"\boxed {18}", "18", Rule.BOX, "a blank before the brace"),
+    (r"\boxed{\boxed{18}}", "18", Rule.BOX, "a box in a box"),
+    (r"\boxed{40}\%", "40%", Rule.BOX, "a percent sign that was left outside"),
+    (r"\boxed{40\%}\%", r"40\%", Rule.BOX, "one is enough"),
+    (r"\boxedx{3} gives 18", "18", Rule.LAST_NUMBER, "another command"),
+    (r"{{{ \boxed{18}", "18", Rule.BOX, "open braces before it"),
+    (r"}}} \boxed{18} }}", "18", Rule.BOX, "stray closing braces"),
+    ("\\boxed{\n18\n}", "18", Rule.BOX, "over several lines"),
+    ("The final answer is $18$. I hope it is correct.", "18", Rule.MINERVA, "the sentence of the Minerva prompts"),
+    (r"final answer is: $\frac{1}{2}$", r"\frac{1}{2}", Rule.MINERVA, "with a colon"),
+    ("The final answer is $18. He paid $20.", "$18", Rule.SENTENCE, "dollars are no math signs"),
+    ("so 9 * 2 = 18\n#### 18", "18", Rule.HASHES, "GSM8K's own form"),
+    ("#### 17\n#### 18", "18", Rule.HASHES, "its last one"),
+    ("#### 1,234", "1,234", Rule.HASHES, "with thousands"),
+    ("####18", "18", Rule.HASHES, "without a blank"),
+    ("#### $18", "$18", Rule.HASHES, "in dollars"),
+    ("#### Step 3: add\nSo 18", "18", Rule.LAST_NUMBER, "a headline is no answer"),
+    ("#### 3. Add\nSo 18", "18", Rule.LAST_NUMBER, "nor is one that begins with a number"),
+    ("#### 18\nThe answer is 3.", "18", Rule.HASHES, "hashes come before sentences"),
+    ("The answer is 18.", "18", Rule.SENTENCE, "a sentence"),
+    ("THE ANSWER IS 18", "18", Rule.SENTENCE, "any case"),
+    ("The answer is: 18", "18", Rule.SENTENCE, "a colon"),
+    ("Answer: 18", "18", Rule.SENTENCE, "no verb"),
+    ("**Answer:** 18", "18", Rule.SENTENCE, "bold"),
+    ("**Final Answer**: 18", "18", Rule.SENTENCE, "bold, the colon outside"),
+    ("Answer:\n18 eggs", "18 eggs", Rule.SENTENCE, "on the next line"),
+    (
+        "The answer is 3. No, the answer is 18. I hope 5 agree.",
+        "18",
+        Rule.SENTENCE,
+        "the last one, up to its full stop",
+    ),
+    ("The answer is 18.5 kg", "18.5 kg", Rule.SENTENCE, "a decimal point is no full stop"),
+    ("The answer is that she has 18 dollars left.", "18", Rule.SENTENCE, "the only number of the sentence"),
+    ("The answer is 9 * 2 = 18 dollars.", "18 dollars", Rule.SENTENCE, "what it equals"),
+    ("The answer is 3 or 18.", "3 or 18", Rule.SENTENCE, "undecided: no number is picked out"),
+    ("所以答案是18", "18", Rule.SENTENCE, "Chinese"),
+    ("所以答案是：18。", "18", Rule.SENTENCE, "with a full-width colon and stop"),
+    ("答案为 18 元", "18 元", Rule.SENTENCE, "the other verb"),
+    ("答案：18", "18", Rule.SENTENCE, "no verb in Chinese"),
+    ("答：她每天赚18元。共3天", "18", Rule.SENTENCE, "a whole sentence, up to its stop"),
+    ("答：一共有12+3=15个桃。", "15个桃", Rule.SENTENCE, "a calculation in it"),
+    ("答案是18，所以选B", "18", Rule.SENTENCE, "a clause after it"),
+    ("答案是１，２３４元", "1,234元", Rule.SENTENCE, "full-width digits and comma"),
+    ("答案是百分之40", "40%", Rule.SENTENCE, "percent said first"),
+    ("She makes 9 * 2 = $18 every day", "18", Rule.LAST_NUMBER, "no announcement at all"),
+    ("she owes -$5", "-5", Rule.LAST_NUMBER, "a sign before the currency"),
+    ("from 20-3", "3", Rule.LAST_NUMBER, "a difference is no sign"),
+    ("so 1,234.50", "1,234.50", Rule.LAST_NUMBER, "thousands and decimals"),
+    (r"so $\frac{1}{2}$", "1/2", Rule.LAST_NUMBER, "a fraction is one number"),
+    ("which is 40%", "40%", Rule.LAST_NUMBER, "a percentage"),
+    ("一共18万元", "18万", Rule.LAST_NUMBER, "a Chinese amount"),
+    ("一共是１８个", "18", Rule.LAST_NUMBER, "full-width digits"),
+    ("```output\n18\n```\nso it is 3", "3", Rule.LAST_NUMBER, "outputs count only where they may"),
+]
+
+NOTHING = ["", " \n ", "I do not know.", r"\boxed{}", "我不知道", "🤷", "\x00", "x^2", r"\boxed{ . }"]
+
+
+@pytest.mark.parametrize(("completion", "answer", "rule", "why"), COMPLETIONS, ids=[row[3] for row in COMPLETIONS])
+def test_the_answer_of_a_completion(completion, answer, rule, why):
+    assert extract(completion, LITERAL) == Answer(answer, rule)
+
+
+@pytest.mark.parametrize("completion", NOTHING)
+def test_no_answer(completion):
+    assert extract(completion, LITERAL) is None
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "rule"),
+    [
+        ("The answer is $x = 5$ for all of them.", "x = 5", Rule.SENTENCE),
+        (r"The answer is \frac{x}{2}.", r"\frac{x}{2}", Rule.SENTENCE),
+        (r"#### \frac{1}{2}", r"\frac{1}{2}", Rule.HASHES),
+        ("答案是 x+1。", "x+1", Rule.SENTENCE),
+    ],
+)
+def test_formulas_in_sentences(completion, answer, rule):
+    assert extract(completion, SYMBOLIC) == Answer(answer, rule)
+
+
+# completion, answer, rule
+OUTPUTS = [
+    ("```python\nprint(18)\n```\n```output\n18\n```", "18", Rule.OUTPUT),
+    ("```output\n3\n```\n```output\nlong way\n18\n\n```\nSo 5.", "18", Rule.OUTPUT),  # its last line
+    ("```output\n18", "18", Rule.OUTPUT),  # cut off
+    ("It is 7.\n```output\nRuntime errors: NameError: x\n```", "7", Rule.LAST_NUMBER),
+    ("It is 7.\n```output\n\n```", "7", Rule.LAST_NUMBER),
+    ("```output\n18\n```\nThe answer is 7.", "7", Rule.SENTENCE),
+]
+
+
+@pytest.mark.parametrize(("completion", "answer", "rule"), OUTPUTS)
+def test_program_output(completion, answer, rule):
+    assert extract(completion, Ladder(literal=True, tool_output=True)) == Answer(answer, rule)
+
+
+def test_languages_choose_the_sentences():
+    text = "答案是18, not 5"
+    assert extract(text, Ladder(literal=True, languages=("en",))) == Answer("5", Rule.LAST_NUMBER)
+    assert extract("the answer is 18 not 答 5", Ladder(literal=True, languages=("zh",))) == Answer(
+        "5", Rule.LAST_NUMBER
+    )
+
+
+# reference, gold, ladder, why
+GOLDS = [
+    ("42", "42", "gsm8k", "the answer itself"),
+    ("16 - 3 = 13\n#### 13", "13", "gsm8k", "GSM8K's own form"),
+    ("#### 1,234", "1,234", "gsm8k", "with thousands"),
+    (r"We get $x=5$, so \boxed{5}.", "5", "math", "a boxed solution"),
+    (r"\frac{1}{2}", r"\frac{1}{2}", "math", "a formula"),
+    (r"\text{Evelyn}", r"\text{Evelyn}", "math", "a name"),
+    ("The answer is 18.", "18", "gsm8k", "announced"),
+    ("4/6", "4/6", "cmath", "a fraction"),
+    ("27.3%", "27.3%", "cmath", "a percentage"),
+    ("", None, "math", "nothing"),
+    ("  ", None, "math", "blanks"),
+    ("not a number", None, "gsm8k", "words where a number must be"),
+    ("She makes 9 * 2 = $18 every day.\nThen 5 more.", None, "gsm8k", "a solution that announces nothing"),
+    ("Line one.\nLine two.", None, "math", "the same for formulas"),
+    (r"\boxed{9\cdot 2}", None, "gsm8k", "a calculation where a number must be"),
+]
+
+
+@pytest.mark.parametrize(("reference", "gold", "ladder", "why"), GOLDS, ids=[row[3] for row in GOLDS])
+def test_the_gold_of_a_reference(reference, gold, ladder, why):
+    assert extract_gold(reference, LADDERS[ladder]) == gold
+
+
+def test_boxes():
+    text = "\\boxed{1}\nso \\boxed{2}, \\boxed{x}, \\boxed{}, \\boxed{3\nno more"
+    assert box_contents(text) == ["1", "2", "x"]
+    assert last_box(text) == "x"
+    assert boxes_of_the_last_line(text) == "2, x"
+    assert last_box("none") is boxes_of_the_last_line("none") is None
+
+
+LONG = 100_000
+FLOODS = [
+    "{",
+    "\\boxed{",
+    "7",
+    "1,111",
+    "1/",
+    "1 ",
+    "#### x\n",
+    "####",
+    "final answer is $",
+    "answer:",
+    "答案是",
+    "$",
+    "\\",
+]
+FLOODS += [
+    "\ufdfa",
+    "-",
+    "\\frac{",
+    "²",
+    "1又",
+    "1分之",
+    "```output",
+    " ",
+    "answer:\n",
+    "*",
+    "\\boxed ",
+    "1e",
+    "1.",
+    "%",
+    "万",
+]
+
+
+@pytest.mark.parametrize("piece", FLOODS)
+@pytest.mark.parametrize("ladder", [LITERAL, SYMBOLIC], ids=["literal", "symbolic"])
+def test_floods_take_linear_time(piece, ladder):
+    begin = time.monotonic()
+    extract(piece * (LONG // len(piece)), ladder)
+    assert time.monotonic() - begin < 10
+
+
+def test_deep_boxes():
+    depth = LONG // 8
+    assert extract("\\boxed{" * depth + "18" + "}" * depth, LITERAL) == Answer("18", Rule.BOX)
+
+
+def test_only_the_end_of_a_very_long_text_is_read():
+    assert extract(r"\boxed{3}" + "x" * LONG, LITERAL) is None
+    assert extract("x" * LONG + r"\boxed{18}", LITERAL) == Answer("18", Rule.BOX)
+
+
+@given(st.text(max_size=300), st.text(max_size=50))
+def test_what_stands_before_a_box_does_not_matter(before, after):
+    after = after.replace("\\", "").replace("%", "")
+    found = extract(before.rstrip("\\") + " \\boxed{18} " + after.replace("％", ""), LITERAL)
+    assert found is not None
+    assert (found.rule, found.text.rstrip("%﹪٪")) == (Rule.BOX, "18")
