@@ -2,19 +2,31 @@
 
     ConfigError(ValueError)      a setting or a combination of settings that cannot work; raised at construction
     DataError(ValueError)        a dataset, row or prompt that cannot be used; raised as early as it can be known
-    RewardError(ValueError)      a reward function broke its contract (wrong length, wrong type, NaN)
+    RewardError(ValueError)      a reward function broke its contract (wrong length or type), or too many failed
     RolloutError(RuntimeError)   a rollout backend broke its contract (lost a completion, returned nothing)
     PackingError(RuntimeError)   a model does something that packed rows cannot do (an attention mask of its own)
     ParityError(RuntimeError)    the fast path of an update differs from the slow one by more than rounding
+    SandboxError(RuntimeError)   this machine cannot confine model-written code as asked; raised at construction
+    ToolError(RuntimeError)      a tool call failed in a way that the model is told and training goes on
 
 The policy:
 
 1. A user's mistake raises at construction, with the offending value and the fix in the message.
-2. An unfinished or unscorable completion is data: it is counted in the metrics and training goes on.
+2. An unfinished or unscorable completion is data, whatever a reward raised: it is counted in the metrics and training
+   goes on.
 3. Everything else propagates; nothing is caught broadly.
 """
 
-__all__ = ["ConfigError", "DataError", "PackingError", "ParityError", "RewardError", "RolloutError"]
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "PackingError",
+    "ParityError",
+    "RewardError",
+    "RolloutError",
+    "SandboxError",
+    "ToolError",
+]
 
 
 class ConfigError(ValueError):
@@ -39,3 +51,11 @@ class PackingError(RuntimeError):
 
 class ParityError(RuntimeError):
     """The fast path of an update differs from the slow one by more than rounding."""
+
+
+class SandboxError(RuntimeError):
+    """This machine cannot confine model-written code as asked."""
+
+
+class ToolError(RuntimeError):
+    """A tool call failed; the model is told."""

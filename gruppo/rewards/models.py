@@ -41,27 +41,39 @@ def load_reward_tokenizer(model: Any, tokenizer: Any, trust_remote_code: bool) -
     return tokenizer
 
 
+def token_budget(device: torch.device) -> int:
+    """Tokens of one forward pass, padding included."""
+    return 16384 if device.type == "cuda" else 4096
+
+
 @torch.inference_mode()
 def score_with_model(
-    model: nn.Module,
-    tokenizer: Any,
-    texts: Sequence[str],
-    *,
-    batch_size: int,
-    device: torch.device,
+    model: nn.Module, tokenizer: Any, texts: Sequence[str], *, tokens: int, device: torch.device
 ) -> list[float]:
-    """One score per text, `batch_size` of them at a time."""
-    scores: list[float] = []
-    for start in range(0, len(texts), batch_size):
-        inputs = tokenizer(
-            text=list(texts[start : start + batch_size]),
-            return_tensors="pt",
-            padding=True,
-            padding_side="right",
-            add_special_tokens=False,
-        ).to(device)
-        scores.extend(model(**inputs).logits[:, 0].float().tolist())
+    """One score per text. Texts of like length share a pass of at most so many tokens, or of one text."""
+    encoded = tokenizer(text=list(texts), add_special_tokens=False)
+    scores = [0.0] * len(texts)
+    for batch in batches_of([len(ids) for ids in encoded["input_ids"]], tokens):
+        rows = {name: [values[i] for i in batch] for name, values in encoded.items()}
+        inputs = tokenizer.pad(rows, return_tensors="pt", padding=True, padding_side="right").to(device)
+        for i, score in zip(batch, model(**inputs).logits[:, 0].float().tolist(), strict=True):
+            scores[i] = score
     return scores
+
+
+def batches_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """The places of texts, longest first, so many at a time that they fill at most `tokens` when padded.
+
+    Example:
+        batches_of([3, 9, 4], tokens=10) == [[1], [2, 0]]
+    """
+    places = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    batches = []
+    while places:
+        size = max(1, tokens // max(1, lengths[places[0]]))
+        batches.append(places[:size])
+        places = places[size:]
+    return batches
 
 
 def scored_text(tokenizer: Any, prompt: Any, completion: Any, chat_template_kwargs: dict[str, Any]) -> str:

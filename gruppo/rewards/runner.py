@@ -1,28 +1,39 @@
-"""Calls the reward functions and turns what they return into numbers."""
+"""Asks every reward about every completion. No reward can stop a run: what fails is data.
 
-import asyncio
-import functools
-import inspect
+worker      with `reward_timeout`, or marked `gruppo_worker`; killed when it overruns     (pool.py, worker.py)
+async       on an event loop, sample by sample under a bound with `reward_timeout`        (asynchronous.py)
+model       in this process, in batches of so many tokens                                 (models.py)
+in process  everything else, and what asks for `environments`
+"""
+
 import logging
-import math
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gruppo.errors import ConfigError, RewardError
-from gruppo.rewards.models import load_reward_model, load_reward_tokenizer, score_with_model, scored_text
+from gruppo.rewards.asynchronous import AsyncRewards, Patience
+from gruppo.rewards.calling import Arguments, Log, Reply, call, check_arguments, count, join, sample
+from gruppo.rewards.marks import names_environments, wants_whole_batch, wants_worker
+from gruppo.rewards.models import score_with_model, scored_text, token_budget
+from gruppo.rewards.outcomes import Kind, Outcome, Steps, read_output, shorten
+from gruppo.rewards.pool import Bounds, Pool, packed_arguments
+from gruppo.rewards.resolve import is_async, is_reward_model
 
 logger = logging.getLogger(__name__)
 
 # Columns that reward functions get under a name of their own, or not at all.
 OWN_COLUMNS = ("prompt", "completion", "completion_ids")
 
-LARGEST = torch.finfo(torch.float32).max  # rewards are kept in float32
+WORKER_SECONDS = 120.0  # for a batch, in workers of rewards that have no `reward_timeout`
+LOGS_IN_SNAPSHOT = 100  # a worker's `trainer_state` has the latest entries of the log history, whatever its length
 
 
 @dataclass(frozen=True)
@@ -49,73 +60,48 @@ class RewardInputs:
         return {name: [row.get(name) for row in self.rows] for name in names}
 
 
-def function_name(function: Any) -> str:
-    """The name under which a reward is logged."""
-    if isinstance(function, nn.Module):
-        config = getattr(function, "config", None)
-        return (getattr(config, "_name_or_path", "") or type(function).__name__).rstrip("/").split("/")[-1]
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__name__", None) or type(function).__name__
+@dataclass(frozen=True)
+class RewardSettings:
+    """How rewards are run; the fields of the config without `reward_`."""
+
+    timeout: float | None = None
+    sample_timeout: float | None = None
+    workers: int | None = None
+    memory_gb: float | None = None
+    concurrency: int = 32
+    retries: int = 2
+    on_error: str = "abstain"
+
+    @property
+    def bounds(self) -> Bounds:
+        seconds = WORKER_SECONDS if self.timeout is None else self.timeout
+        workers = min(4, os.cpu_count() or 1) if self.workers is None else self.workers
+        return Bounds(seconds, self._per_sample(seconds), workers, self.memory_gb)
+
+    @property
+    def patience(self) -> Patience:
+        per_sample = None if self.timeout is None else self._per_sample(self.timeout)
+        return Patience(self.timeout, per_sample, self.concurrency, self.retries)
+
+    def _per_sample(self, seconds: float) -> float:
+        return max(1.0, seconds / 10) if self.sample_timeout is None else self.sample_timeout
 
 
-def unique_names(names: Sequence[str]) -> list[str]:
-    """Names with _2, _3 … appended to repetitions, so that two rewards never share a metric."""
-    unique: list[str] = []
-    for name in names:
-        candidate, count = name, 1
-        while candidate in unique:
-            count += 1
-            candidate = f"{name}_{count}"
-        unique.append(candidate)
-    return unique
+@dataclass
+class Scores:
+    """What all rewards said about the completions of this process.
 
-
-def is_async(function: Any) -> bool:
-    """Whether calling the reward gives a coroutine."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def resolve_rewards(
-    functions: Any, tokenizers: Any, weights: Sequence[float] | None, *, trust_remote_code: bool
-) -> tuple[list[Any], list[Any], Tensor]:
-    """Reward functions, their tokenizers (None for callables) and weights, from what the user passed.
-
-    The user's own lists are not touched.
+    Example, two rewards of two completions, the second of which made a reward fail:
+        values_BR [[1.0, 0.5], [nan, nan]]     kinds_BR [[0, 0], [3, 0]]     (codes of `Kind`)
     """
-    functions = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
-    if not functions:
-        raise ConfigError("There is no reward: pass at least one function or model in reward_funcs.")
-    functions = [load_reward_model(f, trust_remote_code) if isinstance(f, str) else f for f in functions]
-    for function in functions:
-        if not callable(function):
-            raise ConfigError(
-                f"reward_funcs contains {function!r}, which is neither a callable, a model nor its name."
-            )
-    if tokenizers is None:
-        tokenizers = [None] * len(functions)
-    elif not isinstance(tokenizers, list | tuple):
-        tokenizers = [tokenizers]
-    if len(tokenizers) != len(functions):
-        raise ConfigError(
-            f"reward_processing_classes has {len(tokenizers)} entries for {len(functions)} reward functions; "
-            "pass one per function (None for callables)."
-        )
-    tokenizers = [
-        load_reward_tokenizer(f, tokenizer, trust_remote_code) if is_reward_model(f) else None
-        for f, tokenizer in zip(functions, tokenizers, strict=True)
-    ]
-    if weights is not None and len(weights) != len(functions):
-        raise ConfigError(
-            f"reward_weights has {len(weights)} entries for {len(functions)} reward functions; pass one per function."
-        )
-    return functions, tokenizers, torch.tensor(weights or [1.0] * len(functions), dtype=torch.float32)
+
+    values_BR: Tensor  # float32; NaN where there is no number, and in the whole row where a reward failed
+    kinds_BR: Tensor  # int8
+    steps: list[list[Steps | None]] | None  # per row and reward; None if no reward returned steps
 
 
 class RewardRunner:
-    """Scores completions with every reward function; sync ones in order, async ones together."""
+    """Scores completions with every reward: workers at the same time, the others in order, async ones together."""
 
     def __init__(
         self,
@@ -124,112 +110,200 @@ class RewardRunner:
         tokenizers: Sequence[Any],
         *,
         device: torch.device,
-        batch_size: int,
+        settings: RewardSettings | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         timer: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ):
-        self.functions, self.names, self.tokenizers = functions, names, tokenizers
+        self.names, self.tokenizers = names, tokenizers
         self.device = device
-        self.batch_size = batch_size
+        self.settings = settings or RewardSettings()
         self.chat_template_kwargs = chat_template_kwargs or {}
         self.timer = timer
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._async = AsyncRewards(self.settings.patience, timer)
+        self._pools: dict[int, Pool] = {}
+        self._reported: set[str] = set()  # rewards whose first failure was shown, and columns that workers do not get
+        self.functions = functions
 
-    def score(self, batch: RewardInputs, **shared: Any) -> Tensor:
-        """Rewards (B, R) in float32, NaN where a function abstained. `shared` goes to every function."""
-        kwargs = {
+    @property
+    def functions(self) -> Sequence[Any]:
+        return self._functions
+
+    @functions.setter
+    def functions(self, functions: Sequence[Any]) -> None:
+        self.close()
+        self._functions = functions
+        self._pools = {
+            i: Pool(function, name, self.settings.bounds)
+            for i, (function, name) in enumerate(zip(functions, self.names, strict=True))
+            if self._runs_in_worker(function)
+        }
+        if self.settings.memory_gb is not None:
+            check_memory_limit(self.settings.memory_gb, bool(self._pools))
+
+    def _runs_in_worker(self, function: Any) -> bool:
+        if is_reward_model(function) or is_async(function) or names_environments(function):
+            return False
+        return self.settings.timeout is not None or wants_worker(function)
+
+    def close(self) -> None:
+        """End all workers; the next call starts new ones."""
+        for pool in self._pools.values():
+            pool.close()
+
+    def score(self, batch: RewardInputs, **shared: Any) -> Scores:
+        """What every reward says about every completion. `shared` goes to every function."""
+        arguments = {
             **batch.columns(),
             **shared,
             "prompts": list(batch.prompts),
             "completions": list(batch.completions),
             "completion_ids": [list(ids) for ids in batch.completion_ids],
         }
-        results: dict[int, list[float]] = {}
-        waiting: dict[int, Coroutine[Any, Any, Any]] = {}
+        sinks = {name: arguments.pop(name, None) for name in ("log_extra", "log_metric")}
+        try:
+            replies = self._ask_all(batch, arguments)
+        except BaseException:
+            self.close()  # workers that are still at it would answer the next call
+            raise
+        for reply in replies:
+            replay(reply.log, **sinks)
+        outcomes_RB = [reply.outcomes for reply in replies]
+        for name, outcomes in zip(self.names, outcomes_RB, strict=True):
+            self._report_failures(name, outcomes, batch)
+        scores = self._tensors(outcomes_RB)
+        self._warn_unscorable(scores.kinds_BR, batch)
+        return scores
+
+    def _ask_all(self, batch: RewardInputs, arguments: Arguments) -> list[Reply]:
+        replies: dict[int, Reply] = {}
+        waiting: dict[int, tuple[Any, str]] = {}
+        self._begin_pools(arguments)
         for i, (function, name) in enumerate(zip(self.functions, self.names, strict=True)):
+            if i in self._pools:
+                continue
             if is_reward_model(function):
                 with self.timer(name):
-                    results[i] = self._score_with_model(function, self.tokenizers[i], batch)
-            elif is_async(function):
-                waiting[i] = self._timed(function, name, kwargs)
+                    replies[i] = self._ask_model(function, name, self.tokenizers[i], batch)
+                continue
+            check_arguments(function, name, arguments)
+            if is_async(function):
+                waiting[i] = (function, name)
             else:
                 with self.timer(name):
-                    results[i] = checked(function(**kwargs), name, len(batch))
+                    replies[i] = ask_in_process(function, name, arguments)
         if waiting:
-            for i, output in zip(waiting, self._gather(list(waiting.values())), strict=True):
-                results[i] = checked(output, self.names[i], len(batch))
-        rewards_RB = [results[i] for i in range(len(self.functions))]
-        rewards_BR = torch.tensor(rewards_RB, dtype=torch.float32, device=self.device).T.contiguous()
-        self._warn_unscorable(rewards_BR, batch)
-        return rewards_BR
+            replies |= self._async.score(waiting, arguments)
+        for i, pool in self._pools.items():
+            with self.timer(self.names[i]):
+                replies[i] = pool.finish()
+        return [replies[i] for i in range(len(self.functions))]
 
-    def _score_with_model(self, model: nn.Module, tokenizer: Any, batch: RewardInputs) -> list[float]:
+    def _begin_pools(self, arguments: Arguments) -> None:
+        """Send the batch to all workers, which get copies: pickled once for all of them."""
+        if not self._pools:
+            return
+        arguments = {name: value for name, value in arguments.items() if name != "environments"}
+        if "trainer_state" in arguments:
+            arguments["trainer_state"] = snapshot(arguments["trainer_state"])
+        packed, arguments = packed_arguments(arguments, self._warn_left_out)
+        for i, pool in self._pools.items():
+            check_arguments(self.functions[i], self.names[i], arguments)
+            pool.begin(packed, arguments)
+
+    def _ask_model(self, model: nn.Module, name: str, tokenizer: Any, batch: RewardInputs) -> Reply:
         texts = [
             scored_text(tokenizer, prompt, completion, self.chat_template_kwargs)
             for prompt, completion in zip(batch.prompts, batch.completions, strict=True)
         ]
-        return score_with_model(model, tokenizer, texts, batch_size=self.batch_size, device=self.device)
+        scores = score_with_model(model, tokenizer, texts, tokens=token_budget(self.device), device=self.device)
+        return Reply(read_output(scores, name, [len(ids) for ids in batch.completion_ids]), Log(len(batch)))
 
-    async def _timed(self, function: Callable[..., Any], name: str, kwargs: dict[str, Any]) -> Any:
-        with self.timer(name):
-            return await function(**kwargs)
+    def _tensors(self, outcomes_RB: list[list[Outcome]]) -> Scores:
+        kinds_RB = [[outcome.kind for outcome in outcomes] for outcomes in outcomes_RB]
+        values_RB = [[outcome.value for outcome in outcomes] for outcomes in outcomes_RB]
+        kinds_BR = torch.tensor(kinds_RB, dtype=torch.int8, device=self.device).T.contiguous()
+        values_BR = torch.tensor(values_RB, dtype=torch.float32, device=self.device).T.contiguous()
+        values_BR[failed_rows(kinds_BR)] = torch.nan
+        has_steps = any(outcome.steps is not None for outcomes in outcomes_RB for outcome in outcomes)
+        steps = [[o.steps for o in row] for row in zip(*outcomes_RB, strict=True)] if has_steps else None
+        return Scores(values_BR, kinds_BR, steps)
 
-    def _gather(self, coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-        # One loop for the whole run, because clients that a reward keeps between calls are bound to their loop.
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True, name="gruppo-async-rewards").start()
+    # ---- what is said about trouble
 
-        async def all_of_them() -> list[Any]:
-            return await asyncio.gather(*coroutines)
+    def _report_failures(self, name: str, outcomes: list[Outcome], batch: RewardInputs) -> None:
+        """Raise, or show a reward's first failure; later ones are only counted."""
+        failed = [i for i, outcome in enumerate(outcomes) if outcome.kind.failed]
+        if not failed:
+            return
+        i = failed[0]
+        what = (
+            f"The reward '{name}' failed on {len(failed)} of {len(outcomes)} completions. The first one: prompt "
+            f"{shorten(batch.prompts[i])}, completion {shorten(batch.completions[i])}.\n{outcomes[i].error}"
+        )
+        if self.settings.on_error == "raise":
+            raise RewardError(what)
+        if name not in self._reported:
+            self._reported.add(name)
+            logger.warning(
+                f"{what}\nCompletions like these are left out of the baseline and of the update. Further failures of "
+                f"this reward are counted in rewards/{name}/failures and rewards/{name}/timeouts."
+            )
 
-        return asyncio.run_coroutine_threadsafe(all_of_them(), self._loop).result()
+    def _warn_left_out(self, column: str) -> None:
+        if column not in self._reported:
+            self._reported.add(column)
+            logger.warning(f"The column `{column}` cannot be pickled; rewards that run in workers do not get it.")
 
-    def _warn_unscorable(self, rewards_BR: Tensor, batch: RewardInputs) -> None:
-        unscorable = rewards_BR.isnan().all(dim=1).nonzero()
+    def _warn_unscorable(self, kinds_BR: Tensor, batch: RewardInputs) -> None:
+        unscorable = (kinds_BR == Kind.ABSTAIN).all(dim=1).nonzero()
         if len(unscorable):
             i = int(unscorable[0])
             logger.warning(
                 f"{len(unscorable)} of {len(batch)} completions were scored by no reward function; they are left out "
-                f"of the baseline. The first one: prompt {batch.prompts[i]!r}, completion {batch.completions[i]!r}, "
-                f"columns {dict(batch.rows[i])!r}."
+                f"of the baseline. The first one: prompt {shorten(batch.prompts[i])}, completion "
+                f"{shorten(batch.completions[i])}, columns {shorten(dict(batch.rows[i]))}."
             )
 
 
-def checked(output: Any, name: str, expected: int) -> list[float]:
-    """The floats that a reward function returned, NaN for None; anything else is an error that names the function."""
-    try:
-        values = None if isinstance(output, str | bytes | Mapping | Set) else list(output)
-    except TypeError:
-        values = None
-    if values is None:
-        raise RewardError(
-            f"The reward function '{name}' returned {type(output).__name__}; it must return a list with one number "
-            "(or None) per completion."
+def ask_in_process(function: Any, name: str, arguments: Arguments) -> Reply:
+    """Call a reward here; if it raises, once more for each completion, so that one does not lose the others."""
+    reply = call(function, name, arguments)
+    rows = count(arguments)
+    if not reply.lost or rows == 1 or wants_whole_batch(function):
+        return reply
+    return join([call(function, name, sample(arguments, i), i) for i in range(rows)])
+
+
+def replay(log: Log, log_extra: Any, log_metric: Any) -> None:
+    """Pass on what a reward logged."""
+    if log_extra is not None:
+        for column, values in log.columns.items():
+            log_extra(column, values)
+    if log_metric is not None:
+        for name, value in log.metrics:
+            log_metric(name, value)
+
+
+def failed_rows(kinds_BR: Tensor) -> Tensor:
+    """Bool (B,): rows that a reward timed out or failed on; they are unscorable as a whole."""
+    rows: Tensor = (kinds_BR >= Kind.TIMEOUT).any(dim=1)
+    return rows
+
+
+def snapshot(state: Any) -> Any:
+    """A copy of the trainer's state that a worker can read without importing what defines it."""
+    if not hasattr(state, "__dict__"):
+        return state
+    values = {name: value for name, value in vars(state).items() if name != "stateful_callbacks"}
+    if "log_history" in values:
+        values["log_history"] = values["log_history"][-LOGS_IN_SNAPSHOT:]
+    return SimpleNamespace(**values)
+
+
+def check_memory_limit(memory_gb: float, any_worker: bool) -> None:
+    if not any_worker:
+        raise ConfigError(
+            f"reward_memory_gb={memory_gb} limits rewards in workers, and there are none: set reward_timeout."
         )
-    if len(values) != expected:
-        raise RewardError(
-            f"The reward function '{name}' returned {len(values)} rewards for {expected} completions; it must return "
-            "exactly one per completion."
-        )
-    return [_number(value, name, i) for i, value in enumerate(values)]
-
-
-def _number(value: Any, name: str, i: int) -> float:
-    if value is None:
-        return math.nan
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not abs(number) <= LARGEST:
-        raise RewardError(
-            f"The reward function '{name}' returned {value!r} for completion {i}; rewards are finite numbers, or None "
-            "where the function does not apply."
-        )
-    return number
-
-
-def is_reward_model(function: Any) -> bool:
-    """Whether a reward is a model, compiled ones included, which the trainer prepares for its device."""
-    return isinstance(function, nn.Module)
+    if not Path("/proc/self/status").exists():
+        raise ConfigError(f"reward_memory_gb={memory_gb} needs Linux; leave it out on this machine.")

@@ -31,6 +31,8 @@ class Scored:
     lengths_NC: Tensor  # completion tokens, prompt tokens, unfinished, prompt cut
     columns: dict[str, list[Any]]  # `log_extra`, one entry per rollout
     metrics: dict[str, list[float]]  # `log_metric`
+    kinds_NR: Tensor  # codes of `Kind`, of rows that were replaced too: they count
+    steps: list[list[Any]] | None = None  # of rewards that return steps, one entry per rollout
     replaced: list[Tensor] = field(default_factory=list)  # rewards (·, R) of what was replaced, by round
 
     def replace(self, groups: Sequence[int], own_rows: Sequence[int], by: "Scored", group_size: int) -> None:
@@ -44,6 +46,11 @@ class Scored:
         self.rewards_NR = self.rewards_NR.index_copy(0, rows_N, by.rewards_NR)
         self.rollouts = put(self.rollouts, own_rows, by.rollouts)
         self.lengths_NC = torch.cat([self.lengths_NC, by.lengths_NC])
+        self.kinds_NR = torch.cat([self.kinds_NR, by.kinds_NR])
+        if self.steps is not None or by.steps is not None:
+            none = [None] * self.rewards_NR.shape[1]
+            steps = self.steps or [none] * len(self.rollouts)
+            self.steps = put(steps, own_rows, by.steps or [none] * len(own_rows))
         for name in {**self.columns, **by.columns}:
             column = self.columns.get(name, [None] * len(self.rollouts))
             self.columns[name] = put(column, own_rows, by.columns.get(name, [None] * len(own_rows)))

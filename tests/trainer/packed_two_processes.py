@@ -27,6 +27,22 @@ def all_the_same(completions: list[Any], **kwargs: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+def some_judge_steps(prompts: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[Any]:
+    """Steps for p0 and some others; none for a process that has other rows only."""
+    return [
+        [(0, 1.0), (len(ids) - 1, float(ids[0] % 7))] if prompt == "p0:" or len(ids) == 3 else float(len(ids))
+        for prompt, ids in zip(prompts, completion_ids, strict=True)
+    ]
+
+
+def first_judges_steps(prompts: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[Any]:
+    """Process 1 has numbers only, and half of the rows of p1."""
+    return [
+        [(0, 1.0), (len(ids) - 1, float(len(ids)))] if prompt == "p0:" else float(len(ids))
+        for prompt, ids in zip(prompts, completion_ids, strict=True)
+    ]
+
+
 class Failure(NamedTuple):
     """Process 1 finds no memory in the `call`-th forward pass of an update, of those with or without a gradient."""
 
@@ -57,6 +73,8 @@ CASES = {
     "a reduction by micro-batch": Case("bnpo", (ALL, 12)),
     "one process stands still": Case("grpo", (10, 10), {"reward": one_group_differs}),
     "both stand still": Case("grpo", (ALL, ALL), {"reward": all_the_same}),
+    "rewards of steps": Case("grpo", (ALL, 12), {"reward": some_judge_steps}),
+    "rewards of steps on one process": Case("grpo", (ALL, 12), {"reward": first_judges_steps}),
     "no memory at first": Case("grpo", (ALL, 20), failure=Failure(0)),
     "no memory later": Case("dapo", (ALL, 20), failure=Failure(1)),
     "no memory for rows that stand still": Case(

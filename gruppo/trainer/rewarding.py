@@ -1,0 +1,120 @@
+"""From rollouts to rewards of all processes."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gruppo.errors import RewardError
+from gruppo.rewards.outcomes import Steps
+from gruppo.rewards.resolve import function_name, is_reward_model, unique_names
+from gruppo.rewards.runner import RewardInputs, RewardRunner, RewardSettings, Scores
+from gruppo.trainer.breaker import RewardBreaker, RewardCounts, kinds_from_values
+from gruppo.trainer.metrics import gather_rows
+from gruppo.trainer.scoring import Scoring
+from gruppo.types import Rollout
+
+
+class Rewarding(Scoring):
+    """The part of the trainer that asks the rewards."""
+
+    reward_processing_classes: list[Any]
+    reward_runner: RewardRunner
+    reward_func_names: list[str]
+    reward_weights: Tensor
+    reward_counts: RewardCounts
+    reward_breaker: RewardBreaker
+    _reward_kinds_NR: Tensor | None = None  # of the rows scored last, of all processes; codes of `Kind`
+    _reward_steps: list[list[Steps | None]] | None = None  # of this process's rows, per reward
+    _extra_columns: dict[str, list[Any]]
+    _extra_metrics: dict[str, list[float]]
+
+    def _make_rewards(self, rewards: tuple[list[Any], list[Any], Tensor]) -> None:
+        """The runner, and what watches it."""
+        args = self.args
+        functions, self.reward_processing_classes, weights = rewards
+        self.reward_func_names = unique_names([function_name(f) for f in functions])
+        self.reward_weights = weights.to(self.accelerator.device)
+        self.reward_runner = RewardRunner(
+            [
+                self.accelerator.prepare_model(f.eval(), evaluation_mode=True) if is_reward_model(f) else f
+                for f in functions
+            ],
+            self.reward_func_names,
+            self.reward_processing_classes,
+            device=self.accelerator.device,
+            settings=RewardSettings(
+                timeout=args.reward_timeout,
+                sample_timeout=args.reward_sample_timeout,
+                workers=args.reward_workers,
+                memory_gb=args.reward_memory_gb,
+                concurrency=args.reward_concurrency,
+                retries=args.reward_retries,
+                on_error=args.reward_on_error,
+            ),
+            chat_template_kwargs=args.chat_template_kwargs,
+            timer=self.timer,
+        )
+        self.reward_counts = RewardCounts(self.reward_func_names)
+        self.reward_breaker = RewardBreaker(args.max_reward_failure_rate)
+        self.add_callback(self.reward_breaker)
+
+    def reward(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Rewards (N, R) of all processes, in group order."""
+        self._extra_columns = {}
+        self._extra_metrics = {}
+        self._rows_scored = len(rollouts)
+        self._reward_kinds_NR, self._reward_steps = None, None
+        rewards_NR = self._calculate_rewards(
+            # Copies: rows of a group share theirs, and a reward may change what it gets.
+            [{**copy.deepcopy(dict(rollout.prompt.row)), **rollout.extra} for rollout in rollouts],
+            [copy.deepcopy(rollout.prompt.text) for rollout in rollouts],
+            [rollout.output for rollout in rollouts],
+            [list(rollout.completion.ids) for rollout in rollouts],
+        )
+        if self._reward_kinds_NR is None or self._reward_kinds_NR.shape != rewards_NR.shape:
+            self._reward_kinds_NR = kinds_from_values(rewards_NR)  # a subclass has rewards of its own
+        return rewards_NR
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
+    ) -> Tensor:
+        """Hook: rewards (N, R) gathered from all processes, NaN where a function abstained or failed."""
+        none = torch.zeros(0, len(self.reward_func_names), device=self.accelerator.device)
+        scores = Scores(none, none.to(torch.int8), None)
+        if prompts:  # else all replacements of this round are on other processes
+            with self.timer("_calculate_rewards"):
+                scores = self.reward_runner.score(
+                    RewardInputs(inputs, prompts, completions, completion_ids_list),
+                    trainer_state=self.state,
+                    log_extra=self._log_completion_extra,
+                    log_metric=self._log_metric,
+                )
+        self._reward_steps = scores.steps
+        # No process tells another that a reward failed: it is part of what all of them gather.
+        self._reward_kinds_NR = gather_rows(self.accelerator, scores.kinds_BR)
+        return gather_rows(self.accelerator, scores.values_BR)
+
+    def _log_completion_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Given to reward functions as `log_extra`: a further column of the completions table."""
+        values = list(values)
+        if column in ("step", "prompt", "completion", "advantage", *self.reward_func_names):
+            raise RewardError(f"log_extra({column!r}): the table of completions has a column of that name already.")
+        if len(values) != self._rows_scored:
+            raise RewardError(
+                f"log_extra({column!r}) got {len(values)} values for {self._rows_scored} completions; pass one each."
+            )
+        self._extra_columns[column] = values
+
+    def _log_metric(self, name: str, value: float) -> None:
+        """Given to reward functions as `log_metric`: a further metric, averaged over processes."""
+        self._extra_metrics.setdefault(name, []).append(float(value))
+
+    def _raise_if_rewards_failed(self) -> None:
+        """The end of a run that the breaker stopped."""
+        if self.reward_breaker.stopped_at is not None:
+            folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.reward_breaker.stopped_at}"
+            raise RewardError(self.reward_breaker.message(str(folder)))

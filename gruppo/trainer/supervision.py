@@ -1,0 +1,125 @@
+"""Rewards that judge steps, in a trainer: whose steps they are, and what that makes of the advantages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from gruppo.algo.advantages import Advantages, combine_rewards
+from gruppo.algo.process import NormalizedSteps, normalize_steps, step_advantages
+from gruppo.algo.stats import nanstd
+from gruppo.rewards.outcomes import Steps
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """The steps of a generation, of all processes: for each reward that gave some, rows, ends and values (S,).
+
+    Example, reward 1 gave two steps to row 0 and one to row 3:
+        StepTable({1: (tensor([0, 0, 3]), tensor([4, 9, 2]), tensor([1.0, 0.0, 1.0]))}, rows=4)
+    """
+
+    by_reward: dict[int, tuple[Tensor, Tensor, Tensor]]
+    rows: int
+
+    @classmethod
+    def gather(
+        cls,
+        accelerator: Any,
+        steps: Sequence[Sequence[Steps | None]] | None,
+        values_BR: Tensor,
+        lengths: Sequence[int],
+    ) -> "StepTable | None":
+        """From what each process knows about its own rows; None if no reward of any of them gave steps.
+
+        `values_BR` are the rewards of these rows (NaN: none) and `lengths` their completion tokens. A reward that gave
+        steps to some rows and a number to others means a single step there, which ends with the completion.
+        """
+        gather = gather_object if accelerator.num_processes > 1 else list
+        # First which rewards these are: another process may have had numbers only from one of them.
+        stepping = sorted(set().union(*gather([_stepping(steps)])))
+        if not stepping:
+            return None
+        parts = gather([(len(lengths), _listed(stepping, steps, values_BR.tolist(), lengths))])
+        by_reward = {}
+        for reward in stepping:
+            entries, first = [], 0
+            for count, listed in parts:
+                entries += [(first + row, end, value) for column, row, end, value in listed if column == reward]
+                first += count
+            rows, ends, values = zip(*entries, strict=True) if entries else ((), (), ())
+            by_reward[reward] = (
+                torch.tensor(rows, dtype=torch.long),
+                torch.tensor(ends, dtype=torch.long),
+                torch.tensor(values, dtype=torch.float32),
+            )
+        return cls(by_reward, sum(count for count, _ in parts))
+
+    def outcomes(self, rewards_NR: Tensor) -> Tensor:
+        """The rewards without those that judge steps."""
+        outcomes_NR = rewards_NR.clone()
+        outcomes_NR[:, list(self.by_reward)] = torch.nan
+        return outcomes_NR
+
+    def normalized(self, group_size: int, scale: str) -> dict[int, NormalizedSteps]:
+        return {
+            reward: normalize_steps(values, rows, rows=self.rows, group_size=group_size, scale=scale)
+            for reward, (rows, _, values) in self.by_reward.items()
+        }
+
+    def spread_P(self, group_size: int) -> Tensor:
+        """The largest deviation of any reward's steps, by group."""
+        return torch.stack([n.std_P for n in self.normalized(group_size, "none").values()]).amax(0)
+
+    def groups_without_spread(self, rewards_NR: Tensor, weights_R: Tensor, group_size: int) -> list[int]:
+        """The groups in which neither steps nor other rewards differ, among those with two scorable rows."""
+        outcomes_N = combine_rewards(self.outcomes(rewards_NR), weights_R)
+        outcome_std_P = nanstd(outcomes_N.view(-1, group_size), dim=1).nan_to_num(0.0).cpu()
+        comparable_P = (~rewards_NR.isnan().all(1)).view(-1, group_size).sum(1).cpu() > 1
+        still_P = comparable_P & (self.spread_P(group_size) == 0)
+        return [int(group) for group in (still_P & outcome_std_P.isclose(torch.zeros(()))).nonzero()[:, 0]]
+
+    def advantages(self, weights_R: Sequence[float], group_size: int, scale: str, own: range, tokens: int) -> Tensor:
+        """(B, T) for this process's rows: the weighted sum of what each reward's steps say about a token."""
+        total_BT = torch.zeros(len(own), tokens)
+        for reward, normal in self.normalized(group_size, scale).items():
+            rows, ends, _ = self.by_reward[reward]
+            mine = (rows >= own.start) & (rows < own.stop)
+            total_BT += weights_R[reward] * step_advantages(
+                normal.value_S[mine], rows[mine] - own.start, ends[mine], rows=len(own), tokens=tokens
+            )
+        return total_BT
+
+
+def _stepping(steps: Sequence[Sequence[Steps | None]] | None) -> set[int]:
+    return {reward for row in steps or () for reward, found in enumerate(row) if found is not None}
+
+
+def _listed(
+    stepping: Sequence[int],
+    steps: Sequence[Sequence[Steps | None]] | None,
+    values: Sequence[Sequence[float]],
+    lengths: Sequence[int],
+) -> list[tuple[int, int, int, float]]:
+    """(reward, row, end, value) of every step of a process's rows."""
+    listed: list[tuple[int, int, int, float]] = []
+    for row, value_R in enumerate(values):
+        for reward in stepping:
+            found, value = None if steps is None else steps[row][reward], value_R[reward]
+            if value != value:  # abstained, or a row that is unscorable as a whole
+                continue
+            if found is None:
+                found = [(lengths[row] - 1, value)] if lengths[row] else []
+            listed += [(reward, row, end, step) for end, step in found]
+    return listed
+
+
+def with_steps(outcome: Advantages, rewards_N: Tensor, mean_advantages_N: Tensor, spread_P: Tensor) -> Advantages:
+    """What is reported about rows that have an advantage per token: its mean, and the larger of the two deviations."""
+    group_size = len(rewards_N) // len(spread_P)
+    spread_N = spread_P.to(outcome.std_B).repeat_interleave(group_size)
+    std_N = torch.where(outcome.std_B.isnan(), spread_N, torch.maximum(outcome.std_B, spread_N))
+    return Advantages(mean_advantages_N, rewards_N, std_N)
