@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerBase
 from gruppo.errors import DataError
 from gruppo.types import Message, Prompt
 
-Tokenize = Callable[[list[Any]], list[list[int]]]
+Tokenize = Callable[..., list[list[int]]]  # of prompts, and of `tools` where these differ from row to row
+Schemas = Sequence[Mapping[str, Any]]  # of tools, as chat templates want them
 
 IMAGE_COLUMNS = ("image", "images")
 
@@ -56,8 +57,21 @@ def reject_images(row: Mapping[str, Any]) -> None:
             )
 
 
+def require_conversation(row: Mapping[str, Any]) -> None:
+    """Raise for a plain prompt, in which there is no place for tools or for what an environment shows."""
+    if isinstance(row.get("prompt"), str):
+        raise DataError(
+            "Tools and environments need prompts that are conversations, which the chat template shows them in, but "
+            f"a row has the plain text {row['prompt'][:80]!r}. Write it as "
+            '[{"role": "user", "content": …}].'
+        )
+
+
 class PromptEncoder:
-    """Turns prompts into token ids with the policy's tokenizer."""
+    """Turns prompts into token ids with the policy's tokenizer.
+
+    `tools` are shown in every conversation or, as a mapping, by the name in the row's `environment` column.
+    """
 
     def __init__(
         self,
@@ -67,23 +81,40 @@ class PromptEncoder:
         context_length: int | None = None,
         room: int = 1,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        tools: Schemas | Mapping[str, Schemas] | None = None,
     ):
         self.tokenizer = tokenizer
         self.max_prompt_length = max_prompt_length
         self.context_length = context_length
         self.room = room  # tokens that must fit behind a prompt
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.chat_template = chat_template  # None is the tokenizer's own
+        self.tools = tools
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], tokenize: Tokenize | None = None) -> list[Prompt]:
         """Encode rows in order; a row object that occurs several times (one per completion) is encoded once."""
         rows = list(rows)  # ids are those of objects that live
         distinct = {id(row): row for row in rows}
-        ids = (tokenize or self.token_ids)([read_prompt(row) for row in distinct.values()])
-        encoded = {key: self._fit(row, i) for (key, row), i in zip(distinct.items(), ids, strict=True)}
+        encoded: dict[int, Prompt] = {}
+        for tools, part in self._by_tools(list(distinct.values())):
+            ids = (tokenize or self.token_ids)([read_prompt(row) for row in part], **tools)
+            encoded |= {id(row): self._fit(row, i) for row, i in zip(part, ids, strict=True)}
         return [encoded[id(row)] for row in rows]
 
-    def token_ids(self, prompts: Sequence[str | list[Message]]) -> list[list[int]]:
+    def _by_tools(self, rows: list[Mapping[str, Any]]) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
+        """Rows that are rendered together, and the tools to name for them."""
+        if not isinstance(self.tools, Mapping):
+            return [({}, rows)]
+        parts: dict[str, list[Mapping[str, Any]]] = {}
+        for row in rows:
+            parts.setdefault(row["environment"], []).append(row)
+        return [({"tools": self.tools[name]}, part) for name, part in parts.items()]
+
+    def token_ids(self, prompts: Sequence[str | list[Message]], tools: Schemas | None = None) -> list[list[int]]:
         """Token ids of plain prompts and conversations, untruncated."""
+        if tools is None and not isinstance(self.tools, Mapping):
+            tools = self.tools
         ids: list[list[int]] = [[] for _ in prompts]
         plain = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str)]
         chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
@@ -97,6 +128,8 @@ class PromptEncoder:
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=True,
+                **({"tools": list(tools)} if tools else {}),
+                **({} if self.chat_template is None else {"chat_template": self.chat_template}),
                 **self.chat_template_kwargs,
             )
             for i, row_ids in zip(chats, rendered["input_ids"], strict=True):

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
+from gruppo.data.calls import UNREADABLE, read_broken, uniform_calls
 from gruppo.types import Message, Prompt
 
 
@@ -52,13 +53,15 @@ def parse_response(
 ) -> Message:
     """An assistant message from token ids; text that does not parse is kept as plain content.
 
-    `content` is always a string without the end-of-sequence token, every tool call has a name and arguments.
+    `content` is always a string without the end-of-sequence token, every tool call has a name and arguments. A call
+    that can be seen to be one but not be read has the key `error`, which says what is wrong with it.
     """
     try:
         parsed = tokenizer.parse_response(ids, prefix=prefix, tools=tools)
-    except (ValueError, TypeError):
-        parsed = None
-    if not parsed or any(not isinstance(_name(call), str) for call in parsed.get("tool_calls") or []):
+    except UNREADABLE:
+        before = tokenizer.decode(prefix) if prefix else ""
+        parsed = read_broken(tokenizer, _text(tokenizer.decode(ids)), _text(before), tools)
+    if not parsed:
         return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
     message = {"role": "assistant", **parsed}
     content = message.get("content") or ""
@@ -66,10 +69,10 @@ def parse_response(
         message["content"] = content.removesuffix(tokenizer.eos_token or "")
     else:
         message["content"] = str(content)
-    for call in message.get("tool_calls") or []:
-        call.get("function", call).setdefault("arguments", {})
+    if message.get("tool_calls"):
+        message["tool_calls"] = [call for entry in message["tool_calls"] for call in uniform_calls(entry)]
     return message
 
 
-def _name(call: Any) -> Any:
-    return call.get("function", call).get("name") if isinstance(call, dict) else None
+def _text(decoded: str | list[str]) -> str:
+    return decoded if isinstance(decoded, str) else "".join(decoded)

@@ -100,9 +100,6 @@ def test_a_tokenizer_without_a_response_template_does_not_parse():
         TypeError("bad"),
         None,
         {},
-        {"content": "x", "tool_calls": [{"function": {"name": None}}]},
-        {"content": "x", "tool_calls": [{"function": {"name": "f"}}, {"type": "function"}]},
-        {"content": "x", "tool_calls": ["f"]},
     ],
     ids=repr,
 )
@@ -131,14 +128,50 @@ def test_missing_content_becomes_empty_and_other_fields_are_kept():
 @pytest.mark.parametrize(
     ("call", "completed"),
     [
-        ({"function": {"name": "f"}}, {"function": {"name": "f", "arguments": {}}}),
-        ({"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "f", "arguments": {"a": 1}}}),
-        ({"name": "f"}, {"name": "f", "arguments": {}}),
+        ({"function": {"name": "f"}}, {}),
+        ({"function": {"name": "f", "arguments": {"a": 1}}}, {"a": 1}),
+        ({"function": {"name": "f", "arguments": '{"a": {"b": "}"}}'}}, {"a": {"b": "}"}}),
+        ({"name": "f"}, {}),
+        ({"type": "function", "name": "f", "arguments": None}, {}),
     ],
 )
-def test_tool_calls_have_arguments(call, completed):
+def test_tool_calls_have_a_type_a_name_and_arguments(call, completed):
     message = parse_response(Parser({"content": "x", "tool_calls": [call]}), ids("x"))
-    assert message["tool_calls"] == [completed]
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": completed}}]
+
+
+def test_a_list_of_calls_is_several_calls():
+    entry = {"type": "function", "function": [{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]}
+    message = parse_response(Parser({"tool_calls": [entry]}), ids("x"))
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "f", "arguments": {"a": 1}},
+        {"name": "g", "arguments": {}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "error"),
+    [
+        ({"function": {"name": None}}, "", "no name"),
+        ({"type": "function"}, "", "no name"),
+        ("f", "", "must be an object"),
+        ({"function": "f"}, "", "must be an object"),
+        ({"function": []}, "", "must be an object"),
+        ({"function": [[{"name": "f"}]]}, "", "must be an object"),
+        ({"function": {"name": "f", "arguments": [1]}}, "f", "arguments of 'f'"),
+        ({"function": {"name": "f", "arguments": "{1"}}, "f", "arguments of 'f'"),
+    ],
+    ids=repr,
+)
+def test_a_malformed_call_says_what_is_wrong_and_the_others_stay(call, name, error):
+    good = {"type": "function", "function": {"name": "g", "arguments": {}}}
+    message = parse_response(Parser({"content": "x", "tool_calls": [good, call]}), ids("x"))
+    assert message["content"] == "x"
+    first, second = message["tool_calls"]
+    assert first == good
+    assert second["function"] == {"name": name, "arguments": {}}
+    assert error in second["error"]
+    assert second["text"]
 
 
 def test_a_real_response_template():

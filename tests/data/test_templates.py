@@ -3,64 +3,31 @@
 import pytest
 
 from gruppo.data.templates import (
+    HERMES_TEMPLATE,
     add_response_schema,
     clone_chat_template,
     get_training_chat_template,
     is_chat_template_prefix_preserving,
+    shows_tools,
     supports_tool_calling,
 )
 from gruppo.errors import ConfigError
+from tests.data.imitations import (
+    DEEPSEEK,
+    HERMES,
+    HIDES_RESULT,
+    LLAMA,
+    NO_TOOLS,
+    PHI,
+    QWEN2_5,
+    QWEN3,
+    REWRITES,
+    USER_ONLY,
+    XML,
+    byte_tokenizer,
+    deepseek_tokenizer,
+)
 from tests.helpers import tiny_model, tiny_tokenizer
-
-PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-JSON_CALLS = (
-    "{% for call in m.tool_calls %}{% if not loop.first %}\n{% endif %}<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
-    "{% endfor %}"
-)
-XML_CALLS = (
-    "{% for call in m.tool_calls %}<tool_call>\n<function={{ call.function.name }}>\n"
-    "{% for k, v in call.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
-    "</function>\n</tool_call>{% endfor %}"
-)
-HERMES = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    + JSON_CALLS
-    + "<|im_end|>\n{% endfor %}"
-    + PROMPT
-)
-# A think block in the last assistant message, even an empty one, that disappears once a message follows.
-QWEN3 = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{%- set reasoning_content = m.reasoning_content or '' %}"
-    "{% if m.role == 'assistant' %}"
-    "{%- if loop.last or (not loop.last and reasoning_content) %}"
-    "{{- '\n<think>\n' + reasoning_content + '\n</think>\n\n' }}{% else %}{{- '\n' }}{% endif %}"
-    "{% else %}{{- '\n' }}{% endif %}"
-    "{{ m.content }}" + JSON_CALLS + "<|im_end|>\n{% endfor %}" + PROMPT
-)
-XML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    + XML_CALLS
-    + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-)
-LLAMA = (
-    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-    "{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
-    '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}'
-    "{% else %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
-PHI = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
-)
-NO_TOOLS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-USER_ONLY = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
-HIDES_RESULT = (
-    "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}" + JSON_CALLS + "{% endif %}{% endfor %}"
-)
-REWRITES = "{{ messages | length }}" + HERMES
 
 CALL = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 2, "b": "x"}}}
 ASKED = [{"role": "user", "content": "What?"}]
@@ -72,7 +39,10 @@ RETURNED = [*CALLED, {"role": "tool", "name": "multiply", "content": "6"}]
     ("template", "expected"),
     [
         (HERMES, True),
+        (HERMES_TEMPLATE, True),
+        (QWEN2_5, True),
         (QWEN3, True),
+        (DEEPSEEK, True),
         (XML, True),
         (LLAMA, True),
         (NO_TOOLS, False),
@@ -84,6 +54,14 @@ RETURNED = [*CALLED, {"role": "tool", "name": "multiply", "content": "6"}]
 )
 def test_supports_tool_calling(template, expected):
     assert supports_tool_calling(tiny_tokenizer(chat_template=template)) is expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(QWEN2_5, True), (HERMES_TEMPLATE, True), (HERMES, False), (DEEPSEEK, False), (None, False)],
+)
+def test_shows_tools(template, expected):
+    assert shows_tools(tiny_tokenizer(chat_template=template)) is expected
 
 
 class Processor:
@@ -101,10 +79,10 @@ def test_processors_are_given_blocks():
     processor = Processor(HERMES.replace("{{ m.content }}", "{% for b in m.content %}{{ b.text }}{% endfor %}"))
     assert supports_tool_calling(processor)
     assert add_response_schema(processor) is processor
-    assert processor.tokenizer.response_template["start_anchor"] == "<|im_start|>assistant\n"
+    assert processor.tokenizer.response_template["start_anchor"] == ["<|im_start|>assistant\n"]
 
 
-@pytest.mark.parametrize("template", [HERMES, XML, LLAMA, NO_TOOLS])
+@pytest.mark.parametrize("template", [HERMES, HERMES_TEMPLATE, QWEN2_5, XML, LLAMA, NO_TOOLS])
 def test_templates_that_need_no_repair(template):
     tokenizer = tiny_tokenizer(chat_template=template)
     assert is_chat_template_prefix_preserving(tokenizer)
@@ -124,8 +102,51 @@ def test_qwen3_keeps_its_think_block_after_the_repair():
     assert patched != QWEN3
     assert render(CALLED, chat_template=patched) == before
     after = render(RETURNED, add_generation_prompt=True, chat_template=patched)
-    assert after == before + "<|im_start|>tool\n6<|im_end|>\n<|im_start|>assistant\n"
+    assert after == before + (
+        "<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
     assert tokenizer.chat_template == QWEN3
+
+
+DEEPSEEK_CALL = (
+    '<｜tool▁call▁begin｜>function<｜tool▁sep｜>multiply\n```json\n{"a": 2, "b": "x"}\n```<｜tool▁call▁end｜>'
+)
+
+
+def test_deepseek_is_replaced_by_a_template_that_closes_every_turn():
+    tokenizer = deepseek_tokenizer()
+    assert not is_chat_template_prefix_preserving(tokenizer)
+    template = get_training_chat_template(tokenizer)
+    assert shows_tools(tokenizer, template)
+    two = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [CALL, CALL]}
+    messages = [*ASKED, two, *RETURNED[-1:] * 2, CALLED[-1], RETURNED[-1], {"role": "assistant", "content": "6."}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
+    output = "<｜tool▁output▁begin｜>6<｜tool▁output▁end｜>"
+    assert text == (
+        "<｜begin▁of▁sentence｜><｜User｜>What?<｜Assistant｜><think>\nHm.\n</think>\n\n"
+        f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL}\n{DEEPSEEK_CALL}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
+        f"<｜tool▁outputs▁begin｜>{output}\n{output}<｜tool▁outputs▁end｜>"
+        f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
+        f"<｜tool▁outputs▁begin｜>{output}<｜tool▁outputs▁end｜>6.<｜end▁of▁sentence｜>"
+    )
+
+
+def test_deepseek_prompts_stay_as_they_are():
+    tokenizer = deepseek_tokenizer()
+    template = get_training_chat_template(tokenizer)
+    thought = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."}
+    for messages in (ASKED, [{"role": "system", "content": "Be brief."}, *ASKED], [*ASKED, thought, *ASKED]):
+        theirs = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ours = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, chat_template=template
+        )
+        assert ours == theirs
+        assert ours.endswith("<｜Assistant｜><think>\n")
+
+
+def test_an_edited_deepseek_template_is_not_replaced_by_one_with_other_prompts():
+    with pytest.raises(ConfigError, match=r"tokenizer\.chat_template"):
+        get_training_chat_template(deepseek_tokenizer(DEEPSEEK.replace("<｜User｜>", "<｜User｜>Please: ")))
 
 
 def test_phi_loses_the_final_eos():
@@ -136,6 +157,19 @@ def test_phi_loses_the_final_eos():
     assert is_chat_template_prefix_preserving(tokenizer, patched)
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "{% if m.role == 'tool' and loop.index < 4 %}the first{% endif %}",
+        "{% if m.role == 'tool' and loop.last %}the last{% endif %}",
+        "{% if loop.index > 3 %}{{ raise_exception('too long') }}{% endif %}",
+    ],
+)
+def test_the_second_round_must_be_like_the_first(extra):
+    template = HERMES.replace("<|im_end|>", extra + "<|im_end|>")
+    assert not is_chat_template_prefix_preserving(tiny_tokenizer(chat_template=template))
+
+
 def test_unknown_fault_is_an_error():
     tokenizer = tiny_tokenizer(chat_template=REWRITES)
     assert not is_chat_template_prefix_preserving(tokenizer)
@@ -143,86 +177,33 @@ def test_unknown_fault_is_an_error():
         get_training_chat_template(tokenizer)
 
 
-def call(name, **arguments):
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+def test_our_hermes_template_describes_the_tools():
+    tokenizer = byte_tokenizer(HERMES_TEMPLATE)
+    tool = {"type": "function", "function": {"name": "multiply", "description": "né", "parameters": {}}}
+
+    def render(messages, tools=None):
+        return tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, add_generation_prompt=True)
+
+    assert render(ASKED) == "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    system = {"role": "system", "content": "Be brief."}
+    assert render([system, *ASKED]) == "<|im_start|>system\nBe brief.<|im_end|>\n" + render(ASKED)
+    described = render([system, *ASKED], [tool])
+    assert described.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\n")
+    assert '\n{"type": "function", "function": {"name": "multiply", "description": "né"' in described
+    assert described.endswith("</tool_call><|im_end|>\n" + render(ASKED))
 
 
-MULTIPLY = '<tool_call>\n{"name": "multiply", "arguments": {"a": 2, "b": "x"}}\n</tool_call>'
-XML_MULTIPLY = (
-    "<tool_call>\n<function=multiply>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\nx\ny\n</parameter>\n"
-    "</function>\n</tool_call>"
-)
-LLAMA_MULTIPLY = '{"name": "multiply", "parameters": {"a": 2, "b": {"c": "}"}}}'
-
-
-@pytest.mark.parametrize(
-    ("template", "prefix", "response", "message"),
-    [
-        (HERMES, "", "Hello<|im_end|>", {"content": "Hello"}),
-        (HERMES, "", "Hello", {"content": "Hello"}),
-        (HERMES, "", "Hello<|im_end|>\n<eos>junk", {"content": "Hello"}),
-        (HERMES, "", MULTIPLY + "<|im_end|>", {"tool_calls": [call("multiply", a=2, b="x")]}),
-        (
-            HERMES,
-            "",
-            f"First.\n{MULTIPLY}\n{MULTIPLY}\nThen.<|im_end|>\n",
-            {"content": "First.\nThen.", "tool_calls": [call("multiply", a=2, b="x")] * 2},
-        ),
-        (
-            QWEN3,
-            "",
-            f"<think>\nHm.\n</think>\n\n{MULTIPLY}<|im_end|>",
-            {"reasoning_content": "Hm.", "tool_calls": [call("multiply", a=2, b="x")]},
-        ),
-        (QWEN3, "", "<think>\nHm", {"reasoning_content": "Hm"}),
-        (XML, "<think>\n", "Hm.\n</think>\n\nYes.<|im_end|>", {"reasoning_content": "Hm.", "content": "Yes."}),
-        (XML, "<think>\n\n</think>\n\n", XML_MULTIPLY, {"tool_calls": [call("multiply", a="2", b="x\ny")]}),
-        (LLAMA, "", "Hello {} there<|eot_id|>", {"content": "Hello {} there"}),
-        (LLAMA, "", LLAMA_MULTIPLY + "<|eot_id|>", {"tool_calls": [call("multiply", a=2, b={"c": "}"})]}),
-        (LLAMA, "", LLAMA_MULTIPLY, {"tool_calls": [call("multiply", a=2, b={"c": "}"})]}),
-        (
-            LLAMA,
-            "",
-            f"<|python_tag|>{LLAMA_MULTIPLY}<|eom_id|>",
-            {"tool_calls": [call("multiply", a=2, b={"c": "}"})]},
-        ),
-    ],
-)
-def test_responses_are_parsed(template, prefix, response, message):
-    tokenizer = tiny_tokenizer(chat_template=template)
-    assert add_response_schema(tokenizer) is tokenizer
-    prompt = tokenizer.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True)
-    prompt = prompt.partition("<think>")[0] + prefix
-    assert tokenizer.parse_response(response, prefix=prompt) == {"role": "assistant", **message}
-
-
-def test_tags_are_cast_by_the_tool_schema():
-    tokenizer = add_response_schema(tiny_tokenizer(chat_template=XML))
-    tool = {"name": "multiply", "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}}
-    message = tokenizer.parse_response(XML_MULTIPLY, prefix="", tools=[{"type": "function", "function": tool}])
-    assert message["tool_calls"] == [call("multiply", a=2, b="x\ny")]
-
-
-@pytest.mark.parametrize("template", [HERMES, LLAMA])
-def test_a_broken_call_is_a_value_error(template):
-    tokenizer = add_response_schema(tiny_tokenizer(chat_template=template))
-    broken = (MULTIPLY if template is HERMES else LLAMA_MULTIPLY)[:-20]
-    with pytest.raises(ValueError, match="JSON"):
-        tokenizer.parse_response(broken, prefix="")
-
-
-@pytest.mark.parametrize("template", [NO_TOOLS, PHI, USER_ONLY, None])
-def test_unknown_tool_style_is_an_error(template):
-    tokenizer = tiny_tokenizer(chat_template=template)
-    with pytest.raises(ConfigError, match="response_template"):
-        add_response_schema(tokenizer)
-    assert tokenizer.response_template is None
-
-
-def test_own_response_template_is_kept():
-    tokenizer = tiny_tokenizer(chat_template=HERMES)
-    tokenizer.response_template = {"mine": True}
-    assert add_response_schema(tokenizer).response_template == {"mine": True}
+def test_our_deepseek_template_describes_the_tools():
+    tokenizer = deepseek_tokenizer()
+    tool = {"type": "function", "function": {"name": "multiply", "description": "né", "parameters": {}}}
+    text = tokenizer.apply_chat_template(
+        ASKED, tokenize=False, tools=[tool], chat_template=get_training_chat_template(tokenizer)
+    )
+    assert text.startswith("<｜begin▁of▁sentence｜># Tools\n\n")
+    assert (
+        ':\n{"type": "function", "function": {"name": "multiply", "description": "né", "parameters": {}}}\n\n' in text
+    )
+    assert text.endswith("\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜User｜>What?")
 
 
 @pytest.mark.parametrize(("multiple", "size"), [(64, 128), (None, 104), (8, 104), (5, 105)])

@@ -1,0 +1,75 @@
+"""Questions that are put to a chat template by rendering small conversations with it.
+
+Nothing here compares a template with a stored text: a template is recognised by what it renders, so an edited copy of
+a known template is as good as the original.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from gruppo.data.chat import Message, ProcessingClass, prepare_multimodal_messages
+
+# Plain words, so that no template escapes, trims or translates them.
+TOOL, ARGUMENT, VALUE, RESULT = "probetool", "probeargument", "probevalue", "proberesult"
+QUESTION, ANSWER = "probequestion", "probeanswer"
+
+ASKED: list[Message] = [{"role": "user", "content": QUESTION}]
+ANSWERED: list[Message] = [*ASKED, {"role": "assistant", "content": ANSWER}]
+RETURNED: Message = {"role": "tool", "name": TOOL, "content": RESULT}
+
+
+def inner_tokenizer(processing_class: ProcessingClass) -> Any:
+    """The tokenizer of a processor; a tokenizer is its own (some have an attribute `tokenizer` of another kind)."""
+    from transformers import PreTrainedTokenizerBase
+
+    return processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else processing_class.tokenizer
+
+
+def render(processing_class: ProcessingClass, messages: list[Message], **options: Any) -> str:
+    """The conversation as text."""
+    if inner_tokenizer(processing_class) is not processing_class:  # a processor: its templates expect blocks
+        messages = prepare_multimodal_messages(messages)
+    return str(processing_class.apply_chat_template(messages, **{**options, "tokenize": False}))
+
+
+def rendering_errors() -> tuple[type[Exception], ...]:
+    """What a template that does not know a role or a field may raise, in Jinja or in the Python it runs on."""
+    from jinja2 import TemplateError
+
+    return (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+
+
+class CallForm(NamedTuple):
+    """How a template wants the message that calls tools to be written.
+
+    Most take an empty content and the arguments as a dict. DeepSeek's take no content at all (None) and the arguments
+    as JSON text.
+    """
+
+    content: str | None
+    arguments_as_text: bool
+
+    def message(self, names: Sequence[str] = (TOOL,)) -> Message:
+        """An assistant message with one call per name, each with the argument `probeargument`."""
+        arguments: Any = {ARGUMENT: VALUE}
+        if self.arguments_as_text:
+            arguments = json.dumps(arguments)
+        calls = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name in names]
+        return {"role": "assistant", "content": self.content, "tool_calls": calls}
+
+
+_CALL_FORMS = (CallForm("", False), CallForm(None, False), CallForm(None, True), CallForm("", True))
+
+
+def call_form(processing_class: ProcessingClass, **options: Any) -> CallForm | None:
+    """The first form in which the template shows a whole tool exchange: the call's name, argument and value, and the
+    result; None if there is none."""
+    for form in _CALL_FORMS:
+        try:
+            text = render(processing_class, [*ASKED, form.message(), RETURNED], add_generation_prompt=True, **options)
+        except rendering_errors():
+            continue
+        if all(word in text for word in (TOOL, ARGUMENT, VALUE, RESULT)):
+            return form
+    return None
