@@ -32,6 +32,7 @@ _HOME = {
     "get_training_chat_template": "gruppo.data.templates",
     "clone_chat_template": "gruppo.data.templates",
     "supports_tool_calling": "gruppo.data.templates",
+    "check_reward": "gruppo.rewards.check",
 }
 
 __all__ = sorted(_HOME)

@@ -5,6 +5,7 @@ Rows whose builder trains or evaluates are about what shows only then; all other
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,17 +105,33 @@ def loss(**wrong: Any) -> Build:
     return lambda folder: make_trainer(folder).compute_loss(None, {}, **wrong)
 
 
-def rewards(output: Any, trainer: type = GRPOTrainer, wrap: Callable[..., Any] = lambda function: function) -> Build:
+def rewards(
+    output: Any,
+    trainer: type = GRPOTrainer,
+    wrap: Callable[..., Any] = lambda function: function,
+    **config: Any,
+) -> Build:
     """A run whose reward function returns this, whatever it is asked."""
 
     def broken(**kwargs: Any) -> Any:
         return output
 
-    return train(trainer=trainer, reward_funcs=wrap(broken))
+    return train(trainer=trainer, reward_funcs=wrap(broken), config=config)
 
 
 def reward(value: Any) -> Build:
-    return rewards([value] * 4)
+    return rewards([value] * 4, reward_on_error="raise")
+
+
+def locked_reward() -> Callable[..., Any]:
+    """A reward that no other process can be sent."""
+    lock = threading.Lock()
+
+    def locked(**kwargs: Any) -> Any:
+        with lock:
+            return [1.0]
+
+    return locked
 
 
 def partial_rewards(output: Any) -> Build:
@@ -334,6 +351,21 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("sync-without-reference", grpo(sync_ref_model=True), "sync_ref_model=True needs .* beta > 0"),
         ("alpha-above-1", rloo(ref_model_mixup_alpha=1.5), "ref_model_mixup_alpha=1.5 must be at most 1"),
         ("sync-never", rloo(ref_model_sync_steps=0), "ref_model_sync_steps=0 must be at least 1"),
+        ("reward-timeout-0", grpo(reward_timeout=0.0), "reward_timeout=0.0 must be greater than 0"),
+        ("reward-timeout-infinite", grpo(reward_timeout=math.inf), "reward_timeout=inf must be at most 604800"),
+        ("reward-timeout-text", grpo(reward_timeout="1 s"), "reward_timeout='1 s' must be"),
+        ("sample-timeout-negative", rloo(reward_sample_timeout=-1.0), "reward_sample_timeout=-1.0 must be greater"),
+        (
+            "sample-timeout-above",
+            grpo(reward_timeout=1.0, reward_sample_timeout=2.0),
+            "reward_sample_timeout=2.0 must not be above reward_timeout=1.0",
+        ),
+        ("no-reward-workers", grpo(reward_workers=0), "reward_workers=0 must be at least 1"),
+        ("no-reward-memory", grpo(reward_memory_gb=0.0), "reward_memory_gb=0.0 must be greater than 0"),
+        ("no-concurrency", grpo(reward_concurrency=0), "reward_concurrency=0 must be at least 1"),
+        ("retries-negative", grpo(reward_retries=-1), "reward_retries=-1 must be at least 0"),
+        ("unknown-policy", rloo(reward_on_error="abstian"), "'abstian' is not one of abstain, raise.*mean `abstain`"),
+        ("failure-rate-above-1", grpo(max_reward_failure_rate=1.5), "failure_rate=1.5 must be at most 1"),
         ("clip-range-reversed", rloo(reward_clip_range=[1.0, -1.0]), "must be .low, high. with low < high"),
         ("clip-range-of-three", rloo(reward_clip_range=[0.0, 1.0, 2.0]), r"reward_clip_range=\[0.0, 1.0, 2"),
         ("clip-range-of-one", rloo(reward_clip_range=3.0), "reward_clip_range=3.0 must be a list"),
@@ -362,6 +394,16 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("no-reward", trainer(reward_funcs=None), "There is no reward: pass at least one"),
         ("empty-rewards", trainer(reward_funcs=[]), "There is no reward: pass at least one"),
         ("reward-not-callable", trainer(reward_funcs=[length_reward, 3]), "reward_funcs contains 3, which is neither"),
+        (
+            "memory-without-workers",
+            trainer(config={"reward_memory_gb": 1.0}),
+            "limits rewards in workers.*reward_timeou",
+        ),
+        (
+            "reward-not-to-be-sent",
+            trainer(reward_funcs=locked_reward(), config={"reward_timeout": 1.0}),
+            "The reward 'locked' cannot be sent to a worker process",
+        ),
         ("weights-too-many", trainer(config={"reward_weights": [1.0, 2.0]}), "has 2 entries for 1 reward functions"),
         (
             "tokenizers-too-many",
@@ -378,6 +420,8 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
             judged(tiny_tokenizer(pad_token=None, eos_token=None)),
             "set its `pad_token`",
         ),
+        ("tools", trainer(tools=[len]), "the tool `len` cannot be shown to the model: Argument obj is missing a type"),
+        ("environments", trainer(environment_factory=dict), "made a dict, which has no method `reset`"),
         ("no-dataset", data(None), "train_dataset is missing: pass a datasets.Dataset"),
         ("iterable-without-end", data(stream(), max_steps=-1), "has no length: set max_steps"),
         (
@@ -415,8 +459,6 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ),
         ("vllm-twice", rloo(rollout_backend="vllm", use_vllm=True), "use_vllm=True: generation with vLLM is not"),
         ("quantised-argument", trainer(quantization_config={"bits": 4}), "`quantization_config` is not available"),
-        ("tools", trainer(tools=[len]), "`tools` is not available yet; leave it out"),
-        ("environments", trainer(environment_factory=dict), "`environment_factory` is not available"),
         ("hook-generate", trainer(trainer=OverridesGenerate), "OverridesGenerate overrides `_generate`.*rollout_func"),
         ("hook-tool-loop", trainer(trainer=OverridesToolLoop), "overrides `_tool_call_loop`"),
         ("quantised-loading", loading(quantization_config={}), r"model_init_kwargs\['quantization_config'\]"),

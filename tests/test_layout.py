@@ -14,14 +14,17 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "plan": set(),
     "kernels": set(),
+    "sandbox": {"errors"},
+    "grading": {"types", "errors"},
     "algo": {"types", "errors"},
     "config": {"types", "errors", "algo.recipes"},
     "data": {"types", "errors"},
     "policy": {"types", "errors", "plan", "kernels", "algo", "config", "data"},
     "engine": {"types", "errors", "plan", "kernels", "config.validate", "policy"},
     "rollout": {"types", "errors", "plan", "algo", "config", "data", "policy", "engine"},
-    "rewards": {"types", "errors"},
-    "trainer": {"types", "errors", "plan", "algo", "config", "data", "policy", "rollout", "rewards"},
+    "rewards": {"types", "errors", "grading"},
+    "tools": {"types", "errors", "sandbox", "data"},
+    "trainer": {"types", "errors", "plan", "algo", "config", "data", "policy", "rollout", "rewards", "tools"},
 }
 ON_TOP = {"cli", "demo", "__init__", "__main__"}  # these see everything
 
@@ -29,7 +32,7 @@ ON_TOP = {"cli", "demo", "__init__", "__main__"}  # these see everything
 ALLOWED_FOR_TYPES = {"data": {"config"}}
 
 # The trainer itself is a chain; each link knows those before it.
-CHAIN = ("reporting", "feeding", "scoring", "collecting", "updating", "core", "grpo", "rloo")
+CHAIN = ("reporting", "feeding", "scoring", "rewarding", "sampling", "collecting", "updating", "core", "grpo", "rloo")
 
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "urllib", "urllib3", "websockets"}
 TELEMETRY = {"analytics", "opentelemetry", "posthog", "segment", "sentry_sdk"}

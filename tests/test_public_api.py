@@ -36,6 +36,7 @@ SCRIPT_NAMES = [
     "get_training_chat_template",
     "clone_chat_template",
     "supports_tool_calling",
+    "check_reward",
 ]
 UTILITY_NAMES = [
     "RepeatSampler",
@@ -58,6 +59,12 @@ REWARD_NAMES = [
     "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
+    "math_answer_reward",
+    "get_math_answer_reward",
+    "get_tag_format_reward",
+    "get_regex_reward",
+    "get_length_reward",
+    "check_reward",
 ]
 
 MODULES = {"gruppo": SCRIPT_NAMES, "gruppo.trainer.utils": UTILITY_NAMES, "gruppo.rewards": REWARD_NAMES}
@@ -103,7 +110,8 @@ def test_constructors_take_arguments_in_the_known_order() -> None:
     grpo = list(inspect.signature(gruppo.GRPOTrainer).parameters.values())
     rloo = list(inspect.signature(gruppo.RLOOTrainer).parameters.values())
     assert [p.name for p in grpo] == [*shared, "tools", "rollout_func", "environment_factory"]
-    assert [p.name for p in rloo] == shared
+    assert [p.name for p in rloo] == [*shared, "tools", "environment_factory"]
+    assert [p.name for p in rloo if p.kind is p.KEYWORD_ONLY] == ["tools", "environment_factory"]
     assert [p.name for p in grpo if p.default is p.empty] == ["model"]
     assert [p.name for p in rloo if p.default is p.empty] == ["model", "reward_funcs"]
 

@@ -13,7 +13,9 @@ from gruppo.config.fields import option
 from gruppo.config.loading import LoadingConfig
 from gruppo.config.logging import CompletionLoggingConfig
 from gruppo.config.objective import ObjectiveConfig, ReferenceConfig
+from gruppo.config.rewards import RewardConfig
 from gruppo.config.sampling import SamplingConfig
+from gruppo.config.tools import ToolConfig
 from gruppo.config.types import check_json, check_types
 from gruppo.config.update import UpdateConfig
 from gruppo.config.vllm import VLLMConfig
@@ -24,10 +26,12 @@ from gruppo.errors import ConfigError
 class PolicyConfig(
     LoadingConfig,
     SamplingConfig,
+    ToolConfig,
     BatchingConfig,
     ObjectiveConfig,
     ReferenceConfig,
     UpdateConfig,
+    RewardConfig,
     CompletionLoggingConfig,
     VLLMConfig,
     DeprecatedConfig,
@@ -110,9 +114,11 @@ class PolicyConfig(
     def _validate(self) -> None:
         validate.check_inherited(self)
         validate.check_sampling(self)
+        validate.check_tools(self)
         validate.check_batches(self)
         validate.check_objective(self)
         validate.check_update(self)
+        validate.check_rewards(self)
 
     @property
     def parity_interval(self) -> int | None:

@@ -7,7 +7,6 @@ from gruppo.config.base import PolicyConfig
 from gruppo.config.loading import HeadConfig
 from gruppo.config.logging import HubLoggingConfig
 from gruppo.config.objective import EntropyConfig, GRPOObjectiveConfig
-from gruppo.config.sampling import ToolConfig
 from gruppo.config.vllm import VLLMCorrectionConfig
 
 
@@ -16,7 +15,6 @@ from gruppo.config.vllm import VLLMCorrectionConfig
 class GRPOConfig(
     GRPOObjectiveConfig,
     EntropyConfig,
-    ToolConfig,
     HeadConfig,
     VLLMCorrectionConfig,
     HubLoggingConfig,

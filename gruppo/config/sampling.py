@@ -39,10 +39,3 @@ class SamplingConfig:
     )
     use_transformers_paged: bool = option(False, "Deprecated name of use_transformers_continuous_batching.")
     ds3_gather_for_generation: bool = option(True, "DeepSpeed ZeRO-3: gather all weights before generating.")
-
-
-@dataclass
-class ToolConfig:
-    """Multi-turn rollouts with tools (GRPO)."""
-
-    max_tool_calling_iterations: int | None = option(None, "Most rounds of tool calls; None is unlimited.")

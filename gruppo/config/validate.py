@@ -32,7 +32,6 @@ NOT_YET = {
     "vllm_importance_sampling_clip_max": "generation with vLLM",
     "vllm_importance_sampling_clip_min": "generation with vLLM",
     "ds3_gather_for_generation": "DeepSpeed ZeRO-3",
-    "max_tool_calling_iterations": "tools",
     "cast_lm_head_to_fp32": "a float32 head",
     "log_multimodal": "vision-language models",
 }
@@ -52,6 +51,8 @@ NOT_IN_GENERATION_KWARGS = {
 }
 
 ROLLOUT_BACKENDS = ("auto", "builtin", "transformers", "vllm")
+
+LONGEST_WAIT = 7 * 24 * 3600  # seconds; whoever wants to wait longer wants None
 
 # Inherited fields from which the sizes of generation and evaluation batches are made.
 BATCH_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size")
@@ -283,6 +284,27 @@ def check_update(config: Any) -> None:
     if config.max_tokens_per_micro_batch is not None and not config.packed_update:
         budget = config.max_tokens_per_micro_batch
         raise ConfigError(f"max_tokens_per_micro_batch={budget} needs packed rows: set packed_update=True.")
+
+
+def check_tools(config: Any) -> None:
+    in_range(config, "max_tool_calling_iterations", 0)
+    in_range(config, "tool_timeout", above=0, high=LONGEST_WAIT)
+    in_range(config, "max_parallel_tools", 1)
+
+
+def check_rewards(config: Any) -> None:
+    for name in ("reward_timeout", "reward_sample_timeout"):
+        in_range(config, name, above=0, high=LONGEST_WAIT)
+    in_range(config, "reward_workers", 1)
+    in_range(config, "reward_memory_gb", above=0)
+    in_range(config, "reward_concurrency", 1)
+    in_range(config, "reward_retries", 0)
+    one_of(config, "reward_on_error", ("abstain", "raise"))
+    if config.max_reward_failure_rate is not None:
+        in_range(config, "max_reward_failure_rate", 0, 1)
+    whole, sample = config.reward_timeout, config.reward_sample_timeout
+    if whole is not None and sample is not None and sample > whole:
+        raise ConfigError(f"reward_sample_timeout={sample} must not be above reward_timeout={whole}.")
 
 
 def check_grpo(config: Any) -> None:

@@ -1,1 +1,4 @@
-"""The trainer, from bottom to top: reporting ← feeding ← collecting ← updating ← core ← grpo, rloo."""
+"""The trainer, from bottom to top.
+
+reporting ← feeding ← scoring ← rewarding ← sampling ← collecting ← updating ← core ← grpo, rloo
+"""

@@ -33,11 +33,11 @@ from gruppo.policy import adapters, loading
 from gruppo.policy.modes import autocast_dtype
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.support import why_not_packed
-from gruppo.rewards.runner import RewardRunner, function_name, is_reward_model, resolve_rewards, unique_names
+from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import generation_config
 from gruppo.rollout.select import choose_backend
-from gruppo.trainer import setup
+from gruppo.trainer import setup, tooling
 from gruppo.trainer.completions import CompletionLog, start_hub_uploads
 from gruppo.trainer.entropy import EntropyControl
 from gruppo.trainer.ledger import make_ledger
@@ -79,6 +79,8 @@ class PolicyTrainer(KnownNames, Updating):
         optimizers: Any,
         peft_config: Any,
         rollout_func: Any = None,
+        tools: Any = None,
+        environment_factory: Any = None,
     ):
         setup.reject_unused_hooks(self)
         if args is None:
@@ -86,23 +88,27 @@ class PolicyTrainer(KnownNames, Updating):
             args = self.config_class(f"{name.rstrip('/').split('/')[-1] or 'model'}-{self.algorithm.upper()}")
         setup.check_config(args, self.config_class)
         setup.warn_combinations(args)
+        self.toolset = tooling.make_toolset(tools, environment_factory, args)
+        self.tools = [] if self.toolset is None else self.toolset.functions
         set_seed(args.seed)  # before the model is made: adapters are initialised at random
         policy = loading.load_policy(model, args, args.distributed_state and args.distributed_state.distributed_type)
         tokenizer = loading.load_tokenizer(processing_class, policy, args)
-        policy = self._make_policy(policy, tokenizer, peft_config, args)
+        self.eos_token_ids = loading.stop_token_ids(policy, tokenizer)
+        policy = setup.prepare_policy(policy, tokenizer, peft_config, args)
         rewards = resolve_rewards(
-            reward_funcs, reward_processing_classes, args.reward_weights, trust_remote_code=args.trust_remote_code
+            *tooling.with_environment_rewards(
+                self.toolset, reward_funcs, reward_processing_classes, args.reward_weights
+            ),
+            trust_remote_code=args.trust_remote_code,
         )
-        self.prompt_encoder = PromptEncoder(
-            tokenizer,
-            max_prompt_length=args.max_prompt_length,
-            context_length=loading.context_length(policy),
-            room=args.max_completion_length if loading.has_learned_positions(policy) else 1,
-            chat_template_kwargs=args.chat_template_kwargs,
-        )
+        self.prompt_encoder = self._make_prompt_encoder(policy, tokenizer, args)
         if rollout_func is not None and args.max_prompt_length is not None:
             raise ConfigError("max_prompt_length has no effect with rollout_func, which renders the prompts itself.")
         encoder = self.prompt_encoder if rollout_func is None else None
+        if train_dataset is None:
+            train_dataset = tooling.rows_of_environment(self.toolset, args)
+        for dataset in (train_dataset, eval_dataset):
+            tooling.check_rows(self.toolset, dataset)
         setup.check_train_dataset(train_dataset, args, encoder)
         setup.check_eval_dataset(eval_dataset, args, encoder)
         super().__init__(
@@ -121,28 +127,16 @@ class PolicyTrainer(KnownNames, Updating):
 
     # ---- construction
 
-    def _make_policy(self, policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> Any:
-        """Adapters, pad token, dropout: everything done to the module before Trainer sees it."""
-        loading.align_pad_token(policy, tokenizer)
-        loading.check_vocabulary(policy, tokenizer)
-        loading.reject_router_loss(policy, args.router_aux_loss_coef)
-        self.eos_token_ids = loading.stop_token_ids(policy, tokenizer)
-        if peft_config is not None:
-            policy = adapters.add_adapter(policy, peft_config)
-        elif adapters.is_peft_model(policy) and args.beta != 0:
-            adapters.add_reference_adapter(policy)
-        if adapters.is_peft_model(policy):
-            if args.sync_ref_model:
-                raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
-            if args.gradient_checkpointing:
-                policy.enable_input_require_grads()
-        if args.disable_dropout:
-            loading.disable_dropout_in_model(policy)
-        state = args.distributed_state
-        if args.gradient_checkpointing is None and state and state.distributed_type not in setup.REPLICATED:
-            # No plan knows what such a process holds: recompute, as before plans.
-            policy.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
-        return policy
+    def _make_prompt_encoder(self, policy: Any, tokenizer: Any, args: Any) -> PromptEncoder:
+        return PromptEncoder(
+            tokenizer,
+            max_prompt_length=args.max_prompt_length,
+            context_length=loading.context_length(policy),
+            room=args.max_completion_length if loading.has_learned_positions(policy) else 1,
+            chat_template_kwargs=args.chat_template_kwargs,
+            chat_template=tooling.template_for(self.toolset, tokenizer),
+            tools=None if self.toolset is None else self.toolset.schemas,
+        )
 
     def _make_run_state(self, rewards: tuple[list[Any], list[Any], Tensor], rollout_func: Any) -> None:
         """Everything that needs the accelerator, which exists once Trainer is initialised."""
@@ -178,24 +172,6 @@ class PolicyTrainer(KnownNames, Updating):
             )
         set_seed(args.seed, device_specific=True)  # processes sample different completions
 
-    def _make_rewards(self, rewards: tuple[list[Any], list[Any], Tensor]) -> None:
-        args = self.args
-        functions, self.reward_processing_classes, weights = rewards
-        self.reward_func_names = unique_names([function_name(f) for f in functions])
-        self.reward_weights = weights.to(self.accelerator.device)
-        self.reward_runner = RewardRunner(
-            [
-                self.accelerator.prepare_model(f.eval(), evaluation_mode=True) if is_reward_model(f) else f
-                for f in functions
-            ],
-            self.reward_func_names,
-            self.reward_processing_classes,
-            device=self.accelerator.device,
-            batch_size=args.per_device_train_batch_size,
-            chat_template_kwargs=args.chat_template_kwargs,
-            timer=self.timer,
-        )
-
     def _make_sampler(self, rollout_func: Any) -> None:
         args = self.args
         if rollout_func is None:
@@ -215,9 +191,10 @@ class PolicyTrainer(KnownNames, Updating):
             stop_ids=self.eos_token_ids,
             tokenizer=self.processing_class,
             mixed_precision=self.accelerator.mixed_precision,  # a launcher may have set it, not the config
-            needed=rollout_func is None,
+            needed=rollout_func is None or self.toolset is not None,
             entropies=args.skip_zero_advantage,  # of rows that the update leaves out
         )
+        self.tool_loop = self._make_tool_loop()
 
     def _make_reference(self) -> nn.Module | None:
         """A frozen copy of the policy as it is now; none without KL, and none with adapters (see policy/adapters)."""
@@ -279,13 +256,18 @@ class PolicyTrainer(KnownNames, Updating):
         self.ledger.forget()
         self._parity_checked_at = None
         self._epoch_iterator = None
+        self.reward_breaker.reset()
         self._random_state_due = kwargs.get("resume_from_checkpoint")
         if self._random_state_due is not None:
             self._earlier_runs = 0  # it is the first run that goes on
         try:
-            return super()._inner_training_loop(*args, **kwargs)
+            output = super()._inner_training_loop(*args, **kwargs)
         finally:
             self._earlier_runs += 1
+            if self.toolset is not None:
+                self.toolset.close()
+        self._raise_if_rewards_failed()
+        return output
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random state once: Trainer does it only after the first rollouts of a resumed epoch."""

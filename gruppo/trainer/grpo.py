@@ -49,11 +49,7 @@ class GRPOTrainer(PolicyTrainer):
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Any = None,
     ):
-        setup.reject_unavailable(
-            quantization_config=quantization_config, tools=tools, environment_factory=environment_factory
-        )
-        self.tools: list[Any] = []
-        self.environments = None
+        setup.reject_unavailable(quantization_config=quantization_config)
         super().__init__(
             model,
             reward_funcs,
@@ -66,6 +62,8 @@ class GRPOTrainer(PolicyTrainer):
             optimizers,
             peft_config,
             rollout_func,
+            tools,
+            environment_factory,
         )
 
     def make_recipe(self) -> Recipe:

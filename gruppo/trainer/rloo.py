@@ -1,5 +1,6 @@
 """RLOOTrainer."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ class RLOOTrainer(PolicyTrainer):
 
     algorithm = "rloo"
     config_class = RLOOConfig
+    judges_steps = False
 
     def __init__(
         self,
@@ -34,6 +36,9 @@ class RLOOTrainer(PolicyTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        *,
+        tools: list[Callable[..., Any]] | None = None,
+        environment_factory: Any = None,
     ):
         setup.reject_unavailable(quantization_config=quantization_config)
         super().__init__(
@@ -47,6 +52,8 @@ class RLOOTrainer(PolicyTrainer):
             callbacks,
             optimizers,
             peft_config,
+            tools=tools,
+            environment_factory=environment_factory,
         )
 
     def make_recipe(self) -> Recipe:

@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset
 
 from gruppo.data.prompts import PromptEncoder, check_prompts, read_every_prompt, sample_rows
 from gruppo.errors import ConfigError, DataError
+from gruppo.policy import adapters, loading
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,29 @@ def against_packing(trainer: Any) -> list[str]:
     if args.pad_to_multiple_of is not None:
         reasons.append(f"pad_to_multiple_of={args.pad_to_multiple_of} asks for padding")
     return reasons
+
+
+def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> Any:
+    """Adapters, pad token, dropout: everything done to the module before Trainer sees it."""
+    loading.align_pad_token(policy, tokenizer)
+    loading.check_vocabulary(policy, tokenizer)
+    loading.reject_router_loss(policy, args.router_aux_loss_coef)
+    if peft_config is not None:
+        policy = adapters.add_adapter(policy, peft_config)
+    elif adapters.is_peft_model(policy) and args.beta != 0:
+        adapters.add_reference_adapter(policy)
+    if adapters.is_peft_model(policy):
+        if args.sync_ref_model:
+            raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
+        if args.gradient_checkpointing:
+            policy.enable_input_require_grads()
+    if args.disable_dropout:
+        loading.disable_dropout_in_model(policy)
+    state = args.distributed_state
+    if args.gradient_checkpointing is None and state and state.distributed_type not in REPLICATED:
+        # No plan knows what such a process holds: recompute, as before plans.
+        policy.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
+    return policy
 
 
 def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) -> None:

@@ -640,15 +640,25 @@ def test_runs_and_put() -> None:
 
 def test_a_round_takes_the_place_of_rows_and_adds_to_counts() -> None:
     """The second of two processes: rows 3, 4, 5 of three groups of two, of which groups 0 and 2 are replaced."""
-    generation = Scored(["d", "e", "f"], torch.arange(6.0)[:, None], torch.ones(6, 4), {"c": [3, 4, 5]}, {"m": [1.0]})  # type: ignore[list-item]
+    generation = Scored(
+        ["d", "e", "f"],
+        torch.arange(6.0)[:, None],
+        torch.ones(6, 4),
+        {"c": [3, 4, 5]},
+        {"m": [1.0]},
+        torch.zeros(6, 1),
+    )  # type: ignore[list-item]
     rewards_MR = torch.tensor([[10.0], [11.0], [12.0], [13.0]])
-    by = Scored(["x", "y"], rewards_MR, torch.zeros(4, 4), {"c": [8, 9]}, {"m": [2.0], "n": [3.0]})  # type: ignore[list-item]
+    by = Scored(["x", "y"], rewards_MR, torch.zeros(4, 4), {"c": [8, 9]}, {"m": [2.0], "n": [3.0]}, torch.ones(4, 1))  # type: ignore[list-item]
+    by.steps = [[[(0, 1.0)]], [None]]
     generation.replace([0, 2], [1, 2], by, 2)
     assert generation.rollouts == ["d", "x", "y"]
     assert generation.rewards_NR[:, 0].tolist() == [10.0, 11.0, 2.0, 3.0, 12.0, 13.0]
     assert generation.lengths_NC.shape == (10, 4)
     assert generation.columns == {"c": [3, 8, 9]}
     assert generation.metrics == {"m": [1.0, 2.0], "n": [3.0]}
+    assert generation.kinds_NR[:, 0].tolist() == [0.0] * 6 + [1.0] * 4
+    assert generation.steps == [[None], [[(0, 1.0)]], [None]]
     assert generation.replaced[0][:, 0].tolist() == [0.0, 1.0, 4.0, 5.0]
 
 

@@ -1,5 +1,6 @@
 """Every metric, against a value worked out from the completions by other means."""
 
+import asyncio
 import math
 import re
 import time
@@ -14,6 +15,7 @@ from datasets import Dataset
 from gruppo import GRPOTrainer
 from gruppo.trainer import ledger
 from tests.helpers import length_reward, prompts, tiny_model
+from tests.tools.scripted import random_caller
 from tests.trainer.runs import (
     RecordedGRPO,
     RecordedRLOO,
@@ -530,7 +532,39 @@ def logged_keys(folder: Path) -> set[str]:
         return {**stored(TEXTS)(prompt_list, trainer), "logprobs": [truth[text][0] for _, text in ROWS]}
 
     trainer = stored_run(folder, GRPOTrainer, rollout_func=with_logps, num_iterations=2)
-    return keys.union(*trainer.state.log_history)
+    keys.update(*trainer.state.log_history)
+    game = random_caller(
+        folder, "move", {"to": "a"}, arguments={"environment_factory": Game}, max_tool_calling_iterations=1
+    )
+    game.train()
+    keys.update(*game.state.log_history)
+    bounds = {"reward_timeout": 2.0, "reward_sample_timeout": 0.2, "reward_retries": 0}
+    return keys.union(*stored_run(folder, GRPOTrainer, rewards=troubled, **bounds).state.log_history)
+
+
+class Game:
+    """An environment with a tool."""
+
+    def reset(self, **row: Any) -> None:
+        pass
+
+    def move(self, to: str) -> str:
+        """Move.
+
+        Args:
+            to: where
+        """
+        return to
+
+
+async def troubled(completions: Sequence[str], **kwargs: Any) -> list[float | None]:
+    """A reward with every kind of trouble there is."""
+    (text,) = completions
+    if text == "abcd":
+        raise ValueError(text)
+    if text == "x":
+        await asyncio.sleep(60)
+    return [None if text == "ab" else 1.0]
 
 
 def test_every_logged_key_is_documented_and_every_documented_key_is_logged(

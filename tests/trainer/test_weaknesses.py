@@ -28,6 +28,7 @@ from transformers import (
 from gruppo import GRPOConfig, GRPOTrainer
 from gruppo.errors import ConfigError, DataError
 from gruppo.rewards import models as reward_models
+from gruppo.rewards import runner as reward_runner
 from tests.helpers import base_args, length_reward, prompts, timeless, tiny_model, tiny_tokenizer
 from tests.trainer.runs import RecordedGRPO, RecordedRLOO, logs, make, run, slow_scores, stored, token_ids
 from tests.trainer.scripted import make_trainer, update_of
@@ -121,14 +122,17 @@ def tiny_reward_model() -> LlamaForSequenceClassification:
     return LlamaForSequenceClassification(config)
 
 
-def test_7_a_reward_model_scores_a_batch_in_pieces(tmp_path: Path) -> None:
+def test_7_a_reward_model_scores_a_batch_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     judge = tiny_reward_model()
     judge.register_forward_pre_hook(
         lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
     )
+    monkeypatch.setattr(reward_runner, "token_budget", lambda device: 48)
     run(tmp_path, rewards=judge, reward_processing_classes=tiny_tokenizer(), steps_per_generation=4, max_steps=1)
-    assert sizes == [4, 4, 4, 4]
+    assert sum(sizes) == 16
+    assert len(sizes) >= 3, "a text has at most 3 + 8 tokens"
+    assert max(sizes) < 16
 
 
 def test_11_each_row_is_read_once_per_generation(tmp_path: Path) -> None:

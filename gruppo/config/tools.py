@@ -1,0 +1,24 @@
+"""Rollouts of several turns, with tools and environments."""
+
+from dataclasses import dataclass
+
+from gruppo.config.fields import option
+
+
+@dataclass
+class ToolConfig:
+    """How often and for how long tools may be called."""
+
+    max_tool_calling_iterations: int | None = option(
+        None, "Most rounds of tool calls in a completion; 0 makes none, None is unlimited."
+    )
+    tool_timeout: float | None = option(
+        None,
+        "Seconds that one call of a tool, or an environment's reset, may take before it counts as failed; None waits. "
+        "The thread of a plain function cannot be killed: it goes on unheard.",
+    )
+    max_parallel_tools: int = option(
+        32,
+        "Completions whose tools run at the same time, on as many threads. With 1 and no tool_timeout, plain "
+        "functions run one after another in the main thread.",
+    )

@@ -1,0 +1,265 @@
+"""Environments: objects with a state, whose methods are tools; one for each sample."""
+
+import copy
+import inspect
+import logging
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from gruppo.errors import ConfigError, DataError, RolloutError
+from gruppo.tools.calls import Call, printable, reason, text_of_blocks
+from gruppo.tools.executor import ToolExecutor, attempt
+from gruppo.tools.functions import Tool, make_tool
+from gruppo.types import Message
+
+logger = logging.getLogger(__name__)
+
+COLUMN = "environment"  # names the environment of a row where there are several
+OWN_METHODS = ("reset", "get_reward", "close")  # called by the trainer, not by the model
+
+Pool = list[Any]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A factory, and what its first instance showed."""
+
+    name: str | None
+    factory: Callable[[], Any]
+    cls: type
+    tools: tuple[Tool, ...]
+
+
+class Environments:
+    """The environments of a run: a pool for each kind and mode, which grows on demand and is used again.
+
+    Example:
+        class Counter:
+            def reset(self, **row): self.count = 0
+            def increment(self, by: int) -> int:
+                '''Count on.
+
+                Args:
+                    by: how far
+                '''
+                self.count += by
+                return self.count
+            def get_reward(self) -> float: return float(self.count == 3)
+
+        GRPOTrainer(..., environment_factory=Counter)
+    """
+
+    def __init__(self, factory: Any, executor: ToolExecutor):
+        self.several = isinstance(factory, Mapping)
+        if self.several and not factory:
+            raise ConfigError("environment_factory is an empty dict; give it a factory for each environment.")
+        self.executor = executor
+        self.pools: dict[tuple[str, str | None], Pool] = {}
+        self.kinds: dict[str | None, Kind] = {}
+        for name, make in (factory if self.several else {None: factory}).items():
+            first, self.kinds[name] = probe(make, name)
+            self.pools["train", name] = [first]
+        self.unstarted: set[int] = set()  # instances whose latest `reset` failed
+        self._spoiled: set[int] = set()  # instances that are not used again
+        self._said: set[str] = set()
+        weakref.finalize(self, close_all, self.pools, executor)
+
+    def name_of(self, row: Mapping[str, Any]) -> str | None:
+        """Which environment a row wants."""
+        if not self.several:
+            return None
+        if row.get(COLUMN) not in self.kinds:
+            raise DataError(
+                f"A row wants the environment {row.get(COLUMN)!r}; environment_factory has "
+                f"{', '.join(map(repr, self.kinds))}. Name one of them in the column `{COLUMN}`."
+            )
+        name: str = row[COLUMN]
+        return name
+
+    def take(self, rows: Sequence[Mapping[str, Any]], mode: str) -> list[Any]:
+        """An instance for each row; those of the rows before are free again."""
+        self._discard_spoiled()
+        used: dict[str | None, int] = {}
+        taken = []
+        for name in map(self.name_of, rows):
+            pool, place = self.pools.setdefault((mode, name), []), used.get(name, 0)
+            if place == len(pool):
+                pool.append(self._make(name))
+            taken.append(pool[place])
+            used[name] = place + 1
+        return taken
+
+    def _make(self, name: str | None) -> Any:
+        try:
+            return self.kinds[name].factory()
+        except Exception as error:
+            raise RolloutError(f"{_which(name)} could not make another environment: {reason(error)}") from error
+
+    def reset(self, instances: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The observation of each instance, None where there is none.
+
+        An instance that fails is not used again, and its sample is not scored; the run goes on.
+        """
+        hidden = (COLUMN,) if self.several else ()
+        calls = [
+            # Copies: the rows belong to the dataset, and those of a group are one object.
+            Call(
+                "reset", env.reset, _without(copy.deepcopy(dict(row)), hidden), inspect.iscoroutinefunction(env.reset)
+            )
+            for env, row in zip(instances, rows, strict=True)
+        ]
+        outcomes = [outcome for (outcome,) in self.executor.run([[call] for call in calls], read=observation)]
+        for env, outcome in zip(instances, outcomes, strict=True):
+            if outcome.error is not None:
+                self.unstarted.add(id(env))
+                self._note_failure(env, "reset", outcome.error)
+        return [outcome.value for outcome in outcomes]
+
+    def spoil(self, instance: Any) -> None:
+        """Do not use this instance again: a call that was given up may still be at work in it."""
+        self._spoiled.add(id(instance))
+
+    def _note_failure(self, instance: Any, method: str, error: BaseException) -> None:
+        self.spoil(instance)
+        where = f"{type(instance).__name__}.{method}"
+        if where not in self._said:
+            self._said.add(where)
+            logger.warning(
+                f"{where} failed: {reason(error)} Its completion gets no reward, and a new environment takes its "
+                "place. Further failures are counted, not shown.",
+                exc_info=error,
+            )
+
+    def _discard_spoiled(self) -> None:
+        for pool in self.pools.values():
+            lost = [env for env in pool if id(env) in self._spoiled]
+            pool[:] = [env for env in pool if id(env) not in self._spoiled]
+            close(lost, self.executor)
+        self._spoiled, self.unstarted = set(), set()
+
+    def rewards(self) -> list[Callable[..., Any]]:
+        """A reward function for each class that has `get_reward`."""
+        classes = dict.fromkeys(kind.cls for kind in self.kinds.values())
+        return [self._reward(cls) for cls in classes if callable(getattr(cls, "get_reward", None))]
+
+    def _reward(self, cls: Any) -> Callable[..., Any]:
+        def get_rewards(environments: Sequence[Any], **kwargs: Any) -> list[Any]:
+            """None for the environments of another class, NaN, which counts as a failure, for those that fail."""
+            asked = [env for env in environments if type(env) is cls and id(env) not in self.unstarted]
+            # With the tools, since what an environment keeps may be bound to their event loop.
+            outcomes = self.executor.run([[_call(env.get_reward)] for env in asked], read=_as_it_is)
+            found: dict[int, Any] = {}
+            for env, (outcome,) in zip(asked, outcomes, strict=True):
+                found[id(env)] = outcome.value
+                if outcome.error is not None:
+                    found[id(env)] = math.nan
+                    self._note_failure(env, "get_reward", outcome.error)
+            return [found.get(id(env)) for env in environments]
+
+        get_rewards.__name__ = cls.__name__
+        return get_rewards
+
+    def close(self) -> None:
+        """Close every instance; new ones are made when they are needed."""
+        close_all(self.pools, self.executor)
+
+
+def probe(factory: Any, name: str | None) -> tuple[Any, Kind]:
+    """Make one instance and look at its class."""
+    which = _which(name)
+    if not callable(factory):
+        raise ConfigError(f"{which} is {factory!r}; it must be a class or a function that makes an environment.")
+    try:
+        first = factory()
+    except Exception as error:
+        raise ConfigError(f"{which} raised when it was called without arguments: {reason(error)}") from error
+    cls = type(first)
+    if not callable(getattr(cls, "reset", None)):
+        raise ConfigError(
+            f"{which} made a {cls.__name__}, which has no method `reset`. Add `def reset(self, **row)`: it begins a "
+            "new episode, and may return what is added to the prompt."
+        )
+    parameters = inspect.signature(first.reset).parameters.values()
+    if not any(p.name == "prompt" or p.kind is p.VAR_KEYWORD for p in parameters):
+        raise ConfigError(
+            f"{cls.__name__}.reset{inspect.signature(first.reset)} gets every column of a row by name, `prompt` among "
+            "them. Add `**row` to its arguments."
+        )
+    methods = [
+        attribute
+        for attribute in dir(cls)
+        if not attribute.startswith("_")
+        and attribute not in OWN_METHODS
+        # Found on the class itself, so that properties are not run and objects that can be called are no tools.
+        and isinstance(inspect.getattr_static(cls, attribute), staticmethod | FunctionType)
+    ]
+    tools = tuple(make_tool(getattr(first, method), where=cls.__name__) for method in methods)
+    return first, Kind(name, factory, cls, tools)
+
+
+def _which(name: str | None) -> str:
+    return "environment_factory" if name is None else f"environment_factory[{name!r}]"
+
+
+def _without(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in names}
+
+
+def _call(method: Callable[..., Any], /, **arguments: Any) -> Call:
+    return Call(method.__name__, method, arguments, inspect.iscoroutinefunction(method))
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def observation(value: Any) -> str | list[Any] | None:
+    """What `reset` returned: nothing, a text, or content blocks."""
+    if value is None or isinstance(value, str):
+        return value and printable(value)
+    if isinstance(value, list):
+        text_of_blocks(value)  # raises for what cannot be shown
+        return value
+    raise TypeError(f"reset must return None, a text or a list of content blocks, not {type(value).__name__}.")
+
+
+def add_observation(prompt: Sequence[Message], seen: str | list[Any] | None) -> list[Message]:
+    """A prompt whose last message ends with what was observed; the prompt that was given is left as it is.
+
+    Example:
+        add_observation([{"role": "user", "content": "Play. "}], "The board is empty.")
+        -> [{"role": "user", "content": "Play. The board is empty."}]
+    """
+    if not seen:
+        return list(prompt)
+    content = prompt[-1].get("content") or ""
+    if isinstance(content, str):
+        content += seen if isinstance(seen, str) else text_of_blocks(seen)
+    else:
+        content = [*content, *([{"type": "text", "text": seen}] if isinstance(seen, str) else seen)]
+    return [*prompt[:-1], {**prompt[-1], "content": content}]
+
+
+def close_all(pools: dict[tuple[str, str | None], Pool], executor: ToolExecutor) -> None:
+    """Close and forget every instance."""
+    for pool in pools.values():
+        close(pool, executor)
+        pool.clear()
+
+
+def close(instances: Sequence[Any], executor: ToolExecutor) -> None:
+    """Call `close` of those that have it; one that fails does not keep the others from being closed."""
+    for instance in instances:
+        method = getattr(instance, "close", None)
+        if not callable(method):
+            continue
+        if inspect.iscoroutinefunction(method):
+            ((outcome,),) = executor.run([[_call(method)]], read=_as_it_is)
+        else:  # in this thread: at the end of a program no other can be started
+            outcome = attempt(_call(method), _as_it_is)
+        if outcome.error is not None:
+            logger.warning(f"{type(instance).__name__}.close failed: {reason(outcome.error)}")

@@ -1,0 +1,283 @@
+"""From prompts to rollouts: who samples, with which random numbers, and how often tools are asked in between."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gruppo.algo.masks import is_truncated
+from gruppo.data.prompts import PromptEncoder, reject_images
+from gruppo.data.responses import decode, parse_response
+from gruppo.errors import RolloutError
+from gruppo.rollout.base import RolloutBackend, group_requests, stop_strings
+from gruppo.rollout.custom import CustomRollout
+from gruppo.tools.loop import Episode, ToolLoop, Turn
+from gruppo.tools.suffix import SuffixTokens
+from gruppo.tools.toolset import Started, Toolset
+from gruppo.trainer.ledger import Ledger
+from gruppo.trainer.metrics import gather_rows
+from gruppo.trainer.resampling import runs
+from gruppo.trainer.rewarding import Rewarding
+from gruppo.types import Completion, Message, Prompt, Rollout, SampleRequest, StopReason
+
+Row = Mapping[str, Any]
+
+
+class Sampling(Rewarding):
+    """The part of the trainer that samples.
+
+    Methods with a leading underscore keep names and shapes that subclasses of other trainers of this kind override.
+    """
+
+    prompt_encoder: PromptEncoder
+    backend: RolloutBackend
+    custom_rollout: CustomRollout | None
+    toolset: Toolset | None
+    tool_loop: ToolLoop | None  # none where nothing can be called
+    eos_token_ids: list[int]
+    ledger: Ledger
+    environments: Sequence[Any] | None = None  # those of the latest rollouts
+    # The random numbers of a generation follow from its place in the run, which a resumed run knows as well, …
+    _place: tuple[int, ...] | None = None  # run, epoch and generation; evaluation: update, set and batch
+    _asked_elsewhere = 0  # rollouts outside of both, a callback's, say
+    _own_rows: Sequence[int] = ()  # … from a row's place in the batch of all processes, …
+    _attempt = 0  # … from the round of replacements that put it there, …
+    _turn: Turn | None = None  # … from the turn, if it is not the first, …
+    _asked = False  # whether the rollout under way has come to the backend
+    _requests_made = 0  # … and, where a hook asks several times, from which time it is
+    _work: Mapping[str, Any] = MappingProxyType({})  # what the backend computed for these rollouts, for the ledger
+
+    @property
+    def group_size(self) -> int:
+        """G in the current mode."""
+        return int(self.args.num_generations if self.mode == "train" else self.args.eval_group_size)
+
+    def rollout(self, rows: Sequence[Row], places: Sequence[int] | None = None, attempt: int = 0) -> list[Rollout]:
+        """One rollout per row: by the user's function if there is one, else by the backend; then the tools' turns.
+
+        `places` are those of the rows in the batch of all processes; without them, all rows of a process are meant.
+        """
+        for row in rows:
+            reject_images(row)
+        if self.custom_rollout is None or self.tool_loop is not None:
+            self._own_rows = self._rows_in_batch(len(rows)) if places is None else places
+        self._attempt, self._requests_made, self._turn, self._work, self._asked = attempt, 0, None, {}, False
+        self._asked_elsewhere += self._place is None
+        start = time.perf_counter()
+        started = Started(rows) if self.toolset is None else self.toolset.start(rows, self.mode)
+        with nullcontext() if self.tool_loop is None else self.backend.turns():
+            prompts, completions, extras = self._first_turn(started.rows)
+            if self.tool_loop is None:
+                outputs = decode(self.processing_class, prompts, [completion.ids for completion in completions])
+            else:
+                completions, outputs = self._use_tools(self.tool_loop, prompts, completions, started)
+        if self._asked:
+            self.metrics.add(self.mode, self.backend.metrics())
+        self._note_sampling(prompts, completions, time.perf_counter() - start)
+        self.environments = started.environments or None
+        return [
+            Rollout(prompt, completions[i], outputs[i], {**extras[i], **started.extra(i)})
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def _first_turn(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[Completion], Sequence[Mapping[str, Any]]]:
+        """Prompts, completions and the further fields of a rollout function."""
+        if not rows:
+            return [], [], []
+        if self.custom_rollout is not None:
+            prompt_ids, completions, extras = self.custom_rollout([row["prompt"] for row in rows])
+            completions = [replace(completion, stop=self._stop(completion.ids)) for completion in completions]
+            prompts = [Prompt(row=row, text=row["prompt"], ids=ids) for row, ids in zip(rows, prompt_ids, strict=True)]
+            return prompts, completions, extras
+        prompts = self.prompt_encoder(rows, tokenize=lambda texts, **tools: self._tokenize_prompts(texts, **tools)[0])
+        return prompts, self._sample([list(prompt.ids) for prompt in prompts]), [{}] * len(rows)
+
+    def _sample(self, prompt_ids: list[list[int]]) -> list[Completion]:
+        """One completion per prompt, from the backend, or from the hook of a subclass that overrides it."""
+        if type(self)._generate_single_turn is Sampling._generate_single_turn:
+            return self._ask_backend(prompt_ids)
+        # In a later turn the prompts are no groups any more.
+        one_each = {} if self._turn is None else {"num_generations": 1}
+        ids, logps = self._generate_single_turn(prompt_ids, **one_each)
+        if len(ids) != len(prompt_ids):
+            raise RolloutError(f"{len(ids)} completions came back for {len(prompt_ids)} prompts.")
+        return [Completion(row, self._stop(row), None if logps is None else logps[i]) for i, row in enumerate(ids)]
+
+    @contextmanager
+    def _at(self, place: tuple[int, ...]) -> Iterator[None]:
+        """Rollouts in here draw the random numbers of this place."""
+        self._place = place
+        try:
+            yield
+        finally:
+            self._place = None
+
+    def _rows_in_batch(self, count: int) -> range:
+        """The place of this process's rows in the batch of all processes."""
+        counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).tolist()
+        first = sum(counts[: self.accelerator.process_index])
+        return range(first, first + count)
+
+    def _ask_backend(self, prompt_ids: list[list[int]]) -> list[Completion]:
+        requests = self._requests(prompt_ids)
+        self._requests_made, self._asked = self._requests_made + 1, True
+        with self.timer(self.backend.timer):
+            completions = self.backend.sample(requests)
+        work = self.backend.work([len(ids) for ids in prompt_ids], [len(c.ids) for c in completions])
+        earlier = {name: value for name, value in self._work.items() if not isinstance(value, bool)}
+        self._work = {name: value + earlier[name] if name in earlier else value for name, value in work.items()}
+        # Log-probs of rollout functions and hooks become part of the loss; those of a backend are its `plain_logps`,
+        # which are of no use if it samples at another temperature than the loss knows.
+        if self.backend.config.temperature != self.temperature:
+            completions = [replace(completion, plain_logps=None, entropies=None) for completion in completions]
+        return [replace(completion, logps=None) for completion in completions]
+
+    def _requests(self, prompt_ids: list[list[int]]) -> list[SampleRequest]:
+        place = self._place or (2**63, self._asked_elsewhere)
+        kind = (self.mode == "eval") + 2 * self._attempt
+        key, turn, size = [self.args.seed, kind, self._requests_made, *place], self._turn, self.group_size
+        rows = self._own_rows if turn is None else [self._own_rows[row] for row in turn.rows]
+        limits: Sequence[int | None] = [None] * len(prompt_ids) if turn is None else turn.limits
+        if len(prompt_ids) != len(rows):  # a hook asks for rows of its own choice
+            key, rows = [*key, self.accelerator.process_index], range(len(prompt_ids))
+            limits = [None] * len(prompt_ids)
+        if turn is None:
+            return [
+                request
+                for run in runs(rows)
+                for request in group_requests(prompt_ids[run], group_size=size, first_row=rows[run.start], key=key)
+            ]
+        # A sample goes on under the key and the number it began with; the turn makes its random numbers others.
+        return [
+            replace(request, max_new_tokens=limit, turn=turn.number)
+            for ids, row, limit in zip(prompt_ids, rows, limits, strict=True)
+            for request in group_requests([ids], group_size=size, first_row=row, key=key)
+        ]
+
+    def _stop(self, completion_ids: Sequence[int]) -> StopReason:
+        """Why completions ended whose maker did not say."""
+        ended = {*self.eos_token_ids, self.processing_class.pad_token_id}
+        if not is_truncated([completion_ids], ended)[0]:
+            return StopReason.EOS
+        if strings := stop_strings(self.backend.config):
+            text = self.processing_class.decode(completion_ids)
+            return StopReason.STOP_STRING if any(string in text for string in strings) else StopReason.LENGTH
+        return StopReason.LENGTH
+
+    def _tokenize_prompts(self, prompts: list[Any], tools: Any = None) -> tuple[list[list[int]], None, dict[str, Any]]:
+        """Hook: token ids of prompts, images (None) and multimodal fields (none).
+
+        `tools` is passed only where the prompts of a batch show different ones.
+        """
+        return self.prompt_encoder.token_ids(prompts, **({} if tools is None else {"tools": tools})), None, {}
+
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: Any = None,
+        multimodal_fields: Any = None,
+        num_generations: int | None = None,
+    ) -> tuple[list[list[int]], list[list[float | None]] | None]:
+        """Hook: completion ids and sampling log-probs or None, one per prompt; log-probs become part of the loss."""
+        return [list(completion.ids) for completion in self._ask_backend(prompt_ids)], None
+
+    def _note_sampling(self, prompts: Sequence[Prompt], completions: Sequence[Completion], seconds: float) -> None:
+        """Enter a rollout in the ledger."""
+        if self.mode != "train":
+            return
+        prompt_tokens = [len(prompt.ids) for prompt in prompts]
+        lengths = [len(c.ids) if c.model_mask is None else sum(c.model_mask) for c in completions]
+        self.ledger.sampled(prompts=prompt_tokens, completions=lengths, seconds=seconds, **self._work)
+
+    # ---- tools
+
+    def _make_tool_loop(self) -> ToolLoop | None:
+        if self.toolset is None or not self.toolset.functions:
+            return None
+        encoder = self.prompt_encoder
+        suffix = SuffixTokens(self.processing_class, encoder.chat_template, encoder.chat_template_kwargs)
+        return ToolLoop(
+            self._read_turn,
+            suffix.suffix,
+            self.toolset.executor,
+            budget=self.args.max_completion_length,
+            context_length=encoder.context_length,
+            max_rounds=self.args.max_tool_calling_iterations,
+            total=lambda count: self._summed([count])[0],
+        )
+
+    def _summed(self, numbers: Sequence[int]) -> list[int]:
+        """Each number added up over all processes."""
+        local = torch.tensor(list(numbers), device=self.accelerator.device)
+        summed: list[int] = self.accelerator.reduce(local, reduction="sum").tolist()
+        return summed
+
+    def _read_turn(self, episode: Episode) -> Message:
+        """The message of an episode's last turn."""
+        ids, turn = episode.ids, episode.turns[-1]
+        before = ids[: len(ids) - len(turn.ids)]
+        schemas = [tool.schema for tool in episode.tools.values()]
+        message = parse_response(self.processing_class, list(turn.ids), before, schemas)
+        if not turn.stop.ended and any("error" in call for call in message.get("tool_calls") or []):
+            # Half a call that was cut off is text: nobody is to answer it.
+            text = self.processing_class.decode(turn.ids, skip_special_tokens=True)
+            return {"role": "assistant", "content": text}
+        return message
+
+    def _use_tools(
+        self, loop: ToolLoop, prompts: Sequence[Prompt], completions: Sequence[Completion], started: Started
+    ) -> tuple[list[Completion], list[Any]]:
+        """Completions of all turns, and their messages."""
+        assert self.toolset is not None
+        episodes = [
+            Episode(prompt.ids, tools, [completion])
+            for prompt, completion, tools in zip(prompts, completions, started.tools, strict=True)
+        ]
+        loop.run(episodes, self._next_turn)
+        self._turn = None
+        for row, episode in enumerate(episodes):
+            if episode.overran and started.environments:
+                self.toolset.note_overrun(started.environments[row], episode.overran)
+        self._log_tools(loop, episodes)
+        return [episode.completion for episode in episodes], [episode.messages for episode in episodes]
+
+    def _next_turn(self, turn: Turn) -> list[Completion]:
+        self._turn, self._requests_made = turn, 0
+        return self._sample(turn.prompt_ids)
+
+    def _log_tools(self, loop: ToolLoop, episodes: Sequence[Episode]) -> None:
+        """Calls, failures, turns and seconds, of all processes."""
+        samples, calls, failures, turns = self._summed(
+            [
+                len(episodes),
+                sum(episode.calls for episode in episodes),
+                sum(episode.failures for episode in episodes),
+                sum(len(episode.turns) for episode in episodes),
+            ]
+        )
+        seconds = self.accelerator.gather(torch.tensor([loop.seconds], device=self.accelerator.device)).max().item()
+        self.metrics.add(
+            self.mode,
+            {
+                "tools/call_frequency": calls / max(samples, 1),
+                "tools/failure_frequency": failures / max(calls, 1),
+                "tools/turns": turns / max(samples, 1),
+                "tools/seconds": seconds,
+            },
+        )
+
+    def _failed_resets(self, rollouts: Sequence[Rollout]) -> Tensor | None:
+        """Bool (N, 1): rows of all processes whose environment could not begin; None where there are none to begin."""
+        if self.toolset is None or self.toolset.environments is None:
+            return None
+        failed = self.toolset.environments.unstarted
+        flags = [id(rollout.extra["environments"]) in failed for rollout in rollouts]
+        local = torch.tensor(flags, dtype=torch.bool, device=self.accelerator.device).view(-1, 1)
+        failed_N = gather_rows(self.accelerator, local)
+        self.metrics.add(self.mode, {"tools/failed_resets": failed_N.float().mean().item()})
+        return failed_N

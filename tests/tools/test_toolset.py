@@ -1,0 +1,85 @@
+from typing import Any
+
+import pytest
+
+from gruppo.data.prompts import PromptEncoder
+from gruppo.errors import ConfigError, DataError
+from gruppo.tools.toolset import Toolset
+from tests.tools.scripted import tool_tokenizer
+from tests.tools.test_environments import ROW, Counter, Quiet
+from tests.tools.test_functions import add, fetch
+
+
+def names(schemas: Any) -> list[str]:
+    return [schema["function"]["name"] for schema in schemas]
+
+
+def test_functions_alone() -> None:
+    toolset = Toolset([add, fetch], None)
+    assert toolset.functions == [add, fetch]
+    assert names(toolset.schemas) == ["add", "fetch"]
+    started = toolset.start([ROW, ROW], "train")
+    assert started.rows == [ROW, ROW]
+    assert started.extra(0) == {}
+    assert [list(tools) for tools in started.tools] == [["add", "fetch"]] * 2
+
+
+def test_each_row_calls_its_own_environment() -> None:
+    toolset = Toolset([add], Counter)
+    started = toolset.start([ROW, ROW], "train")
+    first, second = started.tools
+    first["increment"].function(by=2)
+    assert (first["increment"].function(by=1), second["increment"].function(by=1)) == (3, 1)
+    assert first["add"].function(a=1) == 3
+    assert started.extra(1) == {"environments": started.environments[1]}
+    assert started.rows[0]["prompt"] == [{"role": "user", "content": "Count. Up to 3."}]
+    assert started.rows[0] is started.rows[1], "one prompt, to be rendered and read once"
+    assert ROW["prompt"][0]["content"] == "Count. "
+
+
+def test_rows_of_several_environments_show_their_own_tools() -> None:
+    toolset = Toolset([add], {"count": Counter, "quiet": Quiet})
+    assert {name: names(schemas) for name, schemas in toolset.schemas.items()} == {
+        "count": ["add", "double", "increment", "inherited"],
+        "quiet": ["add"],
+    }
+    encoder = PromptEncoder(tool_tokenizer(), tools=toolset.schemas)
+    rows = [{**ROW, "environment": name} for name in ("quiet", "count", "quiet")]
+    texts = [tool_tokenizer().decode(prompt.ids) for prompt in encoder(rows)]
+    shown = [text.split("<eos>")[0] for text in texts]
+    assert shown == ["<system>[add]", "<system>[add][double][increment][inherited]", "<system>[add]"]
+
+
+def test_a_training_template_takes_the_place_of_the_tokenizers_own() -> None:
+    encoder = PromptEncoder(tool_tokenizer(), chat_template="<user>{{ messages[0].content }}<eos>", tools=[])
+    (prompt,) = encoder([{"prompt": [{"role": "user", "content": "q"}]}])
+    assert tool_tokenizer().decode(prompt.ids) == "<user>q<eos>"
+
+
+def increment(by: int) -> int:
+    """Count on.
+
+    Args:
+        by: how far
+    """
+    return by
+
+
+def test_names_must_be_told_apart() -> None:
+    with pytest.raises(ConfigError, match="`increment` is a tool and a method of the environment Counter"):
+        Toolset([increment], Counter)
+
+
+def test_plain_prompts_have_no_place_for_tools() -> None:
+    with pytest.raises(DataError, match=r"conversations.*'2\+2='"):
+        Toolset([add], None).start([{"prompt": "2+2="}], "train")
+
+
+def test_only_the_environment_of_an_overrun_call_is_given_up() -> None:
+    toolset = Toolset([add], Counter)
+    first, second = toolset.start([ROW, ROW], "train").environments
+    toolset.note_overrun(first, {"add"})
+    toolset.note_overrun(second, {"add", "increment"})
+    again = toolset.start([ROW, ROW], "train").environments
+    assert again[0] is first
+    assert again[1] is not second
