@@ -33,6 +33,7 @@ _HOME = {
     "clone_chat_template": "gruppo.data.templates",
     "supports_tool_calling": "gruppo.data.templates",
     "check_reward": "gruppo.rewards.check",
+    "python_tool": "gruppo.tools.python_tool",
 }
 
 __all__ = sorted(_HOME)

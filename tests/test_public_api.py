@@ -37,6 +37,7 @@ SCRIPT_NAMES = [
     "clone_chat_template",
     "supports_tool_calling",
     "check_reward",
+    "python_tool",
 ]
 UTILITY_NAMES = [
     "RepeatSampler",
