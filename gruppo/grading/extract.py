@@ -15,10 +15,10 @@ from gruppo.grading.numbers import numbers_in, parse_number
 from gruppo.grading.text import plain_text
 from gruppo.grading.types import Answer, Ladder, Rule
 
-__all__ = ["box_contents", "boxes_of_the_last_line", "extract", "extract_gold", "last_box"]
+__all__ = ["box_contents", "boxes_of_the_last_line", "extract", "extract_gold", "is_grade_school", "last_box"]
 
 LONGEST = 100_000  # characters of a completion that are read, counted from its end
-HEADLINES = 200  # lines with #### that are looked at, also from the end
+HEADLINES = 200  # lines with ####, and announcements of an answer, that are looked at, also from the end
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s{0,20}")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -32,8 +32,13 @@ SENTENCE = {
     "en": re.compile(r"\b(?:(?:the|final) answer is|answer ?\*{0,2} ?:)", re.IGNORECASE),
     "zh": re.compile(r"答案(?:是|为|:| :)|答 ?:"),
 }
-LEAD = re.compile(r"[\s*:=]{0,40}")
+LEAD = re.compile(r"(?:[\s*:=]|\\\[|\$\$(?=\s)){0,40}")
 SENTENCE_END = re.compile(r"\n|。|[.!](?=\s|$|\*\*)")
+# A second clause, after which the answer has been given; not where it offers another one.
+CLAUSE = re.compile(r",(?![0-9]{3})|(?<!\\)\(")
+ANOTHER = re.compile(r"^\s*(?:and\b|和)|\bor\b|或", re.IGNORECASE)
+PHRASE = re.compile(r" (?:after|for|from|in|within) (?=[0-9$])")  # "7 eggs are left after 3 days"
+HEADLINE = re.compile(r"\s{0,20}[0-9.]{1,10} [A-Z][a-z]")
 OUTPUT = "```output"
 FAILURE = re.compile(r"error|traceback|exception|timed? ?out", re.IGNORECASE)
 
@@ -69,13 +74,25 @@ def extract_gold(reference: str, ladder: Ladder) -> str | None:
         extract_gold("16 - 3 = 13 eggs.\\n#### 13", LADDERS["gsm8k"]) == "13"
     """
     text = plain_text(reference[-LONGEST:]).strip()
-    marked = last_box(text) or _minerva(text, ladder) or _hashes(text, ladder)
+    marked = _marked(text, ladder)
     if marked is not None:
         return marked if _usable(marked, ladder) else None
     if _usable(text, ladder):
         return text
     found = _sentence(text, ladder)
     return found if found is not None and _usable(found, ladder) else None
+
+
+def _marked(text: str, ladder: Ladder) -> str | None:
+    return last_box(text) or _minerva(text, ladder) or _hashes(text, ladder)
+
+
+def is_grade_school(reference: str) -> bool:
+    """Whether a reference gives its answer as those of grade-school sets do: a literal number after ####."""
+    text = plain_text(reference[-LONGEST:]).strip()
+    ladder = Ladder(literal=True)
+    gold = _hashes(text, ladder)
+    return gold is not None and gold == _marked(text, ladder) and _usable(gold, ladder)
 
 
 def _usable(gold: str, ladder: Ladder) -> bool:
@@ -155,34 +172,58 @@ def _minerva(text: str, ladder: Ladder) -> str | None:
 
 
 def _hashes(text: str, ladder: Ladder) -> str | None:
-    for line in reversed(HASHES.findall(text)[-HEADLINES:]):
-        # "#### Step 3" is a headline.
+    for found in reversed(list(HASHES.finditer(text))[-HEADLINES:]):
+        line = found[1]
+        # "#### Step 3" is a headline, and so is "#### 3 Sum" with a text below.
+        if HEADLINE.match(line) and text[found.end() :].strip():
+            continue
         if parse_number(line) is not None or (not ladder.literal and line.lstrip()[:1] in ("\\", "$", "(", "[")):
-            return str(line).strip()
+            return line.strip()
+        if ladder.literal and parse_number(first := PHRASE.split(line)[0]) is not None:
+            return first.strip()
     return None
 
 
 def _sentence(text: str, ladder: Ladder) -> str | None:
     ends = sorted(found.end() for language in ladder.languages for found in SENTENCE[language].finditer(text))
-    for end in reversed(ends):
+    for end in reversed(ends[-HEADLINES:]):
         lead = LEAD.match(text, end)
         start = lead.end() if lead else end
         line = text[start : start + 1000]
         stop = SENTENCE_END.search(line)
         span = (line[: stop.start()] if stop else line).strip(" *")
-        if span:
-            return _literal_in(span, ladder) if ladder.literal else _math_in(span)
+        if span and not ladder.literal:
+            return _math_in(span)
+        # "Let me check if the answer is right." announces nothing.
+        if span and next(numbers_in(_without_math_signs(span)), None) is not None:
+            return _literal_in(span, ladder)
     return None
 
 
 def _literal_in(span: str, ladder: Ladder) -> str:
-    """The number that a sentence gives as its answer: all of it, what it equals, or the only one in it."""
-    result = span.rpartition("=")[2]
-    for candidate in (span, result):
-        if parse_number(candidate, units=ladder.units) is not None:
-            return candidate.strip()
-    within = list(numbers_in(_without_math_signs(result)))
-    return within[0] if len(within) == 1 else span
+    """The number that a sentence gives as its answer: all of it, what it equals, or the only one there."""
+    if parse_number(span, units=ladder.units) is not None:
+        return span
+    for whole in _clauses(span):
+        result = whole.rpartition("=")[2]
+        for candidate in (whole, result):
+            if parse_number(candidate, units=ladder.units) is not None:
+                return candidate.strip()
+        within = list(numbers_in(_without_math_signs(result)))
+        if len(within) == 1:
+            return within[0]
+    return span
+
+
+def _clauses(span: str) -> list[str]:
+    """A sentence and its first clause: the clause first where a bracket follows it, last where a comma does."""
+    clause = CLAUSE.search(span)
+    if clause is None:
+        return [span]
+    first, rest = span[: clause.start()], span[clause.end() :]
+    if ANOTHER.search(rest) or (clause[0] == "," and parse_number(rest) is not None):
+        return [span]
+    return [span, first] if clause[0] == "," else [first, span]
 
 
 def _math_in(span: str) -> str:

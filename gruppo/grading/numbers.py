@@ -19,8 +19,10 @@ MIXED = rf"[0-9]+ [0-9]+/[0-9]+|{DECIMAL}/{DECIMAL}(?![/0-9])"
 MANY = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "万": 4, "亿": 8}
 TIMES = r"(?: ?(?:(?:hundred|thousand|million|billion|trillion)(?![A-Za-z])|[万亿]))?"
 
+ABOUT = r"(?:(?:\\approx|≈|大?约|about|approximately) ?)?"
 LEADING = re.compile(
-    r"(?P<assigned>(?:[A-Za-z](?:_?[A-Za-z0-9])? ?)?= ?)?(?P<sign>[+-]?) ?(?:[€£¥₹]|USD?|RMB|CNY)? ?(?P<sign2>-?) ?"
+    rf"(?P<assigned>(?:(?:[A-Za-z](?:_?[A-Za-z0-9])?|[A-Za-z{CJK} ]{{1,40}}?) ?(?:=|\\approx|≈)|=) ?)?{ABOUT}"
+    r"(?P<sign>[+-]?) ?(?:[€£¥₹]|USD?|RMB|CNY)? ?(?P<sign2>-?) ?"
     rf"(?:(?P<ratio>{MIXED})|(?P<decimal>{SPACED}|{DECIMAL})(?P<power>{POWER})?)(?P<times>{TIMES})(?P<rest>.*)",
     re.DOTALL,
 )
@@ -31,18 +33,27 @@ IN_TEXT = re.compile(
 
 OPERAND = re.compile(r"[0-9A-Za-z)\]}]$|[0-9)\]}] $")
 
-CJK_UNIT = re.compile(rf" ?[{CJK}]{{1,8}}(?: ?(?:/|每) ?[{CJK}]{{1,4}})?")
+CJK_UNIT = re.compile(rf"(?: ?[{CJK}]){{1,8}}(?: ?(?:/|每) ?[{CJK}]{{1,4}})?")
 # These change the amount: 3个半 is 3.5 and 3成 is 30 %. A thousand is one only in a unit such as 千克.
-CJK_AMOUNT = re.compile("[半多几百十万亿成折又]|千(?![克米瓦卡])|分之")
-LATIN_UNIT = re.compile(
-    r"(?P<space>[ -]?)(?P<first>[A-Za-z]+)\.? ?(?:\^ ?\{?[23]\}?|[23])?"
-    r"(?:(?: |/| / |-| per )[A-Za-z]+\.? ?(?:\^ ?\{?[23]\}?|[23])?){0,5}"
-)
-# Words that go on with the amount or open a second one.
+CJK_AMOUNT = re.compile("[半多几百十万亿成折又负乘除减余比不非]|千(?![克米瓦卡])|加(?!仑)|分之")
+CURRENCY = re.compile(" ?[¢€£¥₹]")
+BRACKETED = re.compile(r" ?\( ?([^()]*?) ?\)")
+WORD = r"[A-Za-z]+(?:['’][A-Za-z]*)?\.?(?: ?\^ ?\{?[23]\}?|[23])?"
+LATIN_UNIT = re.compile(rf"(?P<space>[ -]?)(?P<first>(?=([A-Za-z]+)){WORD}) ?(?:(?: |/| / |-| per ){WORD} ?){{0,5}}")
+# Words that go on with the amount, open a second one, or take it back.
 NOT_UNITS = re.compile(
-    r"\b(?:and|or|to|than|more|less|plus|minus|times|over|mod|choose|point|negative|squared|cubed|root|factorial|half|"
-    r"halves|thirds?|fifths?|tenths|pi|exp|ln|log|sqrt|sin|cos|tan|cot|csc|arcsin|arccos|arctan|am|pm|january|february|"
-    r"march|april|may|june|july|august|september|october|november|december)\b",
+    r"\b(?:and|or|to|than|plus|minus|over|mod|choose|point|negative|squared|cubed|root|factorial|divided|multiplied|by|"
+    r"out|not|no|never|wrong|incorrect|half|halves|thirds?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|"
+    r"twelfths?|hundredths?|thousandths?|millionths?|pi|exp|ln|log|sqrt|sin|cos|tan|cot|csc|arcsin|arccos|arctan|am|pm|"
+    r"january|february|march|april|may|june|july|august|september|october|november|december|"
+    r"(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|forty|fifty|sixty|seventy|eighty|"
+    r"ninety|hundred|thousand)(?!-))\b",
+    re.IGNORECASE,
+)
+# Where letters may be variables, these are no units either.
+NOT_IN_ALGEBRA = re.compile(
+    r"\b(?:more|less|times|[abcdxyz]+|[a-z]|alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|"
+    r"omicron|rho|sigma|tau|upsilon|phi|chi|psi|omega)\b",
     re.IGNORECASE,
 )
 SHORT_UNITS = re.compile(
@@ -122,16 +133,20 @@ def _number(value: Fraction, percent: bool, *, ratio: bool) -> Number:
 
 
 def _is_unit(rest: str, algebra: bool) -> bool:
+    if bracketed := BRACKETED.fullmatch(rest):
+        rest = f" {bracketed[1]}"
+    if CURRENCY.fullmatch(rest):
+        return True
     if CJK_UNIT.fullmatch(rest):
         return CJK_AMOUNT.search(rest) is None
     found = LATIN_UNIT.fullmatch(rest)
     if found is None or NOT_UNITS.search(rest):
         return False
-    first, apart = found["first"], found["space"] == " "
+    first, apart = found[3], found["space"] == " "
     if SHORT_UNITS.fullmatch(first):
         return True
     if algebra:
-        return apart and len(first) >= 3
+        return apart and len(first) >= 3 and NOT_IN_ALGEBRA.search(rest) is None
     return len(first) >= 2 or first in LETTER_UNITS
 
 
@@ -152,12 +167,10 @@ def numbers_in(text: str) -> Iterator[str]:
 def same_number(gold: Number, answer: Number, tolerance: float) -> bool:
     """Whether two numbers are equal, or differ by less than `tolerance`.
 
-    A percent sign on one side only may have been left out on the other, or worked in: 40 % is 40 and 0.4. Without a
-    sign 50 is not 0.5.
+    A percent sign of the gold may have been left out of the answer, or worked in: 40 % is 40 and 0.4. One of the
+    answer alone is a unit. Without a sign of the gold there is no factor of a hundred: neither 0.5 nor 5000 % is 50.
     """
     readings = [(gold.value, answer.value)]
     if gold.percent and not answer.percent:
         readings.append((gold.value / 100, answer.value))
-    elif answer.percent and not gold.percent:
-        readings.append((gold.value, answer.value / 100))
     return any(left == right or abs(left - right) < Fraction(str(tolerance)) for left, right in readings)

@@ -1,5 +1,6 @@
 """Rewards that compare a mathematical answer with the solution, through math-verify."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,7 +9,8 @@ from typing import Any
 from gruppo.errors import RewardError
 from gruppo.grading.deadline import run_within
 from gruppo.grading.extract import box_contents
-from gruppo.grading.symbolic import explodes, load_math_verify
+from gruppo.grading.size import explodes
+from gruppo.grading.symbolic import load_math_verify
 from gruppo.rewards.format import Completion, completion_text
 from gruppo.rewards.marks import in_worker
 
@@ -21,6 +23,14 @@ VERIFY_SECONDS = 5.0
 # Characters that are read, from the end of a text, where the answer is: math-verify's patterns take time that grows
 # with the square of the length, and nothing can interrupt a pattern.
 LONGEST = 10_000
+
+OPEN_BOX = r"\boxed{"
+BOX = re.compile(r"\\boxed\{.+\}", re.DOTALL)
+ANNOUNCED = re.compile(r"final answer is:?\s{0,20}", re.IGNORECASE)
+DOLLARS = re.compile(r"(?<!\\)\${1,2}")
+BRACKETS = re.compile(r"\\\[(.*?)\\\]|\\\((.*?)\\\)|\s\[([^\[\]\n]+)\]\s", re.DOTALL)
+PLAIN = re.compile(r"[0-9.\s+*×/^()÷-]+")
+CALCULATION = re.compile(r"\^|[0-9)]\*\*[0-9(-]")
 
 UNPARSEABLE = "[unparseable]"
 
@@ -102,12 +112,42 @@ def _parse(parse: Callable[..., list[Any]], text: str, **how: Any) -> list[Any]:
     Its own time limit is an alarm signal, which only the main thread may set; ours works in every thread.
     """
     text = text[-LONGEST:]
-    if any(explodes(formula) for formula in box_contents(text) or [text]):
+    if any(explodes(formula) for formula in _math_spans(text, plain="extraction_config" not in how)):
         return []
     try:
         return run_within(PARSE_SECONDS, lambda: parse(text, parsing_timeout=None, **how))
     except TimeoutError:
         return []
+
+
+def _math_spans(text: str, plain: bool) -> list[str]:
+    """What math-verify may read in a text as mathematics; of a text with boxes, the boxes and the announced answer.
+
+    Any two dollar signs may be taken for a pair. With `plain`, calculations outside of math count too.
+    """
+    if BOX.search(text):
+        start = text.rindex(OPEN_BOX)
+        spans = box_contents(text)
+        # The last box may lack its brace, and is read all the same.
+        spans += box_contents(text[start:]) or [text[start + len(OPEN_BOX) :]]
+        spans += [_first_span(text[found.end() :]) for found in ANNOUNCED.finditer(text)]
+    else:
+        spans = [content for content in DOLLARS.split(text)[1:-1] if not content.isspace()]
+        spans += [found[1] or found[2] or found[3] for found in BRACKETS.finditer(text)]
+        spans += [found[0] for found in PLAIN.finditer(text) if plain and CALCULATION.search(found[0])]
+    different: list[str] = []
+    for span in spans:
+        if span and not (different and span in different[-1]):  # a box within the one before it
+            different.append(span)
+    return different
+
+
+def _first_span(text: str) -> str:
+    """The mathematics at the beginning of a text, or nothing."""
+    if dollars := DOLLARS.match(text):
+        return DOLLARS.split(text[dollars.end() :], maxsplit=1)[0]
+    found = BRACKETS.match(text)
+    return found[1] or found[2] or found[3] if found else ""
 
 
 def _shown(parsed: list[Any]) -> str:

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from gruppo.errors import ConfigError, RewardError
-from gruppo.grading import LADDERS, Grade, Ladder, Rung, find_ladder, grade
+from gruppo.grading import LADDERS, AnswersMode, Grade, Ladder, Rung, find_ladder, grade
+from gruppo.grading.extract import is_grade_school
 from gruppo.rewards.format import Completion, final_text
 from gruppo.rewards.marks import in_worker
 
 __all__ = ["get_math_answer_reward", "math_answer_reward"]
 
 COLUMNS = ("answer", "solution")  # where a gold answer usually is, the first one first
+MODES = "answers_mode"  # the column that says what several golds of a row mean
 GENERAL = replace(LADDERS["math"], languages=("en", "zh"))
+LITERAL = replace(LADDERS["gsm8k"], languages=("en", "zh"))
 UNDECIDED = (Rung.REFUSED, Rung.TIMEOUT, Rung.ERROR)
 
 
@@ -21,6 +24,7 @@ class _MathAnswerReward:
     gruppo_worker: ClassVar[bool] = True
     ladder: Ladder
     columns: tuple[str, ...]
+    answers_mode: AnswersMode | None = None  # None: that of the row
 
     def __post_init__(self) -> None:
         self.__name__ = "math_answer_reward"  # what metrics and tables call it
@@ -33,7 +37,9 @@ class _MathAnswerReward:
         **columns: Any,
     ) -> list[float | None]:
         golds = self._golds(columns, len(completions))
-        grades = [self._grade(c, gold) for c, gold in zip(completions, golds, strict=True)]
+        modes = self._modes(columns, len(completions))
+        rows = zip(completions, golds, modes, strict=True)
+        grades = [self._grade(completion, gold, mode) for completion, gold, mode in rows]
         if log_extra is not None:
             log_extra("gold_parsed", [g.gold or "[unparseable]" for g in grades])
             log_extra("answer_parsed", [_shown_answer(g) for g in grades])
@@ -44,7 +50,7 @@ class _MathAnswerReward:
             log_metric("math_answer/undecided", sum(g.rung in UNDECIDED for g in graded) / len(graded))
         return [None if g.correct is None else float(g.correct) for g in grades]
 
-    def _golds(self, columns: dict[str, Any], rows: int) -> list[str | None]:
+    def _golds(self, columns: dict[str, Any], rows: int) -> list[Any]:
         """One gold per completion, from the first column that has one for it."""
         given = [(name, columns[name]) for name in self.columns if columns.get(name) is not None]
         if not given:
@@ -56,11 +62,29 @@ class _MathAnswerReward:
             if isinstance(values, str) or len(values) != rows:
                 count = "one string" if isinstance(values, str) else len(values)
                 raise RewardError(f"{rows} completions but {count} as `{name}`; it must hold one per completion.")
-        first = (next((v[i] for _, v in given if v[i] is not None), None) for i in range(rows))
-        return [None if gold is None else str(gold) for gold in first]
+        return [next((v[i] for _, v in given if v[i] is not None), None) for i in range(rows)]
 
-    def _grade(self, completion: Completion, gold: str | None) -> Grade:
-        return Grade(None, Rung.NO_GOLD) if gold is None else grade(final_text(completion), gold, self.ladder)
+    def _modes(self, columns: dict[str, Any], rows: int) -> list[AnswersMode]:
+        """The mode of each row: the one that was set, or the one in its column."""
+        given = columns.get(MODES) if self.answers_mode is None else None
+        modes = [self.answers_mode] * rows if given is None else list(given)
+        if len(modes) != rows:
+            raise RewardError(f"{rows} completions but {len(modes)} as `{MODES}`; it must hold one per completion.")
+        for mode in modes:
+            if mode is not None and mode not in get_args(AnswersMode):
+                raise RewardError(f"{mode!r} in `{MODES}` must be one of {', '.join(get_args(AnswersMode))}.")
+        return [mode or "last" for mode in modes]
+
+    def _grade(self, completion: Completion, gold: Any, mode: AnswersMode) -> Grade:
+        if gold is None:
+            return Grade(None, Rung.NO_GOLD)
+        several = mode in ("all", "any") and not isinstance(gold, str) and isinstance(gold, Sequence)
+        golds = [str(each) for each in gold] if several else [str(gold)]
+        ladder = self.ladder
+        # A literal number after ####: a calculation left to the grader is no answer to such a question.
+        if ladder == GENERAL and all(is_grade_school(each) for each in golds):
+            ladder = LITERAL
+        return grade(final_text(completion), golds, ladder, mode)
 
 
 def _shown_answer(result: Grade) -> str:
@@ -82,24 +106,33 @@ def math_answer_reward(
 
     The gold is in the column `answer`, or `solution` where that is missing: the answer itself (`42`, `\\frac{1}{2}`)
     or a worked solution that ends in `#### 42` or boxes it. Answers are found, normalised and compared as in
-    `gruppo.grading`; formulas need math-verify. `get_math_answer_reward` takes the rules of one data set.
+    `gruppo.grading`; formulas need math-verify. A number after `####` is a grade-school answer: only a literal number
+    equals it, and no calculation. `get_math_answer_reward` takes the rules of one data set.
 
     Example:
         math_answer_reward(["so \\\\boxed{42}", "so \\\\boxed{41}"], answer=["#### 42", "#### 42"]) == [1.0, 0.0]
     """
     reward = _MathAnswerReward(GENERAL, COLUMNS)
-    return reward(completions, log_extra, log_metric, answer=answer, solution=solution)
+    golds = {"answer": answer, "solution": solution, MODES: kwargs.get(MODES)}
+    return reward(completions, log_extra, log_metric, **golds)
 
 
-def get_math_answer_reward(ladder: str | Ladder = GENERAL, column: str | None = None) -> _MathAnswerReward:
+def get_math_answer_reward(
+    ladder: str | Ladder = GENERAL, column: str | None = None, answers_mode: AnswersMode | None = None
+) -> _MathAnswerReward:
     """`math_answer_reward` with the rules of a data set, and the column that holds the gold answers.
 
     `ladder` is gsm8k, math, mgsm_zh, cmath or a `gruppo.grading.Ladder`. Those of grade-school sets accept only a
     literal number, so that a policy cannot earn the reward with a calculation it leaves to the grader.
+
+    `answers_mode` says what several golds of a row (a list) mean: "all" wants every one of them, "any" one. By default
+    the dataset's column `answers_mode` says so, row by row; without one there is one gold.
 
     Example:
         GRPOTrainer(model, reward_funcs=get_math_answer_reward("gsm8k"), ...)
     """
     if column is not None and not (isinstance(column, str) and column):
         raise ConfigError(f"column={column!r} must be the name of a dataset column.")
-    return _MathAnswerReward(find_ladder(ladder), COLUMNS if column is None else (column,))
+    if answers_mode is not None and answers_mode not in get_args(AnswersMode):
+        raise ConfigError(f"answers_mode={answers_mode!r} must be one of {', '.join(get_args(AnswersMode))}.")
+    return _MathAnswerReward(find_ladder(ladder), COLUMNS if column is None else (column,), answers_mode)

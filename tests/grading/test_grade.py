@@ -84,6 +84,19 @@ FORMULAS = [
     ("1", "9^{9^{9^9}}", False, Rung.REFUSED, "a tower of powers"),
     ("1", "(" * 50 + "1" + ")" * 50, False, Rung.REFUSED, "too deep"),
     ("1", "x+" * 500 + "1", False, Rung.REFUSED, "too long"),
+    ("2", "2 theta", False, SYMBOLIC, "a Greek letter is no unit"),
+    ("5 xyz", "5", False, SYMBOLIC, "nor are three variables"),
+    ("5", r"5 \text{ more apples}", True, SYMBOLIC, "a comparison in text"),
+    ("18", r"\approx 18", True, STRING, "about"),
+    ("5", r"500\%", False, NUMBER, "a sign of the answer alone is a unit"),
+    ("1024", "2^{10}", True, SYMBOLIC, "a power"),
+    ("120", "5!", True, SYMBOLIC, "a factorial"),
+    ("120", r"\binom{10}{3}", True, SYMBOLIC, "a binomial"),
+    ("1024", r"\sqrt{2^{20}}", True, SYMBOLIC, "a root of a power"),
+    ("1" + "0" * 100, "10^{100}", True, SYMBOLIC, "a large power"),
+    ("1", r"\sqrt{9^{99999}+1}", False, Rung.REFUSED, "a root of a larger one"),
+    ("1", "(9999!)^{9999}", False, Rung.REFUSED, "a power of a factorial"),
+    ("1", r"\Gamma(99999999)", False, Rung.REFUSED, "a factorial by another name"),
     ("x", r"\boxed", False, SYMBOLIC, "a broken formula"),
 ]
 
@@ -100,6 +113,10 @@ LITERALS = [
     ("18", "118", False, NUMBER, "the gold at its end"),
     ("18", "18%", True, NUMBER, "asked for percent"),
     ("18", "0.18", False, NUMBER, "no factor of a hundred"),
+    ("5", "500%", False, NUMBER, "nor so"),
+    ("5", "5 feet 3 inches", False, NOT_LITERAL, "two amounts"),
+    ("18", "18 divided by 2", False, NOT_LITERAL, "a division in words"),
+    ("5", r"5 \text{ more apples}", True, STRING, "a comparison"),
     ("18", r"9\cdot 2", False, NOT_LITERAL, "left to the grader"),
     ("18", r"\sqrt{324}", False, NOT_LITERAL, "left to the grader too"),
     ("10", r"\binom{5}{2}", False, NOT_LITERAL, "and so is this"),
@@ -118,7 +135,7 @@ LITERALS = [
     ("27.3%", r"27.3\%", True, STRING, "in LaTeX"),
     ("27.3%", "百分之27.3", True, STRING, "in Chinese"),
     ("3.5", "3个半", False, NOT_LITERAL, "not 3, at least"),
-    ("3", "3个半", False, NOT_LITERAL, "nor so"),
+    ("3", "3个半", False, NOT_LITERAL, "nor 3"),
 ]
 
 

@@ -48,6 +48,24 @@ def test_accuracy_table():
     }
 
 
+# completion, solution, reward
+PROSE = [
+    ("Great question! There were 12000 eggs, so the answer is $42$.", "$42$", 1.0),
+    ("That's it (finally)! Nice! The final answer is $42$.", "$42$", 1.0),
+    ("We use " + " ".join(f"$(x+{i})^2$ ," for i in range(17)) + " so the answer is $7$.", "$7$", 1.0),
+    ("We have $3$ eggs! There were **120000** before, so the answer is $7$.", "$7$", 1.0),
+    (r"From $9^{100000}$ we get \boxed{7}", "$7$", 1.0),  # the box is what counts
+    (r"\boxed{5}", "Wow! There are 12000 eggs. So the answer is $5$.", 1.0),
+    (r"\boxed{5}", "Of **120000** eggs $5$ are left", 1.0),
+]
+
+
+@needs_math
+@pytest.mark.parametrize(("completion", "solution", "reward"), PROSE)
+def test_prose_is_not_taken_for_a_formula(completion, solution, reward):
+    assert accuracy_reward([completion], [solution]) == [reward]
+
+
 @needs_math
 def test_plain_strings_count_too():
     assert accuracy_reward([r"\boxed{1}", r"\boxed{2}"], ["1", "1"]) == [1.0, 0.0]
@@ -133,6 +151,15 @@ def test_time_runs_out(monkeypatch, on_main):
         r"\boxed{9^{9^{9^9}}}",
         r"The final answer is $9^{9^{9^9}}$.",
         r"\boxed{((9!)!)!}",
+        r"\boxed{\sqrt{9^{99999}+1}}",
+        r"\boxed{9^{9^{9^9}}",
+        r"The answer is \[9^{9^{9^9}}\]",
+        r"The answer is \(9^{9^{9^9}}\)",
+        "The answer is [9^{9^{9^9}}] ",
+        "$answer$ 9^{9^{9^9}} $",
+        r"The final answer is $9^{9^{9^9}}$. I hope \boxed{7}",
+        r"The answer is $9^{9^{9^9}}$ \fbox{7}",
+        r"\boxed{" * 700 + "}" * 700,
         "{" * 100_000,
         r"\[" * 50_000,
         r"\boxed{" * 15_000,
@@ -154,7 +181,8 @@ def test_the_end_of_a_long_completion_counts():
 
 @needs_math
 def test_a_gold_that_cannot_be_worked_out_is_none():
-    assert accuracy_reward([r"\boxed{1}"], ["$9^{9^{9^9}}$"]) == [None]
+    for gold in ("$9^{9^{9^9}}$", "9^9^9^9", "9**9**9**9"):
+        assert accuracy_reward([r"\boxed{1}"], [gold]) == [None]
 
 
 @pytest.mark.parametrize("solution", [["1"], ["1", "2", "3"], "12"])

@@ -83,6 +83,41 @@ def test_the_ladder_of_a_set():
     assert get_math_answer_reward(loose)([r"\boxed{18.4}"], answer=["18"]) == [1.0]
 
 
+@needs_math
+@pytest.mark.parametrize("reward", [math_answer_reward, get_math_answer_reward()])
+@pytest.mark.parametrize(
+    ("answer", "gold", "score"),
+    [
+        (r"(16-3-4)\cdot 2", "9 * 2 = 18\n#### 18", 0.0),
+        (r"\sqrt{324}", "#### 18", 0.0),
+        (r"18\text{ dollars}", "#### 18", 1.0),
+        ("18元", "#### 18", 1.0),
+        (r"\sqrt{324}", "18", 1.0),  # no grade-school answer, for all one knows
+        (r"\sqrt{324}", "#### 3 Sum\nso \\boxed{18}", 1.0),
+        ("x+x", "#### $2x$", 1.0),
+    ],
+)
+def test_a_number_after_hashes_wants_a_literal_one(reward, answer, gold, score):
+    assert reward([rf"\boxed{{{answer}}}"], answer=[gold]) == [score]
+
+
+@needs_math
+def test_several_golds():
+    texts = [r"\boxed{5}, \boxed{2}", r"\boxed{5}", r"\boxed{4}"]
+    golds = [["2", "5"]] * 3
+    assert get_math_answer_reward("math", answers_mode="all")(texts, answer=golds) == [1.0, 0.0, 0.0]
+    assert get_math_answer_reward("math", answers_mode="any")(texts, answer=golds) == [1.0, 1.0, 0.0]
+    assert get_math_answer_reward("math", answers_mode="all")(texts[:1], answer=["2, 5"]) == [1.0]
+    modes = ["all", "any", None]
+    golds = [["2", "5"], ["2", "5"], "4"]
+    assert get_math_answer_reward("math")(texts, answer=golds, answers_mode=modes) == [1.0, 1.0, 1.0]
+    assert math_answer_reward(texts, answer=golds, answers_mode=modes) == [1.0, 1.0, 1.0]
+    with pytest.raises(RewardError, match="'some' in `answers_mode`"):
+        math_answer_reward(texts, answer=golds, answers_mode=["some"] * 3)
+    with pytest.raises(RewardError, match="3 completions but 1 as `answers_mode`"):
+        math_answer_reward(texts, answer=golds, answers_mode=["all"])
+
+
 def test_the_column():
     reward = get_math_answer_reward("gsm8k", column="final")
     assert reward([r"\boxed{5}"], final=["5"], answer=["6"]) == [1.0]
@@ -114,7 +149,12 @@ def test_golds_that_cannot_be_used(golds, message):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"ladder": "gsm"}, "there are gsm8k"), ({"column": ""}, "column=''"), ({"column": 3}, "column=3")],
+    [
+        ({"answers_mode": "some"}, "answers_mode='some'"),
+        ({"ladder": "gsm"}, "there are gsm8k"),
+        ({"column": ""}, "column=''"),
+        ({"column": 3}, "column=3"),
+    ],
 )
 def test_impossible_settings(arguments, message):
     with pytest.raises(ConfigError, match=message):
