@@ -35,7 +35,7 @@ def uniform_calls(entry: Any) -> list[Call]:
     if "error" in entry:
         return [entry]
     function = entry.get("function", entry)
-    rest = {key: value for key, value in entry.items() if key not in ("function", "name", "arguments")}
+    rest = {key: value for key, value in entry.items() if key not in ("function", "name", "arguments", "parameters")}
     written = function if isinstance(function, list) and function else [function]
     return [_uniform(item, {"type": "function", **rest}) for item in written]
 
@@ -43,7 +43,7 @@ def uniform_calls(entry: Any) -> list[Call]:
 def _uniform(function: Any, rest: Call) -> Call:
     if not isinstance(function, dict):
         return broken_call(function, _NO_CALL)
-    name, arguments = function.get("name"), function.get("arguments")
+    name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not name:
         return broken_call(function, "The tool call has no name.")
     if isinstance(arguments, str):

@@ -33,6 +33,11 @@ def render(processing_class: ProcessingClass, messages: list[Message], **options
     return str(processing_class.apply_chat_template(messages, **{**options, "tokenize": False}))
 
 
+def options_of(chat_template: str | None) -> dict[str, Any]:
+    """What `render` is told to use another template than the tokenizer's own."""
+    return {} if chat_template is None else {"chat_template": chat_template}
+
+
 def rendering_errors() -> tuple[type[Exception], ...]:
     """What a template that does not know a role or a field may raise, in Jinja or in the Python it runs on."""
     from jinja2 import TemplateError

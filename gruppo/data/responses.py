@@ -1,6 +1,6 @@
 """Token ids to what a reward function reads: text, or assistant messages."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
@@ -10,9 +10,15 @@ from gruppo.types import Message, Prompt
 
 
 def decode(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], completion_ids: Sequence[Sequence[int]]
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    completion_ids: Sequence[Sequence[int]],
+    ends: Collection[int] = (),
 ) -> list[str | list[Message]]:
-    """Text for plain prompts, a list with one assistant message for conversations."""
+    """Text for plain prompts, a list with one assistant message for conversations.
+
+    `ends` are the tokens with which the model may end.
+    """
     texts = _texts(tokenizer, [list(ids) for ids in completion_ids])
     parses = has_response_parser(tokenizer)
     outputs: list[str | list[Message]] = []
@@ -20,7 +26,7 @@ def decode(
         if not prompt.is_conversation:
             outputs.append(text)
         elif parses:
-            outputs.append([parse_response(tokenizer, list(ids), prefix=list(prompt.ids))])
+            outputs.append([parse_response(tokenizer, without_end(ids, ends), prefix=list(prompt.ids))])
         else:
             outputs.append([{"role": "assistant", "content": text}])
     return outputs
@@ -41,6 +47,11 @@ def _cleans_up(tokenizer: Any, backend: Any) -> bool:
     """Whether spaces before punctuation are taken out, which transformers does not do to byte-pair encodings."""
     forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
     return bool(tokenizer.clean_up_tokenization_spaces) and (forced or type(backend.model).__name__ != "BPE")
+
+
+def without_end(ids: Sequence[int], ends: Collection[int]) -> list[int]:
+    """Tokens without the one that ended them, of which a parser may not know: a model may have several."""
+    return list(ids[:-1] if len(ids) and ids[-1] in ends else ids)
 
 
 def has_response_parser(tokenizer: PreTrainedTokenizerBase) -> bool:

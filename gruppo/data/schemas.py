@@ -14,6 +14,7 @@ from gruppo.data.probing import (
     VALUE,
     call_form,
     inner_tokenizer,
+    options_of,
     render,
     rendering_errors,
 )
@@ -22,25 +23,26 @@ from gruppo.errors import ConfigError
 T = TypeVar("T")
 
 
-def add_response_schema(processing_class: T) -> T:
+def add_response_schema(processing_class: T, chat_template: str | None = None) -> T:
     """Set `response_template` on the tokenizer, so that `parse_response` finds the tool calls in a completion.
 
     Recognised are tool calls written as JSON in `<tool_call>` (Hermes, Qwen2.5, Qwen3), as `<function=…>` tags in
     `<tool_call>` (Qwen3-Coder, Qwen3.5, Nemotron 3), as JSON with `parameters` (Llama 3.1 and later), and after
-    `<｜tool▁call▁begin｜>` (DeepSeek-V3, R1 and the distilled models). A template that is set already is kept. Returns
-    its argument.
+    `<｜tool▁call▁begin｜>` (DeepSeek-V3, R1 and the distilled models). A template that is set already is kept.
+    `chat_template` is looked at instead of the tokenizer's own. Returns its first argument.
     """
     tokenizer: Any = inner_tokenizer(processing_class)
     if getattr(tokenizer, "response_template", None) is not None:
         return processing_class
-    turn = _assistant_turn(processing_class)
+    options = options_of(chat_template)
+    turn = _assistant_turn(processing_class, options)
     for recognise, build in _TOOL_STYLES:
         if turn is not None and recognise.search(turn.call):
             schema = _schema(turn, build(turn))
             if _parses_back(tokenizer, turn, schema):
                 tokenizer.response_template = schema
                 return processing_class
-    if call_form(processing_class) is None:
+    if call_form(processing_class, **options) is None:
         raise ConfigError(
             "The chat template does not show tool calls and their results, so the model cannot be trained with tools. "
             "Set `tokenizer.chat_template` to a template that does; for models with ChatML turns (<|im_start|>), such "
@@ -65,17 +67,17 @@ class _Turn(NamedTuple):
     call: str
 
 
-def _assistant_turn(processing_class: Any) -> _Turn | None:
+def _assistant_turn(processing_class: Any, options: dict[str, Any]) -> _Turn | None:
     """Find the frame of the assistant's turn by rendering; None if the template shows no tool call or no frame."""
-    form = call_form(processing_class)
+    form = call_form(processing_class, **options)
     if form is None:
         return None
     try:
-        asked = render(processing_class, ASKED)
-        prompted = render(processing_class, ASKED, add_generation_prompt=True)
-        answered = render(processing_class, ANSWERED)
-        called = render(processing_class, [*ASKED, form.message()])
-        returned = render(processing_class, [*ASKED, form.message(), RETURNED], add_generation_prompt=True)
+        asked = render(processing_class, ASKED, **options)
+        prompted = render(processing_class, ASKED, add_generation_prompt=True, **options)
+        answered = render(processing_class, ANSWERED, **options)
+        called = render(processing_class, [*ASKED, form.message()], **options)
+        returned = render(processing_class, [*ASKED, form.message(), RETURNED], add_generation_prompt=True, **options)
     except rendering_errors():
         return None
     if not prompted.startswith(asked) or not called.startswith(asked):

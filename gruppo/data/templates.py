@@ -16,6 +16,7 @@ from gruppo.data.probing import (
     CallForm,
     call_form,
     inner_tokenizer,
+    options_of,
     render,
     rendering_errors,
 )
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HERMES_TEMPLATE",
     "add_response_schema",
+    "chosen_template",
     "clone_chat_template",
     "get_training_chat_template",
     "inner_tokenizer",
@@ -37,16 +39,34 @@ __all__ = [
 ]
 
 
-def supports_tool_calling(processing_class: ProcessingClass) -> bool:
+def chosen_template(processing_class: ProcessingClass) -> str | None:
+    """The one template for conversations with tools where there are several with names; None if there is only one.
+
+    Each question is then put to this one. transformers would choose by whether tools are shown in a conversation, so
+    that the prompt and what follows it could come from different templates.
+    """
+    if not isinstance(processing_class.chat_template, dict):
+        return None
+    named: dict[str, str] = processing_class.chat_template
+    template = named.get("tool_use") or named.get("default")
+    if template is None:
+        raise ConfigError(
+            f"The tokenizer has the chat templates {', '.join(named)}, but neither `tool_use` nor `default`. Set "
+            "`tokenizer.chat_template` to the one to train with."
+        )
+    return template
+
+
+def supports_tool_calling(processing_class: ProcessingClass, chat_template: str | None = None) -> bool:
     """Whether the chat template shows a whole tool exchange: the call's name, argument and value, and the result."""
-    return call_form(processing_class) is not None
+    return call_form(processing_class, **options_of(chat_template)) is not None
 
 
 def shows_tools(processing_class: ProcessingClass, chat_template: str | None = None) -> bool:
     """Whether the template tells the model which tools there are; if not, the prompts must say it."""
     words = ("probetool", "probedescription")
     function = {"name": words[0], "description": words[1], "parameters": {"type": "object", "properties": {}}}
-    options = {} if chat_template is None else {"chat_template": chat_template}
+    options = options_of(chat_template)
     try:
         text = render(processing_class, ASKED, tools=[{"type": "function", "function": function}], **options)
         return any(word in text for word in words)
@@ -60,7 +80,7 @@ def is_chat_template_prefix_preserving(processing_class: ProcessingClass, chat_t
     Only then do the tokens the model wrote and those of the longer conversation agree. A template that cannot render
     tool calls is tried with a second question instead.
     """
-    options: dict[str, Any] = {} if chat_template is None else {"chat_template": chat_template}
+    options = options_of(chat_template)
     form = call_form(processing_class, **options)
     if form is None:
         return _added(processing_class, ANSWERED, ASKED, **options) is not None
@@ -105,14 +125,15 @@ _REPAIRS = (
 )
 
 
-def get_training_chat_template(processing_class: ProcessingClass) -> str | None:
+def get_training_chat_template(processing_class: ProcessingClass, chat_template: str | None = None) -> str | None:
     """A version of the chat template that keeps a conversation's tokens when messages are added, or None.
 
     None means that the template does so already. A template whose fault is not known raises: change it by hand.
+    `chat_template` is looked at instead of the tokenizer's own.
     """
-    if is_chat_template_prefix_preserving(processing_class):
+    if is_chat_template_prefix_preserving(processing_class, chat_template):
         return None
-    for candidate in _candidates(processing_class):
+    for candidate in _candidates(processing_class, chat_template):
         if is_chat_template_prefix_preserving(processing_class, candidate):
             return candidate
     raise ConfigError(
@@ -123,25 +144,25 @@ def get_training_chat_template(processing_class: ProcessingClass) -> str | None:
     )
 
 
-def _candidates(processing_class: ProcessingClass) -> Iterator[str]:
-    template = processing_class.get_chat_template()
+def _candidates(processing_class: ProcessingClass, chat_template: str | None) -> Iterator[str]:
+    template, options = chat_template or processing_class.get_chat_template(), options_of(chat_template)
     for fault, repair in _REPAIRS:
         patched = fault.sub(repair, template)
         if patched != template:
             yield patched
-    form = call_form(processing_class)
-    if form is not None and "<｜tool▁call▁begin｜>" in render(processing_class, [*ASKED, form.message()]):
-        yield from _deepseek(processing_class)
+    form = call_form(processing_class, **options)
+    if form is not None and "<｜tool▁call▁begin｜>" in render(processing_class, [*ASKED, form.message()], **options):
+        yield from _deepseek(processing_class, options)
 
 
-def _deepseek(processing_class: ProcessingClass) -> Iterator[str]:
+def _deepseek(processing_class: ProcessingClass, options: dict[str, Any]) -> Iterator[str]:
     """DeepSeek's faults are too many to patch; the whole is replaced, if prompts come out as before."""
-    asked = render(processing_class, ASKED)
-    prompted = render(processing_class, ASKED, add_generation_prompt=True)
+    asked = render(processing_class, ASKED, **options)
+    prompted = render(processing_class, ASKED, add_generation_prompt=True, **options)
     template = deepseek_template(prompted.removeprefix(asked))
     system: Message = {"role": "system", "content": "probesystem"}
     for messages in (ASKED, [system, *ASKED], [system, *ANSWERED, *ASKED]):
-        theirs = render(processing_class, messages, add_generation_prompt=True)
+        theirs = render(processing_class, messages, add_generation_prompt=True, **options)
         if render(processing_class, messages, add_generation_prompt=True, chat_template=template) != theirs:
             return
     yield template

@@ -26,6 +26,7 @@ class Call:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     is_async: bool = False
     problem: str | None = None
+    owner: Any = None  # the environment whose method it is
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def read_call(raw: Any, tools: Mapping[str, Tool]) -> Call:
         arguments = _arguments(function.get("arguments"))
     except ValueError as error:
         return Call(name, problem=f"The arguments of {name} {error}")
-    return Call(name, tools[name].function, arguments, tools[name].is_async)
+    tool = tools[name]
+    return Call(name, tool.function, arguments, tool.is_async, owner=tool.owner)
 
 
 def _arguments(given: Any) -> dict[str, Any]:
@@ -80,6 +82,8 @@ def shown(value: Any) -> str:
         if inspect.iscoroutine(value):
             value.close()  # or Python complains that it was never awaited
         raise TypeError("The tool returned something to await; declare it with `async def`.")
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        raise TypeError("The tool returned a generator; it must return its values, for example as a list.")
     if isinstance(value, list) and value and all(isinstance(part, Mapping) and "type" in part for part in value):
         return printable(text_of_blocks(value))
     return printable(str(value))

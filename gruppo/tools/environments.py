@@ -12,7 +12,8 @@ from typing import Any
 
 from gruppo.errors import ConfigError, DataError, RolloutError
 from gruppo.tools.calls import Call, printable, reason, text_of_blocks
-from gruppo.tools.executor import ToolExecutor, attempt
+from gruppo.tools.closing import close_all, close_unheard, has_close
+from gruppo.tools.executor import ToolExecutor
 from gruppo.tools.functions import Tool, make_tool
 from gruppo.types import Message
 
@@ -32,6 +33,7 @@ class Kind:
     factory: Callable[[], Any]
     cls: type
     tools: tuple[Tool, ...]
+    reset: inspect.Signature
 
 
 class Environments:
@@ -62,8 +64,13 @@ class Environments:
         self.kinds: dict[str | None, Kind] = {}
         for name, make in (factory if self.several else {None: factory}).items():
             first, self.kinds[name] = probe(make, name)
+            if self._has(first):
+                raise ConfigError(f"{_which(name)} {_SAME}")
             self.pools["train", name] = [first]
+            if has_close(first):
+                executor.prepare(inspect.iscoroutinefunction(first.close))
         self.unstarted: set[int] = set()  # instances whose latest `reset` failed
+        self.failed_reset: BaseException | None = None  # why the latest of them failed
         self._spoiled: set[int] = set()  # instances that are not used again
         self._said: set[str] = set()
         weakref.finalize(self, close_all, self.pools, executor)
@@ -80,6 +87,19 @@ class Environments:
         name: str = row[COLUMN]
         return name
 
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise for a row with which its environment could never begin."""
+        kind = self.kinds[self.name_of(row)]
+        columns = _without(row, self._hidden)
+        try:
+            kind.reset.bind(**columns)
+        except TypeError as error:
+            raise DataError(
+                f"{kind.cls.__name__}.reset{kind.reset} gets the columns of a row by name, and those of a row of the "
+                f"dataset, {', '.join(columns)}, do not fit: {error}. Change its arguments (`**row` takes whatever "
+                "else there is) or the dataset."
+            ) from None
+
     def take(self, rows: Sequence[Mapping[str, Any]], mode: str) -> list[Any]:
         """An instance for each row; those of the rows before are free again."""
         self._discard_spoiled()
@@ -93,29 +113,36 @@ class Environments:
             used[name] = place + 1
         return taken
 
+    @property
+    def _hidden(self) -> Sequence[str]:
+        """Columns that are not for the environment."""
+        return (COLUMN,) if self.several else ()
+
     def _make(self, name: str | None) -> Any:
         try:
-            return self.kinds[name].factory()
+            made = self.kinds[name].factory()
         except Exception as error:
             raise RolloutError(f"{_which(name)} could not make another environment: {reason(error)}") from error
+        if self._has(made):
+            raise RolloutError(f"{_which(name)} {_SAME}")
+        return made
+
+    def _has(self, instance: Any) -> bool:
+        return any(instance is env for pool in self.pools.values() for env in pool)
 
     def reset(self, instances: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The observation of each instance, None where there is none.
 
         An instance that fails is not used again, and its sample is not scored; the run goes on.
         """
-        hidden = (COLUMN,) if self.several else ()
-        calls = [
-            # Copies: the rows belong to the dataset, and those of a group are one object.
-            Call(
-                "reset", env.reset, _without(copy.deepcopy(dict(row)), hidden), inspect.iscoroutinefunction(env.reset)
-            )
-            for env, row in zip(instances, rows, strict=True)
-        ]
+        # Copies: the rows belong to the dataset, and those of a group are one object.
+        given = [_without(copy.deepcopy(dict(row)), self._hidden) for row in rows]
+        calls = [method_call(env, "reset", columns) for env, columns in zip(instances, given, strict=True)]
         outcomes = [outcome for (outcome,) in self.executor.run([[call] for call in calls], read=observation)]
         for env, outcome in zip(instances, outcomes, strict=True):
             if outcome.error is not None:
                 self.unstarted.add(id(env))
+                self.failed_reset = outcome.error
                 self._note_failure(env, "reset", outcome.error)
         return [outcome.value for outcome in outcomes]
 
@@ -135,10 +162,12 @@ class Environments:
             )
 
     def _discard_spoiled(self) -> None:
+        spoiled = {*self._spoiled, *self.executor.given_up}
+        lost = [env for pool in self.pools.values() for env in pool if id(env) in spoiled]
         for pool in self.pools.values():
-            lost = [env for env in pool if id(env) in self._spoiled]
-            pool[:] = [env for env in pool if id(env) not in self._spoiled]
-            close(lost, self.executor)
+            pool[:] = [env for env in pool if id(env) not in spoiled]
+        close_unheard(lost, self.executor)
+        self.executor.given_up.clear()
         self._spoiled, self.unstarted = set(), set()
 
     def rewards(self) -> list[Callable[..., Any]]:
@@ -151,7 +180,7 @@ class Environments:
             """None for the environments of another class, NaN, which counts as a failure, for those that fail."""
             asked = [env for env in environments if type(env) is cls and id(env) not in self.unstarted]
             # With the tools, since what an environment keeps may be bound to their event loop.
-            outcomes = self.executor.run([[_call(env.get_reward)] for env in asked], read=_as_it_is)
+            outcomes = self.executor.run([[method_call(env, "get_reward")] for env in asked], read=_as_it_is)
             found: dict[int, Any] = {}
             for env, (outcome,) in zip(asked, outcomes, strict=True):
                 found[id(env)] = outcome.value
@@ -198,7 +227,10 @@ def probe(factory: Any, name: str | None) -> tuple[Any, Kind]:
         and isinstance(inspect.getattr_static(cls, attribute), staticmethod | FunctionType)
     ]
     tools = tuple(make_tool(getattr(first, method), where=cls.__name__) for method in methods)
-    return first, Kind(name, factory, cls, tools)
+    return first, Kind(name, factory, cls, tools, inspect.signature(first.reset))
+
+
+_SAME = "returned an object that it has returned before; it must make a new environment each time it is called."
 
 
 def _which(name: str | None) -> str:
@@ -209,8 +241,10 @@ def _without(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in names}
 
 
-def _call(method: Callable[..., Any], /, **arguments: Any) -> Call:
-    return Call(method.__name__, method, arguments, inspect.iscoroutinefunction(method))
+def method_call(instance: Any, name: str, arguments: Mapping[str, Any] | None = None) -> Call:
+    """A call of an environment's own method."""
+    method = getattr(instance, name)
+    return Call(name, method, arguments or {}, inspect.iscoroutinefunction(method), owner=instance)
 
 
 def _as_it_is(value: Any) -> Any:
@@ -242,24 +276,3 @@ def add_observation(prompt: Sequence[Message], seen: str | list[Any] | None) -> 
     else:
         content = [*content, *([{"type": "text", "text": seen}] if isinstance(seen, str) else seen)]
     return [*prompt[:-1], {**prompt[-1], "content": content}]
-
-
-def close_all(pools: dict[tuple[str, str | None], Pool], executor: ToolExecutor) -> None:
-    """Close and forget every instance."""
-    for pool in pools.values():
-        close(pool, executor)
-        pool.clear()
-
-
-def close(instances: Sequence[Any], executor: ToolExecutor) -> None:
-    """Call `close` of those that have it; one that fails does not keep the others from being closed."""
-    for instance in instances:
-        method = getattr(instance, "close", None)
-        if not callable(method):
-            continue
-        if inspect.iscoroutinefunction(method):
-            ((outcome,),) = executor.run([[_call(method)]], read=_as_it_is)
-        else:  # in this thread: at the end of a program no other can be started
-            outcome = attempt(_call(method), _as_it_is)
-        if outcome.error is not None:
-            logger.warning(f"{type(instance).__name__}.close failed: {reason(outcome.error)}")

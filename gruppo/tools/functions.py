@@ -29,10 +29,11 @@ class Tool:
     function: Callable[..., Any]
     is_async: bool
     schema: dict[str, Any]  # as chat templates want it: {"type": "function", "function": {"name": …, …}}
+    owner: Any = None  # the environment whose method it is
 
     def of(self, owner: Any) -> "Tool":
         """The same method of another object."""
-        return replace(self, function=getattr(owner, self.name))
+        return replace(self, function=getattr(owner, self.name), owner=owner)
 
 
 def make_tool(function: Callable[..., Any], where: str = "tools") -> Tool:

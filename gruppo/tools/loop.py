@@ -31,7 +31,6 @@ class Episode:
     out_of_room: bool = False  # the last answers did not fit
     calls: int = 0
     failures: int = 0
-    overran: set[str] = field(default_factory=set)  # tools whose call was given up
 
     @property
     def ids(self) -> list[int]:
@@ -67,6 +66,8 @@ class Turn:
     limits: Sequence[int]
 
 
+LONGEST_TOKEN = 50  # characters that one token may stand for
+
 Parse = Callable[[Episode], Message]
 Suffix = Callable[[list[str], list[Message], bool], list[int]]
 
@@ -88,11 +89,13 @@ class ToolLoop:
         context_length: int | None = None,
         max_rounds: int | None = None,
         total: Callable[[int], int] = int,
+        longest_token: int = LONGEST_TOKEN,
     ):
         self.parse, self.suffix, self.executor, self.total = parse, suffix, executor, total
         self.budget = budget
         self.context_length = context_length
         self.max_rounds = max_rounds
+        self.longest_token = longest_token
         self.seconds = 0.0  # spent in tools by the last run
 
     def run(self, episodes: Sequence[Episode], sample: Callable[[Turn], Sequence[Completion]]) -> None:
@@ -140,15 +143,20 @@ class ToolLoop:
         for episode, made, came in zip(episodes, calls, outcomes, strict=True):
             episode.calls += len(made)
             episode.failures += sum(outcome.error is not None for outcome in came)
-            episode.overran |= {call.name for call, outcome in zip(made, came, strict=True) if outcome.timed_out}
             messages = [answer(call, outcome) for call, outcome in zip(made, came, strict=True)]
-            ended = episode.turns[-1].stop is StopReason.EOS  # else a stop string ended it, and its end must be added
-            ids = self.suffix([message["name"] for message in messages], messages, ended)
-            if self._room(episode, more=len(ids)) < 1:
+            ids = self._tokens(episode, messages)
+            if ids is None or self._room(episode, more=len(ids)) < 1:
                 episode.out_of_room = True
             else:
                 episode.answers.append(ids)
                 episode.messages += messages
+
+    def _tokens(self, episode: Episode, messages: list[Message]) -> list[int] | None:
+        """The tokens of answers; None for those that are so long that they need not be counted."""
+        if sum(len(message["content"]) for message in messages) > self._room(episode) * self.longest_token:
+            return None
+        ended = episode.turns[-1].stop is StopReason.EOS  # else a stop string ended it, and its end must be added
+        return self.suffix([message["name"] for message in messages], messages, ended)
 
 
 def _interleaved(turns: Sequence[Completion], answers: Sequence[Sequence[int]]) -> list[Sequence[int]]:

@@ -48,6 +48,7 @@ class SuffixTokens:
                 "(<|im_start|>), such as SmolLM2, `gruppo.data.templates.HERMES_TEMPLATE` is one."
             )
         self._form = form
+        self.longest_token = max(map(len, self._tokenizer.get_vocab()))  # in characters
         self._takes_many = self._can_render([form.message([TOOL, TOOL])])
         # Names come from the model, so there is no end to them; those of real tools come again and again.
         self._turn = lru_cache(maxsize=1024)(self._find_turn)

@@ -89,11 +89,6 @@ class Toolset:
         methods = self.environments.kinds[self.environments.name_of(row)].tools
         return {**self.tools, **{tool.name: tool.of(instance) for tool in methods}}
 
-    def note_overrun(self, instance: Any, names: set[str]) -> None:
-        """Calls of these tools were given up; an environment that one of them belongs to is not used again."""
-        if self.environments is not None and names - set(self.tools):
-            self.environments.spoil(instance)
-
     def close(self) -> None:
         """End of a run: let the environments go."""
         if self.environments is not None:

@@ -16,6 +16,7 @@ from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward
 from gruppo.trainer.resampling import Scored, groups_without_spread, resampling_metrics
 from gruppo.trainer.sampling import Sampling
 from gruppo.trainer.supervision import StepTable, with_steps
+from gruppo.trainer.tooling import tool_metrics
 from gruppo.types import Rollout, TrainBatch
 
 Row = Mapping[str, Any]
@@ -38,6 +39,7 @@ class Collecting(Sampling):
         if self.mode == "train" and self.args.dynamic_sampling:
             self._replace_groups_without_spread(generation)
         self._log_lengths(generation.lengths_NC)
+        self.metrics.add(self.mode, tool_metrics(generation.tools))
         batch = self.to_tensors(generation.rollouts)
         if self.mode == "train":
             self._check_parity(batch)
@@ -58,7 +60,8 @@ class Collecting(Sampling):
         if (failed_N := self._failed_resets(rollouts)) is not None:  # whatever such a row was scored with
             rewards_NR = rewards_NR.masked_fill(failed_N, torch.nan)
             kinds_NR = kinds_NR.masked_fill(failed_N, Kind.FAILURE)
-        return Scored(rollouts, rewards_NR, lengths_NC, self._extra_columns, self._extra_metrics, kinds_NR, steps)
+        columns, metrics, tools = self._extra_columns, self._extra_metrics, self._tool_counts
+        return Scored(rollouts, rewards_NR, lengths_NC, columns, metrics, kinds_NR, steps, tools)
 
     def _replace_groups_without_spread(self, generation: Scored) -> None:
         """Sample the next prompts in their place. All processes know all rewards, and so agree on the groups."""
@@ -104,7 +107,7 @@ class Collecting(Sampling):
         own_BT += own_B[:, None]
         mean_N = gather_rows(self.accelerator, (own_BT * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1))
         rewards_N = combine_rewards(rewards_NR, self.reward_weights)
-        return with_steps(advantages, rewards_N, mean_N, steps.spread_P(size)), own_BT
+        return with_steps(advantages, rewards_N, mean_N, steps.spread_P(weights_R, size)), own_BT
 
     def _steps(self, generation: Scored) -> StepTable | None:
         """The steps that rewards judged; None if there are none, or the recipe knows outcomes only."""
@@ -178,7 +181,7 @@ class Collecting(Sampling):
         names, rollouts, rewards_NR = self.reward_func_names, generation.rollouts, generation.rewards_NR
         zero_std = frac_zero_std(advantages.std_B)
         self.metrics.add(self.mode, reward_metrics(names, rewards_NR, advantages.rewards_B, zero_std))
-        self.metrics.add(self.mode, self.reward_counts.metrics(generation.kinds_NR))
+        self.reward_counts.add(self.metrics, self.mode, generation.kinds_NR)
         if self.mode == "train":
             self.reward_breaker.note(generation.kinds_NR)
         metrics, columns = self._gather_user_logs(generation)

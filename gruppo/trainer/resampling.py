@@ -5,7 +5,7 @@ lost. The next prompts of the stream are sampled in its place, in rounds, until 
 number of rounds is used up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -33,6 +33,7 @@ class Scored:
     metrics: dict[str, list[float]]  # `log_metric`
     kinds_NR: Tensor  # codes of `Kind`, of rows that were replaced too: they count
     steps: list[list[Any]] | None = None  # of rewards that return steps, one entry per rollout
+    tools: Mapping[str, float] = field(default_factory=dict)  # what tools did, of all processes
     replaced: list[Tensor] = field(default_factory=list)  # rewards (·, R) of what was replaced, by round
 
     def replace(self, groups: Sequence[int], own_rows: Sequence[int], by: "Scored", group_size: int) -> None:
@@ -54,6 +55,7 @@ class Scored:
         for name in {**self.columns, **by.columns}:
             column = self.columns.get(name, [None] * len(self.rollouts))
             self.columns[name] = put(column, own_rows, by.columns.get(name, [None] * len(own_rows)))
+        self.tools = {name: self.tools.get(name, 0) + by.tools.get(name, 0) for name in {**self.tools, **by.tools}}
         for name, values in by.metrics.items():
             self.metrics[name] = [*self.metrics.get(name, []), *values]
 

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from gruppo.algo.masks import is_truncated
 from gruppo.data.prompts import PromptEncoder, reject_images
-from gruppo.data.responses import decode, parse_response
-from gruppo.errors import RolloutError
+from gruppo.data.responses import decode, parse_response, without_end
+from gruppo.errors import RewardError, RolloutError
 from gruppo.rollout.base import RolloutBackend, group_requests, stop_strings
 from gruppo.rollout.custom import CustomRollout
-from gruppo.tools.loop import Episode, ToolLoop, Turn
+from gruppo.tools.calls import reason
+from gruppo.tools.loop import LONGEST_TOKEN, Episode, ToolLoop, Turn
 from gruppo.tools.suffix import SuffixTokens
 from gruppo.tools.toolset import Started, Toolset
 from gruppo.trainer.ledger import Ledger
 from gruppo.trainer.metrics import gather_rows
 from gruppo.trainer.resampling import runs
 from gruppo.trainer.rewarding import Rewarding
+from gruppo.trainer.tooling import reject_sharding
 from gruppo.types import Completion, Message, Prompt, Rollout, SampleRequest, StopReason
 
 Row = Mapping[str, Any]
@@ -51,6 +53,7 @@ class Sampling(Rewarding):
     _asked = False  # whether the rollout under way has come to the backend
     _requests_made = 0  # … and, where a hook asks several times, from which time it is
     _work: Mapping[str, Any] = MappingProxyType({})  # what the backend computed for these rollouts, for the ledger
+    _tool_counts: Mapping[str, float] = MappingProxyType({})  # what tools did for these rollouts, on all processes
 
     @property
     def group_size(self) -> int:
@@ -67,13 +70,15 @@ class Sampling(Rewarding):
         if self.custom_rollout is None or self.tool_loop is not None:
             self._own_rows = self._rows_in_batch(len(rows)) if places is None else places
         self._attempt, self._requests_made, self._turn, self._work, self._asked = attempt, 0, None, {}, False
+        self._tool_counts = {}
         self._asked_elsewhere += self._place is None
         start = time.perf_counter()
         started = Started(rows) if self.toolset is None else self.toolset.start(rows, self.mode)
         with nullcontext() if self.tool_loop is None else self.backend.turns():
             prompts, completions, extras = self._first_turn(started.rows)
             if self.tool_loop is None:
-                outputs = decode(self.processing_class, prompts, [completion.ids for completion in completions])
+                ids = [completion.ids for completion in completions]
+                outputs = decode(self.processing_class, prompts, ids, self.eos_token_ids)
             else:
                 completions, outputs = self._use_tools(self.tool_loop, prompts, completions, started)
         if self._asked:
@@ -199,6 +204,7 @@ class Sampling(Rewarding):
     def _make_tool_loop(self) -> ToolLoop | None:
         if self.toolset is None or not self.toolset.functions:
             return None
+        reject_sharding(self.args, self.accelerator.distributed_type)
         encoder = self.prompt_encoder
         suffix = SuffixTokens(self.processing_class, encoder.chat_template, encoder.chat_template_kwargs)
         return ToolLoop(
@@ -209,6 +215,7 @@ class Sampling(Rewarding):
             context_length=encoder.context_length,
             max_rounds=self.args.max_tool_calling_iterations,
             total=lambda count: self._summed([count])[0],
+            longest_token=max(LONGEST_TOKEN, suffix.longest_token),
         )
 
     def _summed(self, numbers: Sequence[int]) -> list[int]:
@@ -222,7 +229,8 @@ class Sampling(Rewarding):
         ids, turn = episode.ids, episode.turns[-1]
         before = ids[: len(ids) - len(turn.ids)]
         schemas = [tool.schema for tool in episode.tools.values()]
-        message = parse_response(self.processing_class, list(turn.ids), before, schemas)
+        spoken = without_end(turn.ids, self.eos_token_ids) if turn.stop is StopReason.EOS else list(turn.ids)
+        message = parse_response(self.processing_class, spoken, before, schemas)
         if not turn.stop.ended and any("error" in call for call in message.get("tool_calls") or []):
             # Half a call that was cut off is text: nobody is to answer it.
             text = self.processing_class.decode(turn.ids, skip_special_tokens=True)
@@ -233,24 +241,20 @@ class Sampling(Rewarding):
         self, loop: ToolLoop, prompts: Sequence[Prompt], completions: Sequence[Completion], started: Started
     ) -> tuple[list[Completion], list[Any]]:
         """Completions of all turns, and their messages."""
-        assert self.toolset is not None
         episodes = [
             Episode(prompt.ids, tools, [completion])
             for prompt, completion, tools in zip(prompts, completions, started.tools, strict=True)
         ]
         loop.run(episodes, self._next_turn)
         self._turn = None
-        for row, episode in enumerate(episodes):
-            if episode.overran and started.environments:
-                self.toolset.note_overrun(started.environments[row], episode.overran)
-        self._log_tools(loop, episodes)
+        self._tool_counts = self._count_tools(loop, episodes)
         return [episode.completion for episode in episodes], [episode.messages for episode in episodes]
 
     def _next_turn(self, turn: Turn) -> list[Completion]:
         self._turn, self._requests_made = turn, 0
         return self._sample(turn.prompt_ids)
 
-    def _log_tools(self, loop: ToolLoop, episodes: Sequence[Episode]) -> None:
+    def _count_tools(self, loop: ToolLoop, episodes: Sequence[Episode]) -> dict[str, float]:
         """Calls, failures, turns and seconds, of all processes."""
         samples, calls, failures, turns = self._summed(
             [
@@ -261,23 +265,23 @@ class Sampling(Rewarding):
             ]
         )
         seconds = self.accelerator.gather(torch.tensor([loop.seconds], device=self.accelerator.device)).max().item()
-        self.metrics.add(
-            self.mode,
-            {
-                "tools/call_frequency": calls / max(samples, 1),
-                "tools/failure_frequency": failures / max(calls, 1),
-                "tools/turns": turns / max(samples, 1),
-                "tools/seconds": seconds,
-            },
-        )
+        return {"samples": samples, "calls": calls, "failures": failures, "turns": turns, "seconds": seconds}
 
     def _failed_resets(self, rollouts: Sequence[Rollout]) -> Tensor | None:
         """Bool (N, 1): rows of all processes whose environment could not begin; None where there are none to begin."""
         if self.toolset is None or self.toolset.environments is None:
             return None
-        failed = self.toolset.environments.unstarted
+        environments = self.toolset.environments
+        failed = environments.unstarted
         flags = [id(rollout.extra["environments"]) in failed for rollout in rollouts]
         local = torch.tensor(flags, dtype=torch.bool, device=self.accelerator.device).view(-1, 1)
         failed_N = gather_rows(self.accelerator, local)
-        self.metrics.add(self.mode, {"tools/failed_resets": failed_N.float().mean().item()})
+        if self.args.reward_on_error == "raise" and failed_N.any():
+            error = environments.failed_reset
+            said = "on another process." if error is None else f"with {type(error).__name__}: {reason(error)}"
+            raise RewardError(
+                f"The reset of {int(failed_N.sum())} of {len(failed_N)} environments failed, {said} With "
+                "reward_on_error='abstain' their completions are left out instead."
+            ) from error
+        self._tool_counts = {**self._tool_counts, "resets": len(failed_N), "failed_resets": int(failed_N.sum())}
         return failed_N

@@ -5,16 +5,19 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from accelerate.utils import DistributedType
 from datasets import Dataset
 
 from gruppo.data.prompts import require_conversation, sample_rows
 from gruppo.data.templates import (
     add_response_schema,
+    chosen_template,
     get_training_chat_template,
     shows_tools,
     supports_tool_calling,
 )
 from gruppo.errors import ConfigError, DataError
+from gruppo.rollout.select import sharded
 from gruppo.tools.environments import COLUMN
 from gruppo.tools.toolset import Toolset
 
@@ -33,21 +36,55 @@ def make_toolset(tools: Any, environment_factory: Any, args: Any) -> Toolset | N
     return toolset
 
 
+def reject_sharding(args: Any, distributed_type: DistributedType) -> None:
+    """Raise where processes must sample together but would not all be asked to."""
+    if args.world_size == 1 or args.max_tool_calling_iterations == 0:
+        return
+    if sharded(args) or distributed_type is DistributedType.FSDP:
+        raise ConfigError(
+            "Tools cannot work with weights that are spread over processes (FSDP, ZeRO-3): all of them sample "
+            "together, but only some have a turn to go on with. Keep the whole model on every process, or set "
+            "max_tool_calling_iterations=0."
+        )
+
+
 def template_for(toolset: Toolset | None, tokenizer: Any) -> str | None:
     """The chat template to train with, None for the tokenizer's own; makes sure that calls can be shown and read."""
     if toolset is None or not toolset.functions:
         return None
-    if not tokenizer.chat_template or not supports_tool_calling(tokenizer):
+    chosen = chosen_template(tokenizer)
+    if not tokenizer.chat_template or not supports_tool_calling(tokenizer, chosen):
         raise ConfigError(
             "The chat template does not show tool calls and their results, so the model cannot use tools. Set "
             "`tokenizer.chat_template` to one that renders messages with `tool_calls` and with the role `tool`; "
             "gruppo.data.templates.HERMES_TEMPLATE is one for models that were trained on ChatML."
         )
-    add_response_schema(tokenizer)
-    template = get_training_chat_template(tokenizer)
+    add_response_schema(tokenizer, chosen)
+    template = get_training_chat_template(tokenizer, chosen) or chosen
     if not shows_tools(tokenizer, template):
         logger.warning("The chat template does not list the tools: the model is not told what it may call.")
     return template
+
+
+def tool_metrics(counts: Mapping[str, float]) -> dict[str, float]:
+    """What is logged of the counts of all samples of a generation, those that were replaced among them.
+
+    Example:
+        tool_metrics({"samples": 4, "calls": 2, "failures": 1, "turns": 6, "seconds": 0.5})
+        -> {"tools/call_frequency": 0.5, "tools/failure_frequency": 0.5, "tools/turns": 1.5, "tools/seconds": 0.5}
+    """
+    metrics = {}
+    if "samples" in counts:
+        samples, calls = max(counts["samples"], 1), counts["calls"]
+        metrics = {
+            "tools/call_frequency": calls / samples,
+            "tools/failure_frequency": counts["failures"] / max(calls, 1),
+            "tools/turns": counts["turns"] / samples,
+            "tools/seconds": counts["seconds"],
+        }
+    if "resets" in counts:
+        metrics["tools/failed_resets"] = counts["failed_resets"] / max(counts["resets"], 1)
+    return metrics
 
 
 def with_environment_rewards(
@@ -101,8 +138,10 @@ def check_rows(toolset: Toolset | None, dataset: Any) -> None:
                 "The dataset has a column `environments`, but reward functions get the environments under that name. "
                 "Rename the column."
             )
-    if toolset.environments is not None and toolset.environments.several:
-        if isinstance(dataset, Dataset) and COLUMN in dataset.column_names:
-            rows = [{COLUMN: name} for name in dataset.unique(COLUMN)]
-        for row in rows:
-            toolset.environments.name_of(row)
+    if toolset.environments is None:
+        return
+    if toolset.environments.several and isinstance(dataset, Dataset) and COLUMN in dataset.column_names:
+        for name in dataset.unique(COLUMN):
+            toolset.environments.name_of({COLUMN: name})
+    for row in rows:
+        toolset.environments.check_row(row)

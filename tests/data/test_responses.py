@@ -4,8 +4,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from gruppo.data.responses import decode, has_response_parser, parse_response
+from gruppo.data.responses import decode, has_response_parser, parse_response, without_end
+from gruppo.data.templates import add_response_schema
 from gruppo.types import Prompt
+from tests.data.imitations import QWEN2_5, byte_tokenizer
 from tests.helpers import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -184,3 +186,17 @@ def test_a_real_response_template():
     assert thought == {"role": "assistant", "reasoning_content": "hm", "content": "ab"}
     assert plain == {"role": "assistant", "content": "ab"}
     assert empty == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("arguments", ["arguments", "parameters"])
+def test_arguments_have_two_usual_names(arguments: str) -> None:
+    tokenizer = add_response_schema(byte_tokenizer(QWEN2_5))
+    text = f'<tool_call>\n{{"name": "add", "{arguments}": {{"a": 1}}}}\n</tool_call><|im_end|>'
+    message = parse_response(tokenizer, tokenizer(text)["input_ids"])
+    assert message["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+
+
+def test_the_end_is_taken_off() -> None:
+    assert without_end([5, 1], [1, 2]) == [5]
+    assert without_end([5, 1, 3], [1, 2]) == [5, 1, 3]
+    assert without_end([], [1]) == []

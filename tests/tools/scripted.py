@@ -1,6 +1,7 @@
 """A tokenizer whose template shows tools, a backend that writes what a test says, and small trainers on both."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,6 +119,14 @@ def make(
     if script is not None:
         trainer.backend = ScriptedBackend(trainer.backend.config, script)
     return trainer
+
+
+def eventually(happened: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for what another thread does."""
+    deadline = time.perf_counter() + seconds
+    while not happened():
+        assert time.perf_counter() < deadline, "it did not happen"
+        time.sleep(0.01)
 
 
 ENDS = list(range(1, 40))  # so many tokens end a turn that a random model soon ends its own

@@ -1,4 +1,5 @@
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -65,6 +66,10 @@ def test_results_are_shown_as_text(value: Any, text: str) -> None:
     assert shown(value) == text
 
 
+async def letters() -> AsyncIterator[str]:
+    yield "a"
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -72,6 +77,8 @@ def test_results_are_shown_as_text(value: Any, text: str) -> None:
         (bytearray(b"bytes"), "returned bytes"),
         ([{"type": "image", "image": None}], "Content of type 'image'"),
         (fetch("x"), "async def"),
+        ((letter for letter in "ab"), "returned a generator"),
+        (letters(), "returned a generator"),
     ],
 )
 def test_results_that_cannot_be_shown(value: Any, words: str) -> None:

@@ -2,14 +2,19 @@ import asyncio
 import gc
 import logging
 import math
+import subprocess
+import sys
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from gruppo.errors import ConfigError, DataError, RolloutError
-from gruppo.tools.environments import Environments, add_observation
+from gruppo.tools import closing
+from gruppo.tools.environments import Environments, add_observation, method_call
 from gruppo.tools.executor import ToolExecutor
+from tests.tools.scripted import eventually
 
 ROW: dict[str, Any] = {"prompt": [{"role": "user", "content": "Count. "}], "goal": 3}
 
@@ -192,7 +197,7 @@ def test_an_environment_whose_reset_fails_is_replaced(bad: Any, caplog: pytest.L
     second = pool.take(rows, "train")
     assert second[0] is first[0]
     assert not {id(env) for env in first[1:]} & {id(env) for env in second}
-    assert Fragile.closed == 2
+    eventually(lambda: Fragile.closed == 2)
     assert not pool.unstarted
 
 
@@ -261,7 +266,7 @@ def test_spoiled_ones_are_closed_and_replaced() -> None:
     assert Counter.closed == 0, "its sample may still be scored"
     second = pool.take([ROW] * 3, "train")
     assert first[1] not in second
-    assert Counter.closed == 1
+    eventually(lambda: Counter.closed == 1)
     assert Counter.made == 4
 
 
@@ -297,6 +302,116 @@ def test_they_are_closed_with_the_last_reference() -> None:
     del pool
     gc.collect()
     assert Counter.closed == 1
+
+
+class Locked(Counter):
+    """A call that never returns holds what `close` needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def act(self) -> None:
+        """Act."""
+        with self.lock:
+            time.sleep(60)
+
+    def close(self) -> None:
+        with self.lock:
+            super().close()
+
+
+class AsyncLocked(Locked):
+    async def close(self) -> None:  # type: ignore[override]
+        super().close()
+
+
+@pytest.mark.parametrize("factory", [Locked, AsyncLocked])
+def test_one_that_cannot_be_closed_holds_up_nothing(factory: Any, caplog: pytest.LogCaptureFixture) -> None:
+    pool = environments(factory, timeout=1.0)
+    (env,) = pool.take([ROW], "train")
+    pool.executor.run([[method_call(env, "act")]])
+    start = time.perf_counter()
+    with caplog.at_level(logging.WARNING):
+        assert pool.take([ROW], "train") != [env]
+        assert time.perf_counter() - start < 0.8, "nobody waits for it"
+        eventually(lambda: f"{factory.__name__}.close failed: close took longer than 1 s" in caplog.text)
+
+
+def test_the_end_of_a_run_waits_for_no_close_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(closing, "CLOSE_TIME", 0.2)
+    pool = environments(Locked)
+    held, *_ = pool.take([ROW] * 3, "train")
+    held.lock.acquire()
+    start = time.perf_counter()
+    pool.close()
+    assert time.perf_counter() - start < 20
+    assert Locked.closed == 2
+    assert "close took longer than 0.2 s" in caplog.text
+
+
+def test_plain_ones_are_closed_in_the_main_thread_if_all_runs_there() -> None:
+    class Bound(Quiet):
+        def close(self) -> None:
+            seen.append(threading.current_thread())
+
+    seen: list[Any] = []
+    pool = environments(Bound, max_parallel=1)
+    pool.spoil(pool.take([ROW], "train")[0])
+    pool.take([ROW], "train")
+    pool.close()
+    assert seen == [threading.current_thread()] * 2
+
+
+PROGRAM = """
+from gruppo.tools.environments import Environments
+from gruppo.tools.executor import ToolExecutor
+
+class Closed:
+    def reset(self, **row): ...
+    {kind} close(self):
+        if self is bad: raise ValueError("stuck")
+        print("closed")
+
+pool = Environments(Closed, ToolExecutor(max_parallel={parallel}))
+bad = pool.take([{{}}] * 4, "train")[1]
+print("end")
+"""
+
+
+@pytest.mark.parametrize("parallel", [1, 8])
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_the_end_of_the_program_closes_them(kind: str, parallel: int) -> None:
+    program = PROGRAM.format(kind=kind, parallel=parallel)
+    # As in Python 3.12, where a program that is about to end can start no thread.
+    guard = "import atexit, threading\ndef none(self): raise RuntimeError('too late')\n"
+    program += guard + "threading._register_atexit(lambda: setattr(threading.Thread, 'start', none))\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["end", *["closed"] * 3]
+    assert "Closed.close failed: stuck" in done.stderr
+    assert "too late" not in done.stderr
+
+
+def test_a_factory_must_make_new_ones() -> None:
+    one = Quiet()
+    with pytest.raises(RolloutError, match="environment_factory returned an object that it has returned before"):
+        environments(lambda: one).take([ROW] * 2, "train")
+    with pytest.raises(ConfigError, match=r"environment_factory\['b'\] returned an object"):
+        environments({"a": lambda: one, "b": lambda: one})
+
+
+def test_rows_that_do_not_fit_reset() -> None:
+    class Level(Quiet):
+        def reset(self, level: int, prompt: Any) -> None: ...  # type: ignore[override]
+
+    pool = environments(Level)
+    pool.check_row({"prompt": [], "level": 1})
+    with pytest.raises(DataError, match=r"Level.reset\(level: int, prompt.*missing a required argument: 'level'"):
+        pool.check_row({"prompt": []})
+    with pytest.raises(DataError, match="unexpected keyword argument 'goal'"):
+        pool.check_row({"prompt": [], "level": 1, "goal": 2})
 
 
 def test_a_factory_that_fails_later_says_which() -> None:

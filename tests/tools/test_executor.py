@@ -113,11 +113,52 @@ def test_whatever_a_tool_raises_is_an_outcome(function: Any, error: BaseExceptio
     assert values(executor.run([[made(soon, "still there")]])) == [["still there"]]
 
 
-@pytest.mark.parametrize("max_parallel", [1, 4])
-@pytest.mark.parametrize("function", [raising, raising_soon])
-def test_an_interrupt_stops_the_run(function: Any, max_parallel: int) -> None:
+def test_an_interrupt_in_the_callers_thread_stops_the_run() -> None:
     with pytest.raises(KeyboardInterrupt):
-        ToolExecutor(max_parallel=max_parallel).run([[made(function, KeyboardInterrupt())]])
+        ToolExecutor(max_parallel=1).run([[made(raising, KeyboardInterrupt())]])
+
+
+@pytest.mark.parametrize(("function", "max_parallel"), [(raising, 4), (raising_soon, 1), (raising_soon, 4)])
+def test_a_tools_own_interrupt_is_an_outcome(function: Any, max_parallel: int) -> None:
+    executor = ToolExecutor(max_parallel=max_parallel)
+    ((outcome,),) = executor.run([[made(function, KeyboardInterrupt("mine"))]])
+    assert isinstance(outcome.error, KeyboardInterrupt)
+    assert values(executor.run([[made(soon, "still there")]])) == [["still there"]]
+
+
+async def in_a_group(error: BaseException) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(raising_soon(error))
+
+
+async def gathered(error: BaseException) -> None:
+    await asyncio.gather(raising_soon(error), asyncio.sleep(0.01))
+
+
+async def on_the_side(error: BaseException) -> str:
+    task = asyncio.ensure_future(raising_soon(error))
+    await asyncio.sleep(0.05)
+    return f"done: {task.done()}"
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+@pytest.mark.parametrize("function", [in_a_group, gathered, on_the_side])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_task_of_an_async_tool_that_exits_ends_neither_loop_nor_run(
+    function: Any, error: BaseException, timeout: float | None
+) -> None:
+    executor, found = ToolExecutor(timeout=timeout), []
+    calls = [[made(soon, "a", 0.1)], [made(function, error)], [made(soon, "b")]]
+    thread = threading.Thread(target=lambda: found.append(executor.run(calls)), daemon=True)
+    thread.start()
+    thread.join(20)
+    (outcomes,) = found
+    assert [outcomes[0][0].value, outcomes[2][0].value] == ["a", "b"]
+    if function is on_the_side:
+        assert outcomes[1][0].value == "done: True"
+    else:
+        assert type(outcomes[1][0].error) is type(error)
+    assert values(executor.run([[made(soon, "still there")]])) == [["still there"]]
 
 
 def test_a_call_that_cannot_be_made_fails() -> None:
@@ -163,6 +204,84 @@ def test_an_async_tool_that_blocks_is_given_up_too() -> None:
     ((outcome,),) = ToolExecutor(timeout=0.2).run([[made(block)]])
     assert outcome.timed_out
     assert time.perf_counter() - start < 0.9
+
+
+def test_an_async_tool_that_blocks_does_not_hold_up_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+    begun: list[str] = []
+
+    async def block() -> str:
+        release.wait(60)
+        return "late"
+
+    async def count(name: str) -> str:
+        begun.append(name)
+        return name
+
+    executor = ToolExecutor(timeout=0.2)
+    outcomes = executor.run([[made(block)], [made(count, "a"), made(count, "b")], [made(count, "c")]])
+    assert outcomes[0][0].timed_out
+    assert values(outcomes[1:]) == [["a", "b"], ["c"]], "they are made in another event loop"
+    assert values(executor.run([[made(soon, "d")]])) == [["d"]]
+    assert caplog.text.count("blocks its event loop") == 1
+    release.set()
+    time.sleep(0.1)
+    assert sorted(begun) == ["a", "b", "c"], "none of them twice"
+
+
+def test_many_that_block_fail_in_bounded_time() -> None:
+    async def block() -> None:
+        time.sleep(30)
+
+    start = time.perf_counter()
+    outcomes = ToolExecutor(timeout=0.1).run([[made(block)] for _ in range(20)])
+    assert time.perf_counter() - start < 15
+    assert all(outcome.error is not None for (outcome,) in outcomes)
+    assert any("never began" in str(outcome.error) for (outcome,) in outcomes)
+
+
+def test_calls_that_never_return_get_so_many_threads_and_no_more() -> None:
+    release = threading.Event()
+
+    def hang() -> None:
+        release.wait(60)
+
+    def threads() -> int:
+        return sum(thread.name == "gruppo-tool" for thread in threading.enumerate())
+
+    executor, before = ToolExecutor(timeout=0.05, max_parallel=2), threads()
+    executor.run([[made(hang)] for _ in range(8)])
+    assert threads() == before + 8
+    start = time.perf_counter()
+    ((hung, other),) = executor.run([[made(hang), made(now, "a")]])
+    assert time.perf_counter() - start < 5
+    for outcome in (hung, other):
+        assert "8 calls that took too long are still running" in str(outcome.error)
+    assert threads() == before + 8
+    release.set()
+    deadline = time.perf_counter() + 20
+    while threads() > before and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    assert values(executor.run([[made(now, "b")]])) == [["b"]]
+
+
+@pytest.mark.parametrize("function", [now, soon])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_thread_that_cannot_be_started_is_a_failed_call(
+    function: Any, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = ToolExecutor()
+    if not first:
+        executor.run([[]])  # the coordinator is there
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        ((outcome,),) = executor.run([[made(function, "a")]])
+    assert "No thread could be started" in str(outcome.error)
+    assert values(executor.run([[made(function, "a")]])) == [["a"]]
 
 
 def test_threads_end_with_the_executor() -> None:

@@ -98,6 +98,29 @@ def test_answers_that_leave_no_room_are_taken_back(limit: dict[str, int]) -> Non
     assert (other.completion.ids, other.completion.stop) == ([7, 60, 61, 62, 20], LENGTH)
 
 
+def test_an_answer_that_cannot_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shout(text: str) -> str:
+        """Shout.
+
+        Args:
+            text: what
+        """
+        return "x" * 1001
+
+    monkeypatch.setattr(f"{__name__}.add", shout)
+    monkeypatch.setattr(f"{__name__}.parse", lambda episode: parsed)
+    function = {"name": "add", "arguments": {"text": ""}}
+    parsed = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    seen: list[Any] = []
+    monkeypatch.setattr(f"{__name__}.suffix", lambda *given: seen.append(given) or [60])
+    (episode,), _ = run([turn(7, 10), turn(20)], budget=12, longest_token=100, max_rounds=1)
+    assert seen == []
+    assert episode.completion.stop is StopReason.TOOL_BUDGET
+    (episode,), _ = run([turn(7, 10), turn(20)], budget=12, longest_token=101, max_rounds=1)
+    assert len(seen) == 1
+    assert episode.completion.stop is EOS
+
+
 def test_what_a_sampler_writes_beyond_the_limit_is_cut() -> None:
     (episode,), _ = run([turn(7), turn(20, 21, 22)], budget=6)
     completion = episode.completion

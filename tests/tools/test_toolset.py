@@ -1,9 +1,12 @@
+import asyncio
+import time
 from typing import Any
 
 import pytest
 
 from gruppo.data.prompts import PromptEncoder
 from gruppo.errors import ConfigError, DataError
+from gruppo.tools.calls import answer, read_call
 from gruppo.tools.toolset import Toolset
 from tests.tools.scripted import tool_tokenizer
 from tests.tools.test_environments import ROW, Counter, Quiet
@@ -75,11 +78,52 @@ def test_plain_prompts_have_no_place_for_tools() -> None:
         Toolset([add], None).start([{"prompt": "2+2="}], "train")
 
 
-def test_only_the_environment_of_an_overrun_call_is_given_up() -> None:
-    toolset = Toolset([add], Counter)
-    first, second = toolset.start([ROW, ROW], "train").environments
-    toolset.note_overrun(first, {"add"})
-    toolset.note_overrun(second, {"add", "increment"})
+class Slow(Counter):
+    async def wait(self) -> None:
+        """Wait."""
+        await asyncio.sleep(60)
+
+    def sleep(self) -> None:
+        """Sleep."""
+        time.sleep(5)
+
+
+async def pause() -> None:
+    """Pause."""
+    await asyncio.sleep(60)
+
+
+def requested(name: str) -> Any:
+    return {"type": "function", "function": {"name": name, "arguments": {"by": 1} if name == "increment" else {}}}
+
+
+@pytest.mark.parametrize("slow", ["wait", "sleep"])
+def test_only_the_environment_of_an_overrun_call_is_given_up(slow: str) -> None:
+    toolset = Toolset([pause], Slow, timeout=0.2)
+    started = toolset.start([ROW, ROW], "train")
+    first, second = started.environments
+
+    def run(*names: list[str]) -> list[list[str]]:
+        calls = [[read_call(requested(n), started.tools[row]) for n in sample] for row, sample in enumerate(names)]
+        pairs = zip(calls, toolset.executor.run(calls), strict=True)
+        return [[answer(*made)["content"] for made in zip(*pair, strict=True)] for pair in pairs]
+
+    run(["pause", "increment"], [slow])
+    start = time.perf_counter()
+    fine, refused = run(["increment"], ["increment", "wait", "sleep"])
+    assert time.perf_counter() - start < 4
+    assert fine == ["2"]
+    assert all("was not called: an earlier call took too long" in told for told in refused)
+    assert second.count == 0
     again = toolset.start([ROW, ROW], "train").environments
     assert again[0] is first
     assert again[1] is not second
+
+
+def test_calls_after_one_that_overran_are_refused_in_the_same_turn() -> None:
+    toolset = Toolset(None, Slow, timeout=0.2)
+    started = toolset.start([ROW], "train")
+    calls = [read_call(requested(name), started.tools[0]) for name in ("sleep", "increment")]
+    ((_, second),) = toolset.executor.run([calls])
+    assert "increment was not called" in str(second.error)
+    assert started.environments[0].count == 0

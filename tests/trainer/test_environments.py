@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gruppo import GRPOTrainer, RLOOTrainer
-from gruppo.errors import ConfigError, DataError
-from tests.tools.scripted import call, make, no_reward, questions, tool_tokenizer, turns_in
+from gruppo.errors import ConfigError, DataError, RewardError
+from tests.tools.scripted import call, eventually, make, no_reward, questions, tool_tokenizer, turns_in
 
 
 class Guess:
@@ -195,7 +195,13 @@ def test_a_failed_reset_costs_its_own_row_only(tmp_path: Path, caplog: pytest.Lo
     trainer.collect([trainer.train_dataset[0]] * 4)
     assert values["tools/failed_resets"] == [0.25, 0.0], "another environment took its place"
     assert len(Moody.instances) == 5
-    assert Moody.instances[2].closed
+    eventually(lambda: Moody.instances[2].closed)
+
+
+def test_a_failed_reset_may_end_the_run(tmp_path: Path) -> None:
+    trainer = make(tmp_path, play, arguments={"environment_factory": Moody}, reward_on_error="raise")
+    with pytest.raises(RewardError, match="reset of 1 of 4 environments failed, with OSError: no display"):
+        trainer.collect([trainer.train_dataset[0]] * 4)
 
 
 class Unfair(Guess):
@@ -235,7 +241,16 @@ def test_an_environment_that_overran_is_replaced(tmp_path: Path) -> None:
     assert trainer.environments == [rollout.extra["environments"] for rollout in rollouts]
     again = trainer.rollout([trainer.train_dataset[0]] * 4)
     assert Slow.instances[1] not in [rollout.extra["environments"] for rollout in again]
-    assert Slow.instances[1].closed
+    eventually(lambda: Slow.instances[1].closed)
+
+
+def test_an_environment_that_overran_is_not_asked_for_a_reward(tmp_path: Path) -> None:
+    trainer = make(tmp_path, play, arguments={"environment_factory": Slow}, tool_timeout=0.3)
+    start = time.perf_counter()
+    batch = trainer.collect([trainer.train_dataset[0]] * 4)
+    assert time.perf_counter() - start < 20
+    assert batch.advantages is not None
+    assert (batch.advantages == 0).tolist() == [False, True, False, False], "its row counts for nothing"
 
 
 class NoTools:
@@ -276,6 +291,9 @@ def test_replacements_play_too(tmp_path: Path) -> None:
     assert log["dynamic_sampling/prompts_replaced"] == 1
     assert log["frac_reward_zero_std"] == 0
     assert not math.isnan(log["reward"])
+    assert log["tools/call_frequency"] == 12 / 12, "calls of all samples, those that were replaced among them"
+    assert log["tools/turns"] == 24 / 12
+    assert log["tools/failed_resets"] == 0
 
 
 def guess(number: int) -> str:
@@ -289,6 +307,10 @@ def guess(number: int) -> str:
 
 class NoReset:
     pass
+
+
+class Level:
+    def reset(self, level: int, **row: Any) -> None: ...
 
 
 BOTH = {"number": Guess, "chess": Chess}
@@ -320,6 +342,18 @@ BOTH = {"number": Guess, "chess": Chess}
             {},
             DataError,
             "column `environments`",
+        ),
+        (
+            {"environment_factory": Level},
+            {},
+            DataError,
+            r"Level.reset\(level.*those of a row of the dataset, prompt, do not fit: missing.*'level'",
+        ),
+        (
+            {"environment_factory": {"level": Level}, "train_dataset": questions("q", environment=["level"])},
+            {},
+            DataError,
+            "missing a required argument: 'level'",
         ),
     ],
 )

@@ -6,17 +6,24 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from accelerate.utils import DistributedType
 
 from gruppo import GRPOTrainer, RLOOTrainer
+from gruppo.data.templates import add_response_schema
 from gruppo.errors import ConfigError, DataError
-from gruppo.types import StopReason
-from tests.helpers import prompts
+from gruppo.rollout.base import RolloutBackend
+from gruppo.trainer.tooling import reject_sharding, tool_metrics
+from gruppo.types import Completion, StopReason
+from tests.data.imitations import HERMES, QWEN2_5, byte_tokenizer
+from tests.helpers import prompts, tiny_model
 from tests.tools.scripted import (
     ENDS,
     EOS,
@@ -86,7 +93,7 @@ def test_the_worked_example(tmp_path: Path) -> None:
     assert [(r.count, r.turn, r.noise_key, r.first_sample) for r in second] == [
         (1, 1, first[0].noise_key, sample) for sample in (0, 1, 3)
     ]
-    metrics = {key: values[0] for key, values in trainer.metrics.values["train"].items()}
+    metrics = tool_metrics(trainer._tool_counts)
     assert metrics["tools/call_frequency"] == 0.75
     assert metrics["tools/failure_frequency"] == pytest.approx(2 / 3)
     assert metrics["tools/turns"] == 7 / 4
@@ -236,7 +243,7 @@ def test_malformed_calls_are_failures_that_the_model_is_told(tmp_path: Path) -> 
         (told,) = [message["content"] for message in rollout.output if message["role"] == "tool"]
         assert told.startswith("{'error'")
         assert rollout.output[-1]["content"] == "done"
-    assert trainer.metrics.values["train"]["tools/failure_frequency"] == [1.0]
+    assert tool_metrics(trainer._tool_counts)["tools/failure_frequency"] == 1.0
 
 
 def hanging(seconds: float) -> str:
@@ -347,6 +354,81 @@ def test_turns_of_a_real_backend(tmp_path: Path, backend: str) -> None:
         assert logged["rollout/kept_ratio"] > 0.3, "what was said before is not encoded again"
 
 
+@pytest.mark.parametrize("tools", [None, [add]])
+def test_no_end_token_reaches_the_rewards(tmp_path: Path, tools: Any) -> None:
+    """The model has two end tokens; the tokenizer, and so the parser, knows one of them."""
+    tokenizer = byte_tokenizer(QWEN2_5)
+    add_response_schema(tokenizer)
+    ends = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
+    model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=2048)
+    model.generation_config.eos_token_id = ends
+    trainer = make(tmp_path, model=model, tokenizer=tokenizer, arguments={"tools": tools})
+
+    class Backend(RolloutBackend):
+        name, config = "fixed", trainer.backend.config
+
+        def sample(self, requests: Any) -> list[Completion]:
+            ids = tokenizer("42<|endoftext|>")["input_ids"]
+            return [Completion(ids, StopReason.EOS) for request in requests for _ in range(request.count)]
+
+    trainer.backend = Backend()
+    assert [rollout.output for rollout in rollouts(trainer)] == [[{"role": "assistant", "content": "42"}]] * 4
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+@pytest.mark.parametrize("default", [CHATML, HERMES])
+def test_of_named_templates_one_renders_everything(tmp_path: Path, default: str) -> None:
+    made = []
+    for template in (QWEN2_5, {"default": default, "tool_use": QWEN2_5}):
+        tokenizer = byte_tokenizer(QWEN2_5)
+        tokenizer.chat_template = template
+        model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=2048)
+        trainer = make(tmp_path, model=model, tokenizer=tokenizer, arguments={"tools": [add]})
+        (prompt,) = trainer.prompt_encoder([trainer.train_dataset[0]])
+        told = [{"role": "tool", "name": "add", "content": "3"}]
+        made.append((prompt.ids, trainer.tool_loop.suffix(["add"], told, True), tokenizer.response_template))
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("named", [{"rag": CHATML}, {"default": CHATML}])
+def test_named_templates_of_no_use(tmp_path: Path, named: dict[str, str]) -> None:
+    tokenizer = byte_tokenizer(QWEN2_5)
+    tokenizer.chat_template = named
+    with pytest.raises(ConfigError, match=r"neither `tool_use` nor `default`|does not show tool calls"):
+        make(tmp_path, tokenizer=tokenizer, model=tiny_model(vocab_size=len(tokenizer)), arguments={"tools": [add]})
+
+
+@pytest.mark.parametrize(
+    ("change", "works"),
+    [
+        ({}, True),
+        ({"fsdp": "full_shard"}, False),
+        ({"kind": DistributedType.FSDP}, False),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, False),
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, True),
+        ({"fsdp": "full_shard", "world_size": 1}, True),
+        ({"fsdp": "full_shard", "max_tool_calling_iterations": 0}, True),
+    ],
+)
+def test_weights_that_are_spread_over_processes(change: dict[str, Any], works: bool) -> None:
+    settings = {"world_size": 2, "max_tool_calling_iterations": None, "fsdp": "", "kind": DistributedType.MULTI_GPU}
+    args = SimpleNamespace(**{**settings, **change})
+    with nullcontext() if works else pytest.raises(ConfigError, match="spread over processes"):
+        reject_sharding(args, args.kind)
+
+
+def test_a_trainer_with_such_weights_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path, worked_example, arguments={"tools": [add]})
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    trainer.args.fsdp = "full_shard"
+    with pytest.raises(ConfigError, match="spread over processes"):
+        trainer._make_tool_loop()
+
+
 BAD_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}<assistant>"
 
 
@@ -424,7 +506,7 @@ def test_processes_with_different_numbers_of_rounds(tmp_path: Path) -> None:
         assert seen["log"]["tools/call_frequency"] == 1.0
         assert seen["log"]["tools/turns"] == 2.0
         assert seen["replacing"]["dynamic_sampling/prompts_replaced"] == 1.0
-        assert seen["replacing"]["tools/turns"] == (1.5 + 2.0) / 2, "of the generation, and of what was replaced"
+        assert seen["replacing"]["tools/turns"] == 20 / 12, "of all samples, those that were replaced among them"
 
 
 if __name__ == "__main__":
