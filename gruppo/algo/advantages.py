@@ -32,7 +32,7 @@ class Advantages(NamedTuple):
     """
 
     advantages_B: Tensor
-    """Never NaN: a row without a baseline gets 0."""
+    """Always finite: a row without a baseline, or with one beyond float32, gets 0."""
     rewards_B: Tensor
     """The raw weighted sum of the rewards; NaN where unscorable."""
     std_B: Tensor
@@ -63,7 +63,7 @@ def sum_then_normalize(rewards_BR: Tensor, weights_R: Tensor, group_size: int, s
     else:
         raise ValueError(f"scale must be 'group', 'batch' or 'none', not {scale!r}")
     advantages_B = centered_B if scale == "none" else centered_B / (std_B + _EPS)
-    return Advantages(_nan_to_zero(advantages_B), rewards_B, std_B)
+    return Advantages(_finite(advantages_B), rewards_B, std_B)
 
 
 def normalize_then_sum(rewards_BR: Tensor, weights_R: Tensor, group_size: int) -> Advantages:
@@ -79,7 +79,7 @@ def normalize_then_sum(rewards_BR: Tensor, weights_R: Tensor, group_size: int) -
         (scaled_PGR.flatten(0, 1) * weights_R.to(scaled_PGR)).nansum(dim=1).masked_fill(raw_B.isnan(), torch.nan)
     )
     std_B = _std(summed_B, dim=0).expand_as(summed_B)
-    return Advantages(_nan_to_zero(nancenter(summed_B) / (std_B + _EPS)), raw_B, std_B)
+    return Advantages(_finite(nancenter(summed_B) / (std_B + _EPS)), raw_B, std_B)
 
 
 def leave_one_out(
@@ -108,7 +108,7 @@ def leave_one_out(
     if normalize:
         advantages_B = nancenter(advantages_B) / (nanstd(advantages_B) + _EPS)
     std_B = _std(rewards_PG, dim=1).expand_as(rewards_PG).reshape(-1)
-    return Advantages(_nan_to_zero(advantages_B), raw_B, std_B)
+    return Advantages(_finite(advantages_B), raw_B, std_B)
 
 
 def frac_zero_std(std_B: Tensor) -> Tensor:
@@ -123,5 +123,5 @@ def _std(x: Tensor, dim: int) -> Tensor:
     return nanstd(x, dim=dim, keepdim=True)
 
 
-def _nan_to_zero(x: Tensor) -> Tensor:
-    return x.masked_fill(x.isnan(), 0.0)
+def _finite(x: Tensor) -> Tensor:
+    return x.masked_fill(~x.isfinite(), 0.0)

@@ -20,6 +20,7 @@ class NormalizedSteps(NamedTuple):
     """What steps are worth beside the others of their group."""
 
     value_S: Tensor
+    """Always finite: where the values of a group are beyond float32, 0."""
     std_P: Tensor
     """The deviation of each group's steps (or of all, where that is the scale); 0 means nothing to learn."""
 
@@ -49,7 +50,8 @@ def normalize_steps(value_S: Tensor, row_S: Tensor, *, rows: int, group_size: in
         std_P = (value_S.std() if len(value_S) > 1 else value_S.new_zeros(())).expand(groups)
     elif scale not in ("group", "none"):
         raise ValueError(f"scale must be 'group', 'batch' or 'none', not {scale!r}")
-    return NormalizedSteps(centered_S if scale == "none" else centered_S / (std_P[group_S] + _EPS), std_P)
+    scaled_S = centered_S if scale == "none" else centered_S / (std_P[group_S] + _EPS)
+    return NormalizedSteps(scaled_S.masked_fill(~scaled_S.isfinite(), 0.0), std_P)
 
 
 def step_advantages(value_S: Tensor, row_S: Tensor, end_S: Tensor, *, rows: int, tokens: int) -> Tensor:

@@ -1,10 +1,12 @@
-"""Async rewards, on one event loop in a thread of its own: judges behind HTTP, mostly.
+"""Async rewards, each on an event loop in a thread of its own: judges behind HTTP, mostly.
 
 Nothing here waits for a coroutine that was cancelled: one that swallows the cancellation would be waited for for ever.
 """
 
 import asyncio
 import concurrent.futures
+import contextlib
+import os
 import random
 import threading
 import time
@@ -16,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from gruppo.errors import RewardError
-from gruppo.rewards.calling import Arguments, Log, Reply, count, finished, join, lost, sample, with_log
+from gruppo.rewards.calling import Arguments, Log, Reply, count, end_fork, finished, given, join, lost, sample
 from gruppo.rewards.marks import wants_whole_batch
 from gruppo.rewards.outcomes import Kind
 
 FIRST_WAIT = 0.5  # seconds before the first retry; each further one waits twice as long
 GRACE = 5.0  # seconds beyond its bound after which a loop that is blocked is given up
+POLL = 0.25  # seconds between two looks at the thread of a loop
 
 # Mistakes in the code of a reward: asking again would not help.
 PROGRAMMING_ERRORS = (TypeError, AttributeError, NameError, ImportError, AssertionError, NotImplementedError)
@@ -39,59 +42,91 @@ class Patience:
     retries: int
 
 
+class Loop:
+    """An event loop that runs in a thread."""
+
+    def __init__(self) -> None:
+        self.loop, self.stopped = asyncio.new_event_loop(), False
+        self.thread = threading.Thread(target=self._spin, daemon=True, name="gruppo-async-rewards")
+        self.thread.start()
+
+    def _spin(self) -> None:
+        """Until `stop`: a reward that stops the loop, or a task of its own that exits, ends nothing."""
+        while not self.stopped:
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):
+                self.loop.run_forever()
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def start(self, work: Coroutine[Any, Any, Reply]) -> "concurrent.futures.Future[Reply]":
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def wait(self, future: "concurrent.futures.Future[Reply]", deadline: float | None) -> None:
+        """Until the work is done, the deadline has passed, or the thread has ended."""
+        while not future.done() and self.thread.is_alive():
+            left = POLL if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return
+            concurrent.futures.wait([future], min(POLL, left))
+
+
 class AsyncRewards:
-    """Runs async rewards. The loop is kept between calls, because clients that a reward keeps are bound to it."""
+    """Runs async rewards. A loop is kept between calls, because clients that a reward keeps are bound to it."""
 
     def __init__(self, patience: Patience, timer: Timer = nullcontext):
         self.patience, self.timer = patience, timer
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loops: dict[int, Loop] = {}
         self._waits = random.Random()  # of its own: the run's random numbers must not depend on retries
 
     def score(self, functions: dict[int, tuple[Callable[..., Any], str]], arguments: Arguments) -> dict[int, Reply]:
         """The replies of several rewards that run at the same time, by their number."""
-        replies: dict[int, Reply] = {}
-
-        async def one(i: int, function: Callable[..., Any], name: str) -> None:
-            with self.timer(name):
-                replies[i] = await self._score_one(function, name, arguments)
-
-        async def all_of_them() -> None:
-            await asyncio.gather(*(one(i, function, name) for i, (function, name) in functions.items()))
-
-        self._run(all_of_them())
-        rows, bound = count(arguments), self.patience.seconds
-        for i, (_, name) in functions.items():
-            blocked = f"The async reward '{name}' blocked its event loop for more than {bound} s."
-            replies.setdefault(i, lost(Kind.TIMEOUT, blocked, rows))
-        return dict(replies)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Wait for work on the loop. A loop that is blocked for longer than the bound is left to itself."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True, name="gruppo-async-rewards").start()
-            weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         bound = self.patience.seconds
+        deadline = None if bound is None else time.monotonic() + bound + GRACE
+        futures = {
+            i: self._loop(i).start(self._timed(function, name, arguments)) for i, (function, name) in functions.items()
+        }
         try:
-            future.result(None if bound is None else bound + GRACE)
-        except concurrent.futures.TimeoutError:
-            if future.done():  # the work itself said so
-                raise
-            future.cancel()
-            self._loop = None
-        except BaseException:
-            future.cancel()
-            raise
+            return {
+                i: self._wait(i, name, futures[i], deadline, count(arguments)) for i, (_, name) in functions.items()
+            }
+        finally:
+            for future in futures.values():
+                future.cancel()  # does nothing to one that is done
+
+    def _loop(self, i: int) -> Loop:
+        if i not in self._loops:
+            self._loops[i] = Loop()
+            weakref.finalize(self, self._loops[i].stop)
+        return self._loops[i]
+
+    def _wait(
+        self, i: int, name: str, future: "concurrent.futures.Future[Reply]", deadline: float | None, rows: int
+    ) -> Reply:
+        """The reply of one reward. A loop that is blocked, or has ended, is left to itself."""
+        self._loops[i].wait(future, deadline)
+        if future.done():
+            return future.result()
+        ended = not self._loops.pop(i).thread.is_alive()
+        if ended:
+            return lost(Kind.FAILURE, f"The event loop of the async reward '{name}' has ended.", rows)
+        bound = self.patience.seconds
+        return lost(Kind.TIMEOUT, f"The async reward '{name}' blocked its event loop for more than {bound} s.", rows)
+
+    async def _timed(self, function: Callable[..., Any], name: str, arguments: Arguments) -> Reply:
+        with self.timer(name):
+            return await self._score_one(function, name, arguments)
 
     async def _score_one(self, function: Callable[..., Any], name: str, arguments: Arguments) -> Reply:
-        bound, whole_batch = self.patience.seconds, wants_whole_batch(function)
+        bound = self.patience.seconds
+        if wants_whole_batch(function) or (bound is None and count(arguments) == 1):
+            until = None if bound is None else time.monotonic() + bound
+            return await self._ask(function, name, arguments, 0, bound, until)
         if bound is None:
             reply, _ = await self._try(function, name, arguments, 0, None)
-            if not reply.lost or whole_batch or count(arguments) == 1:
+            if not reply.lost:
                 return reply
-        elif whole_batch:
-            return await self._ask(function, name, arguments, 0, bound, time.monotonic() + bound)
         return await self._sample_by_sample(function, name, arguments)
 
     async def _sample_by_sample(self, function: Callable[..., Any], name: str, arguments: Arguments) -> Reply:
@@ -152,12 +187,19 @@ class AsyncRewards:
 
 
 async def guarded(function: Callable[..., Any], name: str, arguments: Arguments, first: int) -> tuple[Reply, bool]:
-    """Await a reward; what it raises becomes a reply, so that the loop never sees a SystemExit."""
-    log = Log(count(arguments))
+    """Await a reward; what it raises becomes a reply, so that the loop never sees an exit.
+
+    A KeyboardInterrupt is the reward's own, as the user's is raised in the main thread. A CancelledError may be a
+    client's.
+    """
+    log, process = Log(count(arguments)), os.getpid()
     try:
-        return finished(await function(**with_log(arguments, log)), name, arguments, log, first), False
-    except RewardError:
-        raise
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last may be a client's, not ours
-        again = not isinstance(error, (*PROGRAMMING_ERRORS, SystemExit))
-        return lost(Kind.FAILURE, traceback.format_exc(), log.rows), again
+        return finished(await function(**given(arguments, log)), name, arguments, log, first), False
+    except BaseException as error:
+        end_fork(process, error)
+        if isinstance(error, RewardError):
+            raise
+        retried = isinstance(error, Exception | asyncio.CancelledError) and not isinstance(error, PROGRAMMING_ERRORS)
+        return lost(Kind.FAILURE, traceback.format_exc(), log.rows), retried
+    finally:
+        end_fork(process)

@@ -4,13 +4,17 @@ Reward workers import this, so it needs the standard library only.
 """
 
 import inspect
+import os
+import pickle
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from gruppo.errors import RewardError
-from gruppo.rewards.outcomes import Kind, Outcome, read_output
+from gruppo.rewards.outcomes import Kind, Outcome, clip, read_output, shorten
 
 Arguments = Mapping[str, Any]
 
@@ -46,6 +50,7 @@ class Reply:
     lost: bool = False  # there is no output: it may be worth asking sample by sample
     spent: bool = False  # memory ran out: nobody knows what state the worker is in
     broken: str | None = None  # the contract was broken: no other call will do better
+    number: int = 0  # of the request that a worker replies to
 
 
 def count(arguments: Arguments) -> int:
@@ -60,8 +65,24 @@ def sample(arguments: Arguments, i: int) -> dict[str, Any]:
     return {name: [value[i]] if cut[name] else value for name, value in arguments.items()}
 
 
-def with_log(arguments: Arguments, log: Log) -> dict[str, Any]:
-    return {**arguments, "log_extra": log.extra, "log_metric": log.metric}
+def given(arguments: Arguments, log: Log) -> dict[str, Any]:
+    """What a function is called with: lists of its own, so that it cannot change what others are shown."""
+    own = {name: copied(name, value) for name, value in arguments.items()}
+    return {**own, "log_extra": log.extra, "log_metric": log.metric}
+
+
+def copied(name: str, value: Any) -> Any:
+    """A copy of lists and dicts, down to what they hold, which is shared: strings, images, environments."""
+    if name == "completion_ids":  # much faster than to look at every token
+        return [list(ids) for ids in value]
+    if name == "environments":
+        return list(value) if isinstance(value, list) else value
+    if type(value) is list:
+        plain = {list, dict}.isdisjoint(map(type, value))
+        return list(value) if plain else [copied("", item) for item in value]
+    if type(value) is dict:
+        return {key: copied("", item) for key, item in value.items()}
+    return value
 
 
 def check_arguments(function: Any, name: str, arguments: Arguments) -> None:
@@ -71,7 +92,7 @@ def check_arguments(function: Any, name: str, arguments: Arguments) -> None:
     except (TypeError, ValueError):  # some builtins have none
         return
     try:
-        signature.bind(**with_log(arguments, Log(0)))
+        signature.bind(**{**arguments, "log_extra": None, "log_metric": None})
     except TypeError as error:
         raise RewardError(
             f"The reward function '{name}' cannot be called: {error}. It is given {', '.join(sorted(arguments))}, "
@@ -81,13 +102,32 @@ def check_arguments(function: Any, name: str, arguments: Arguments) -> None:
 
 def call(function: Callable[..., Any], name: str, arguments: Arguments, first: int = 0) -> Reply:
     """Call a reward; what it raises fails its completions, except a broken contract, which is an error."""
-    log = Log(count(arguments))
+    log, process = Log(count(arguments)), os.getpid()
     try:
-        return finished(function(**with_log(arguments, log)), name, arguments, log, first)
-    except RewardError:
-        raise
-    except (Exception, SystemExit) as error:
+        return finished(function(**given(arguments, log)), name, arguments, log, first)
+    except BaseException as error:
+        end_fork(process, error)
+        if isinstance(error, RewardError) or not isinstance(error, Exception | SystemExit):
+            raise
         return lost(Kind.FAILURE, traceback.format_exc(), log.rows, spent=isinstance(error, MemoryError))
+    finally:
+        end_fork(process)
+
+
+def end_fork(process: int, error: BaseException | None = None) -> None:
+    """End this process if it is not the one that the reward was called in, but a fork that the reward made.
+
+    Such a one comes out of the call beside its parent, mostly by `sys.exit`, and would go on as a second run.
+    """
+    if os.getpid() == process:
+        return
+    with suppress(Exception):
+        if error is not None and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    code = error.code if isinstance(error, SystemExit) else 1
+    os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
 
 
 def finished(output: Any, name: str, arguments: Arguments, log: Log, first: int = 0) -> Reply:
@@ -97,16 +137,67 @@ def finished(output: Any, name: str, arguments: Arguments, log: Log, first: int 
 
 def lost(kind: Kind, error: str, rows: int, *, spent: bool = False) -> Reply:
     """A call without an output: every completion gets the kind, and what was logged on the way is dropped."""
-    return Reply([Outcome(kind, error=error)] * rows, Log(rows), lost=True, spent=spent)
+    return Reply([Outcome(kind, error=clip(error))] * rows, Log(rows), lost=True, spent=spent)
 
 
 def join(replies: Sequence[Reply]) -> Reply:
-    """The replies to single samples as one; a column has None where a sample did not log it."""
+    """The replies to single samples as one; a column has None where a sample did not log it.
+
+    A metric becomes the mean of what the samples logged, so that it weighs as much as that of one call.
+    """
     names = dict.fromkeys(name for reply in replies for name in reply.log.columns)
     columns = {
         name: [value for reply in replies for value in reply.log.columns.get(name, [None] * reply.log.rows)]
         for name in names
     }
-    metrics = [metric for reply in replies for metric in reply.log.metrics]
+    values: dict[str, list[float]] = {}
+    for reply in replies:
+        for name, value in reply.log.metrics:
+            values.setdefault(name, []).append(value)
+    metrics = [(name, sum(logged) / len(logged)) for name, logged in values.items()]
     outcomes = [outcome for reply in replies for outcome in reply.outcomes]
     return Reply(outcomes, Log(len(outcomes), columns, metrics))
+
+
+# ---- what is logged, on its way out of a worker
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A logged value, pickled, and in words for where it cannot be read."""
+
+    data: bytes | None
+    text: str
+
+
+def packed_log(log: Log) -> Log:
+    """What was logged, so that no value can spoil the message it is sent in."""
+    columns = {str(name): [_packed(value) for value in values] for name, values in log.columns.items()}
+    return Log(log.rows, columns, [(str(name), value) for name, value in log.metrics])
+
+
+def unpacked_log(log: Log) -> Log:
+    """What was logged; a value that can be sent or read in no other way is its repr."""
+    columns = {name: [_unpacked(value) for value in values] for name, values in log.columns.items()}
+    return Log(log.rows, columns, log.metrics)
+
+
+def _packed(value: Any) -> Any:
+    if type(value) in (str, int, float, bool, type(None)):
+        return value
+    try:
+        data = pickle.dumps(value, protocol=5)
+    except Exception:
+        data = None
+    return Packed(data, shorten(value, 1000))
+
+
+def _unpacked(value: Any) -> Any:
+    if not isinstance(value, Packed):
+        return value
+    if value.data is None:
+        return value.text
+    try:
+        return pickle.loads(value.data)
+    except Exception:
+        return value.text

@@ -1,6 +1,7 @@
 """Reward models: sequence classifiers with one output."""
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,16 +50,72 @@ def token_budget(device: torch.device) -> int:
 @torch.inference_mode()
 def score_with_model(
     model: nn.Module, tokenizer: Any, texts: Sequence[str], *, tokens: int, device: torch.device
-) -> list[float]:
-    """One score per text. Texts of like length share a pass of at most so many tokens, or of one text."""
-    encoded = tokenizer(text=list(texts), add_special_tokens=False)
-    scores = [0.0] * len(texts)
-    for batch in batches_of([len(ids) for ids in encoded["input_ids"]], tokens):
-        rows = {name: [values[i] for i in batch] for name, values in encoded.items()}
+) -> list[float | str]:
+    """One score per text, or the traceback of why there is none.
+
+    Texts of like length share a pass of at most so many tokens, or of one text. When a pass fails, its texts have one
+    each.
+    """
+
+    def encode(places: Sequence[int]) -> list[dict[str, Any]]:
+        encoded = tokenizer(text=[texts[i] for i in places], add_special_tokens=False)
+        return [{name: values[i] for name, values in encoded.items()} for i in range(len(places))]
+
+    def score(places: Sequence[int]) -> list[float]:
+        rows = {name: [encoded[i][name] for i in places] for name in encoded[places[0]]}
         inputs = tokenizer.pad(rows, return_tensors="pt", padding=True, padding_side="right").to(device)
-        for i, score in zip(batch, model(**inputs).logits[:, 0].float().tolist(), strict=True):
-            scores[i] = score
-    return scores
+        found: list[float] = model(**inputs).logits[:, 0].float().tolist()
+        if len(found) != len(places):
+            raise ValueError(f"The reward model has {len(found)} scores for {len(places)} texts.")
+        return found
+
+    scores: dict[int, float | str] = {}
+    encoded: dict[int, Any] = _split_on_error(encode, range(len(texts)), scores, device)
+    known = list(encoded)
+    for batch in batches_of([len(encoded[i]["input_ids"]) for i in known], tokens):
+        scores |= _split_on_error(score, [known[place] for place in batch], scores, device)
+    return [scores[i] for i in range(len(texts))]
+
+
+def score_completions(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    chat_template_kwargs: dict[str, Any],
+    *,
+    tokens: int,
+    device: torch.device,
+) -> list[float | str]:
+    """One score per completion, or the traceback of why there is none."""
+
+    def render(places: Sequence[int]) -> list[str]:
+        return [scored_text(tokenizer, prompts[i], completions[i], chat_template_kwargs) for i in places]
+
+    scores: dict[int, float | str] = {}
+    texts = _split_on_error(render, range(len(prompts)), scores, device)
+    found = score_with_model(model, tokenizer, list(texts.values()), tokens=tokens, device=device)
+    scores |= zip(texts, found, strict=True)
+    return [scores[i] for i in range(len(prompts))]
+
+
+def _split_on_error(
+    work: Callable[[Sequence[int]], list[Any]], places: Sequence[int], errors: dict[int, Any], device: torch.device
+) -> dict[int, Any]:
+    """What work gives for all places, or for each alone if that raises; `errors` gets the tracebacks of those."""
+    try:
+        return dict(zip(places, work(places), strict=True)) if places else {}
+    except Exception:
+        pass  # and out of here: the traceback holds on to the tensors of the pass that failed
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    found = {}
+    for place in places:
+        try:
+            (found[place],) = work([place])
+        except Exception:
+            errors[place] = traceback.format_exc()
+    return found
 
 
 def batches_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:

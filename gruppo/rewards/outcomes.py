@@ -14,7 +14,7 @@ from gruppo.errors import RewardError
 
 Steps = list[tuple[int, float]]  # (index of the step's last completion token, value of the step)
 
-LARGEST = 3.4028234663852886e38  # rewards are kept in float32
+LARGEST = 1e15  # rewards are kept in float32, which has to hold the sum of their squares too
 
 
 class Kind(IntEnum):
@@ -23,7 +23,7 @@ class Kind(IntEnum):
     SCORE = 0
     ABSTAIN = 1  # None: the reward does not apply
     TIMEOUT = 2  # no answer in time
-    FAILURE = 3  # an exception, a crash, or a number that is not finite
+    FAILURE = 3  # an exception, a crash, or a number that is not finite or too large
 
     @property
     def failed(self) -> bool:
@@ -51,8 +51,9 @@ ABSTAINED = Outcome(Kind.ABSTAIN)
 def read_output(output: Any, name: str, lengths: Sequence[int], first: int = 0) -> list[Outcome]:
     """One outcome per completion from what a reward function returned; `lengths` are the completions' tokens.
 
-    A number that is not finite fails its completion. Anything that is no list of numbers, steps and None breaks the
-    contract and raises an error that names the function. `first` is the number of the first completion in the batch.
+    A number that is not finite, or is too large, fails its completion. Anything that is no list of numbers, steps and
+    None breaks the contract and raises an error that names the function. `first` is the number of the first completion
+    in the batch.
     """
     try:
         values = None if isinstance(output, str | bytes | Mapping | Set) else iter(output)
@@ -79,7 +80,7 @@ def read_value(value: Any, name: str, i: int, length: int) -> Outcome:
     if isinstance(value, list | tuple):
         return _read_steps(value, name, i, length)
     number = _number(value, name, i)
-    return Outcome(Kind.SCORE, number) if abs(number) <= LARGEST else _not_finite(value, name, i)
+    return Outcome(Kind.SCORE, number) if abs(number) <= LARGEST else _out_of_range(value, name, i)
 
 
 def _read_steps(value: Sequence[Any], name: str, i: int, length: int) -> Outcome:
@@ -88,7 +89,7 @@ def _read_steps(value: Sequence[Any], name: str, i: int, length: int) -> Outcome
         if not isinstance(step, list | tuple) or len(step) != 2:
             raise _wrong_type(value, name, i)
         try:
-            end = operator.index(step[0])
+            end = int(operator.index(step[0]))
         except TypeError:
             raise _wrong_type(value, name, i) from None
         if not (steps[-1][0] if steps else -1) < end < length:
@@ -99,7 +100,7 @@ def _read_steps(value: Sequence[Any], name: str, i: int, length: int) -> Outcome
         steps.append((end, _number(step[1], name, i)))
     total = sum(number for _, number in steps)
     if not all(abs(number) <= LARGEST for number in (total, *(number for _, number in steps))):
-        return _not_finite(value, name, i)
+        return _out_of_range(value, name, i)
     return Outcome(Kind.SCORE, float(total), steps)
 
 
@@ -116,8 +117,18 @@ def _number(value: Any, name: str, i: int) -> float:
 
 def shorten(thing: Any, limit: int = 300) -> str:
     """Its representation, with the middle left out if it is long."""
-    text = repr(thing)
+    try:
+        text = repr(thing)
+    except Exception as error:
+        text = f"<{type(thing).__name__}, whose repr raised {type(error).__name__}>"
     return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
+
+
+def clip(text: str, limit: int = 10_000) -> str:
+    """A text, with the middle left out if it is long: a traceback says most at its two ends."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n… {len(text) - limit} characters …\n{text[-limit // 2 :]}"
 
 
 def _wrong_type(value: Any, name: str, i: int) -> RewardError:
@@ -127,9 +138,9 @@ def _wrong_type(value: Any, name: str, i: int) -> RewardError:
     )
 
 
-def _not_finite(value: Any, name: str, i: int) -> Outcome:
+def _out_of_range(value: Any, name: str, i: int) -> Outcome:
     error = (
-        f"The reward function '{name}' returned {shorten(value)} for completion {i}; rewards are finite numbers, or "
-        "None where the function does not apply."
+        f"The reward function '{name}' returned {shorten(value)} for completion {i}; rewards are finite numbers of at "
+        f"most {LARGEST:g} in magnitude, or None where the function does not apply."
     )
     return Outcome(Kind.FAILURE, error=error)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 HEADER = 8
 CHUNK = 1 << 20
+LARGEST_REPLY = 256 << 20  # bytes; what is larger would fill the memory of the process that trains
 CHECK_SECONDS = 0.25  # how long a wait lasts before the other side is looked at
 
 
@@ -23,9 +24,13 @@ def send(pipe: int, message: bytes, deadline: float | None = None, alive: Callab
             rest = rest[os.write(pipe, rest) :]
 
 
-def receive(pipe: int, deadline: float | None = None, alive: Callable[[], bool] | None = None) -> bytes:
-    """Read a message; EOFError if the other side is gone."""
+def receive(
+    pipe: int, deadline: float | None = None, alive: Callable[[], bool] | None = None, largest: int | None = None
+) -> bytes:
+    """Read a message; EOFError if the other side is gone, ValueError if it is larger than so many bytes."""
     length = int.from_bytes(_read(pipe, HEADER, deadline, alive), "big")
+    if largest is not None and length > largest:
+        raise ValueError(f"it has {length} bytes, and {largest} are allowed")
     return _read(pipe, length, deadline, alive)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
@@ -19,7 +19,7 @@ from gruppo.errors import ConfigError, RewardError
 from gruppo.rewards.calling import Arguments, Reply, count, join, lost, sample
 from gruppo.rewards.marks import innermost, wants_whole_batch
 from gruppo.rewards.outcomes import Kind
-from gruppo.rewards.process import LoadError, LostCallError, Worker
+from gruppo.rewards.process import START_SECONDS, LoadError, LostCallError, Worker
 
 RETRY_FACTOR = 4  # a retry sample by sample may take so many times what the batch could
 
@@ -34,6 +34,35 @@ class Bounds:
     memory_gb: float | None = None
 
 
+class Answer(NamedTuple):
+    """What came of a question to a worker, and the seconds it took: to load the function, and to call it."""
+
+    slot: int
+    first: int
+    content: Reply | BaseException
+    loading: float
+    calling: float
+
+
+@dataclass
+class TimeLeft:
+    """Seconds that one worker and those that replace it may still use in a retry sample by sample.
+
+    They are counted apart, because a replacement may take longer to load than all calls together.
+    """
+
+    calling: float
+    loading: float = START_SECONDS
+
+    def take(self, answer: Answer) -> None:
+        self.calling -= answer.calling
+        self.loading -= answer.loading
+
+    @property
+    def over(self) -> bool:
+        return self.calling <= 0 or self.loading <= 0
+
+
 class Pool:
     """The workers of one reward. The first is started at once; others join when a batch is split."""
 
@@ -43,60 +72,68 @@ class Pool:
         self._setup = packed_setup(function, name, bounds.memory_gb)
         self._workers = [Worker(self._setup)]
         self._has_answered = False
-        self._answers: queue.SimpleQueue[tuple[int, int, Reply | BaseException]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
 
     def begin(self, packed: bytes, arguments: Arguments) -> None:
         """Send a batch to the first worker; `finish` waits for what it says."""
         self._arguments = arguments
         self._answers = queue.SimpleQueue()  # whatever an interrupted call still puts into the old one is lost
-        self._ask(0, packed, 0, count(arguments), self.bounds.seconds, float("inf"))
+        self._ask(0, packed, 0, count(arguments), self.bounds.seconds)
 
     def finish(self) -> Reply:
         """The reply to the batch, put together from single samples if the batch was lost."""
         arguments = self._arguments
-        _, _, answer = self._answers.get()
-        reply = self._reply(answer, count(arguments))
+        reply = self._reply(self._answers.get().content, count(arguments))
         if not reply.lost or self.whole_batch or count(arguments) == 1:
             return reply
         return self._sample_by_sample(arguments)
 
     def _sample_by_sample(self, arguments: Arguments) -> Reply:
         rows = count(arguments)
-        deadline = time.monotonic() + RETRY_FACTOR * self.bounds.seconds
+        seconds = RETRY_FACTOR * self.bounds.seconds
         waiting = iter(range(rows))
-        late = f"The batch was asked again sample by sample, and {RETRY_FACTOR * self.bounds.seconds:g} s were over."
-        replies = [lost(Kind.TIMEOUT, late, 1) for _ in range(rows)]
-        busy = sum(
-            self._ask_next(slot, waiting, arguments, deadline) for slot in range(min(self.bounds.workers, rows))
+        late = (
+            f"The batch was asked again sample by sample, and the {seconds:g} s for that, or the {START_SECONDS} s to "
+            "load workers, were over."
         )
+        replies = [lost(Kind.TIMEOUT, late, 1) for _ in range(rows)]
+        left = [TimeLeft(seconds) for _ in range(min(self.bounds.workers, rows))]
+        busy = sum(self._ask_next(slot, waiting, arguments, left[slot]) for slot in range(len(left)))
         while busy:
-            slot, i, answer = self._answers.get()
-            replies[i] = self._reply(answer, 1)
-            busy += self._ask_next(slot, waiting, arguments, deadline) - 1
+            answer = self._answers.get()
+            replies[answer.first] = self._reply(answer.content, 1)
+            left[answer.slot].take(answer)
+            busy += self._ask_next(answer.slot, waiting, arguments, left[answer.slot]) - 1
         return join(replies)
 
-    def _ask_next(self, slot: int, waiting: Iterator[int], arguments: Arguments, deadline: float) -> bool:
+    def _ask_next(self, slot: int, waiting: Iterator[int], arguments: Arguments, left: TimeLeft) -> bool:
         """Give a worker the next sample, if there is one and time is left."""
-        if time.monotonic() >= deadline or (i := next(waiting, None)) is None:
+        if left.over or (i := next(waiting, None)) is None:
             return False
         packed = cloudpickle.dumps(sample(arguments, i), protocol=5)
-        self._ask(slot, packed, i, 1, self.bounds.sample_seconds, deadline)
+        self._ask(slot, packed, i, 1, min(self.bounds.sample_seconds, left.calling))
         return True
 
-    def _ask(self, slot: int, packed: bytes, first: int, rows: int, seconds: float, deadline: float) -> None:
+    def _ask(self, slot: int, packed: bytes, first: int, rows: int, seconds: float) -> None:
         """Ask in a thread, so that the bound holds whatever this process is doing meanwhile."""
         while slot >= len(self._workers):
             self._workers.append(Worker(self._setup))
         if not self._workers[slot].alive():
             self._workers[slot] = Worker(self._setup)
         worker, answers = self._workers[slot], self._answers
-        request = pickle.dumps((packed, first, rows), protocol=5)
 
         def ask() -> None:
+            content: Reply | BaseException
+            start = ready = time.monotonic()
             try:
-                answers.put((slot, first, worker.ask(request, seconds, deadline)))
+                worker.wait()
+                ready = time.monotonic()
+                content = worker.ask(packed, first, rows, seconds)
+            except LoadError as error:
+                content, ready = error, time.monotonic()
             except BaseException as error:
-                answers.put((slot, first, error))
+                content = error
+            answers.put(Answer(slot, first, content, ready - start, time.monotonic() - ready))
 
         threading.Thread(target=ask, daemon=True, name=f"gruppo-reward-{self.name}").start()
 

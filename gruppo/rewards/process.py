@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import math
 import os
 import pickle
 import signal
@@ -14,11 +13,17 @@ import time
 import weakref
 from pathlib import Path
 
-from gruppo.rewards.calling import Reply
+from gruppo.rewards.calling import Reply, unpacked_log
 from gruppo.rewards.outcomes import Kind
-from gruppo.rewards.pipes import CHUNK, receive, send
+from gruppo.rewards.pipes import CHUNK, LARGEST_REPLY, receive, send
 
 START_SECONDS = 120  # to import what the function needs
+
+# What a launcher tells the processes of a run. A worker is none of them, and must not take the place of one.
+LAUNCHER = {
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+}
 
 
 class LostCallError(Exception):
@@ -40,7 +45,7 @@ class Worker:
     """
 
     def __init__(self, setup: bytes):
-        self._setup = setup
+        self._setup, self._number = setup, 0
         request_end, self._requests = os.pipe()
         self._replies, reply_end = os.pipe()
         for pipe in (self._requests, self._replies):
@@ -71,27 +76,43 @@ class Worker:
             self._load_error = LoadError(Kind.FAILURE, str(error))
             self.kill()
 
-    def ask(self, request: bytes, seconds: float, deadline: float) -> Reply:
-        """The reply to a call that may take so many seconds from when the function is loaded, up to the deadline."""
-        self._loading.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+    def wait(self) -> None:
+        """Until the function is loaded, which has a bound of its own."""
+        self._loading.join()
         if self._load_error is not None:
             raise self._load_error
-        if self._loading.is_alive():
+
+    def ask(self, packed: bytes, first: int, rows: int, seconds: float) -> Reply:
+        """The reply to a call that may take so many seconds from when the function is loaded."""
+        self.wait()
+        self._number += 1
+        request = pickle.dumps((self._number, packed, first, rows), protocol=5)
+        reply = self._exchange(request, time.monotonic() + seconds)
+        problem = self._what_is_wrong(reply, rows)
+        if problem is not None:
             self.kill()
-            raise LostCallError(Kind.TIMEOUT, "The worker was not ready in time.")
-        reply = self._exchange(request, min(deadline, time.monotonic() + seconds))
-        if not isinstance(reply, Reply):
-            self.kill()
-            raise LostCallError(Kind.FAILURE, f"The worker's reply was {type(reply).__name__}.")
+            raise LostCallError(Kind.FAILURE, f"The reply of its process {problem}.")
+        assert isinstance(reply, Reply)
+        reply.log = unpacked_log(reply.log)
         if reply.spent:
             self.kill()
         return reply
+
+    def _what_is_wrong(self, reply: object, rows: int) -> str | None:
+        """With a reply: something else may have written to the pipe."""
+        if not isinstance(reply, Reply):
+            return f"was {type(reply).__name__}"
+        if reply.number != self._number:
+            return f"was to request {reply.number}, not to {self._number}"
+        if reply.broken is None and len(reply.outcomes) != rows:
+            return f"was about {len(reply.outcomes)} completions, not {rows}"
+        return None
 
     def _exchange(self, message: bytes, deadline: float) -> object:
         start = time.monotonic()
         try:
             send(self._requests, message, deadline, self.alive)
-            return pickle.loads(receive(self._replies, deadline, self.alive))
+            return pickle.loads(receive(self._replies, deadline, self.alive, LARGEST_REPLY))
         except TimeoutError:
             lost = LostCallError(Kind.TIMEOUT, f"It took longer than {time.monotonic() - start:.3g} s and was killed.")
         except (EOFError, OSError):
@@ -123,7 +144,7 @@ class Worker:
         return f"ended with exit code {code}"
 
     def kill(self, first_wait: float = 0.0) -> None:
-        """End the process and every process of its group; `first_wait` lets one that is ending say how."""
+        """End the process, its group and all it started; `first_wait` lets one that is ending say how."""
         deadline = time.monotonic() + first_wait
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -137,18 +158,40 @@ def enlarge(pipe: int) -> None:
 
 
 def environment() -> dict[str, str]:
-    """This process's variables, with an import path on which the worker finds this package."""
+    """This process's variables but a launcher's, with an import path on which the worker finds this package."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER and not name.startswith("TORCHELASTIC_")
+    }
     root = str(Path(__file__).parents[2])
     if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return dict(os.environ)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        return kept
+    return {**kept, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
     if process.returncode is None:
+        strays = descendants(process.pid)  # before their parents end, and they are nobody's
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+        for pid in strays:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
+
+
+def descendants(ancestor: int) -> list[int]:
+    """The processes that a process started, and those that these did, sessions of their own included."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = list(children.get(ancestor, ()))
+    for pid in found:  # grows meanwhile
+        found += children.get(pid, ())
+    return found
 
 
 def _dispose(process: "subprocess.Popen[bytes]", pipes: tuple[int, int], owner: int) -> None:

@@ -1,13 +1,14 @@
 """Asks every reward about every completion. No reward can stop a run: what fails is data.
 
 worker      with `reward_timeout`, or marked `gruppo_worker`; killed when it overruns     (pool.py, worker.py)
-async       on an event loop, sample by sample under a bound with `reward_timeout`        (asynchronous.py)
+async       on event loops, sample by sample under a bound with `reward_timeout`          (asynchronous.py)
 model       in this process, in batches of so many tokens                                 (models.py)
 in process  everything else, and what asks for `environments`
 """
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 
 from gruppo.errors import ConfigError, RewardError
 from gruppo.rewards.asynchronous import AsyncRewards, Patience
-from gruppo.rewards.calling import Arguments, Log, Reply, call, check_arguments, count, join, sample
+from gruppo.rewards.calling import Arguments, Log, Reply, call, check_arguments, count, join, lost, sample
 from gruppo.rewards.marks import names_environments, wants_whole_batch, wants_worker
-from gruppo.rewards.models import score_with_model, scored_text, token_budget
-from gruppo.rewards.outcomes import Kind, Outcome, Steps, read_output, shorten
+from gruppo.rewards.models import score_completions, token_budget
+from gruppo.rewards.outcomes import Kind, Outcome, Steps, clip, read_value, shorten
 from gruppo.rewards.pool import Bounds, Pool, packed_arguments
 from gruppo.rewards.resolve import is_async, is_reward_model
 
@@ -34,6 +35,10 @@ OWN_COLUMNS = ("prompt", "completion", "completion_ids")
 
 WORKER_SECONDS = 120.0  # for a batch, in workers of rewards that have no `reward_timeout`
 LOGS_IN_SNAPSHOT = 100  # a worker's `trainer_state` has the latest entries of the log history, whatever its length
+
+# A retry in this process ends when so many samples have failed and none has not, or when it has taken so many times
+# what the failed call of the batch did, but not within so many seconds.
+HOPELESS_SAMPLES, RETRY_FACTOR, RETRY_SECONDS = 8, 4, 10.0
 
 
 @dataclass(frozen=True)
@@ -211,12 +216,14 @@ class RewardRunner:
             pool.begin(packed, arguments)
 
     def _ask_model(self, model: nn.Module, name: str, tokenizer: Any, batch: RewardInputs) -> Reply:
-        texts = [
-            scored_text(tokenizer, prompt, completion, self.chat_template_kwargs)
-            for prompt, completion in zip(batch.prompts, batch.completions, strict=True)
+        texts = (batch.prompts, batch.completions, self.chat_template_kwargs)
+        budget = token_budget(self.device)
+        scores = score_completions(model, tokenizer, *texts, tokens=budget, device=self.device)
+        outcomes = [
+            Outcome(Kind.FAILURE, error=clip(score)) if isinstance(score, str) else read_value(score, name, i, 0)
+            for i, score in enumerate(scores)
         ]
-        scores = score_with_model(model, tokenizer, texts, tokens=token_budget(self.device), device=self.device)
-        return Reply(read_output(scores, name, [len(ids) for ids in batch.completion_ids]), Log(len(batch)))
+        return Reply(outcomes, Log(len(batch)))
 
     def _tensors(self, outcomes_RB: list[list[Outcome]]) -> Scores:
         kinds_RB = [[outcome.kind for outcome in outcomes] for outcomes in outcomes_RB]
@@ -238,7 +245,8 @@ class RewardRunner:
         i = failed[0]
         what = (
             f"The reward '{name}' failed on {len(failed)} of {len(outcomes)} completions. The first one: prompt "
-            f"{shorten(batch.prompts[i])}, completion {shorten(batch.completions[i])}.\n{outcomes[i].error}"
+            f"{shorten(batch.prompts[i])}, completion {shorten(batch.completions[i])}.\n"
+            f"{clip(outcomes[i].error or '', 4000)}"
         )
         if self.settings.on_error == "raise":
             raise RewardError(what)
@@ -267,11 +275,21 @@ class RewardRunner:
 
 def ask_in_process(function: Any, name: str, arguments: Arguments) -> Reply:
     """Call a reward here; if it raises, once more for each completion, so that one does not lose the others."""
+    start, rows = time.monotonic(), count(arguments)
     reply = call(function, name, arguments)
-    rows = count(arguments)
     if not reply.lost or rows == 1 or wants_whole_batch(function):
         return reply
-    return join([call(function, name, sample(arguments, i), i) for i in range(rows)])
+    now = time.monotonic()
+    deadline = now + max(RETRY_FACTOR * (now - start), RETRY_SECONDS)
+    replies: list[Reply] = []
+    for i in range(rows):
+        if len(replies) == HOPELESS_SAMPLES and all(reply.lost for reply in replies):
+            break
+        if time.monotonic() >= deadline:
+            break
+        replies.append(call(function, name, sample(arguments, i), i))
+    unasked = f"The reward '{name}' was not asked about it again, because too many others failed or took too long."
+    return join([*replies, *(lost(Kind.FAILURE, unasked, 1) for _ in range(rows - len(replies)))])
 
 
 def replay(log: Log, log_extra: Any, log_metric: Any) -> None:

@@ -14,30 +14,37 @@ import traceback
 from typing import Any
 
 from gruppo.errors import RewardError
-from gruppo.rewards.calling import Log, Reply, call, lost
-from gruppo.rewards.outcomes import Kind
-from gruppo.rewards.pipes import receive, send
+from gruppo.rewards.calling import Log, Reply, call, end_fork, lost, packed_log
+from gruppo.rewards.outcomes import Kind, clip
+from gruppo.rewards.pipes import LARGEST_REPLY, receive, send
 
 PR_SET_PDEATHSIG = 1
 
 
 def main(requests: int, replies: int, parent: int) -> None:
     die_with_parent(parent)
+    process = os.getpid()
     for pipe in (requests, replies):
         os.set_inheritable(pipe, False)  # processes that a reward starts have no business with them
     try:
         setup = pickle.loads(receive(requests))
         function = load(setup)
-        send(replies, pickle.dumps(None))
-    except Exception:
-        send(replies, pickle.dumps(traceback.format_exc()))
+        problem = None
+    except BaseException as error:  # an import may exit
+        end_fork(process, error)
+        problem = clip(traceback.format_exc())
+    end_fork(process)
+    send(replies, pickle.dumps(problem))
+    if problem is not None:
         return
     while True:
         try:
             request = receive(requests)
         except EOFError:  # the parent has no further use for this process
             return
-        send(replies, answer(function, setup["name"], request))
+        reply = answer(function, setup["name"], request)
+        end_fork(process)
+        send(replies, reply)
 
 
 def die_with_parent(parent: int) -> None:
@@ -72,23 +79,29 @@ def limit_memory(gigabytes: float) -> None:
 
 def answer(function: Any, name: str, request: bytes) -> bytes:
     """The pickled reply to a pickled request, whatever the reward does short of ending the process."""
-    rows = 0
+    number, rows = 0, 0
     try:
-        arguments, first, rows = pickle.loads(request)
+        number, arguments, first, rows = pickle.loads(request)
         arguments = pickle.loads(arguments)
         reply = call(function, name, arguments, first)
     except RewardError as error:
-        reply = Reply([], Log(0), broken=str(error))
+        reply = Reply([], Log(0), broken=clip(str(error)))
     except BaseException as error:
         reply = lost(Kind.FAILURE, traceback.format_exc(), rows, spent=isinstance(error, MemoryError))
     with contextlib.suppress(Exception):  # a reward may have closed them
         sys.stdout.flush()
         sys.stderr.flush()
     try:
-        return pickle.dumps(reply, protocol=5)
+        reply.number, reply.log = number, packed_log(reply.log)
+        data = pickle.dumps(reply, protocol=5)
+        if len(data) <= LARGEST_REPLY:
+            return data
+        text = f"The reward '{name}' logged so much that its reply has {len(data)} bytes; {LARGEST_REPLY} are allowed."
     except Exception:
-        error_text = f"What the reward '{name}' logged cannot be pickled.\n{traceback.format_exc()}"
-        return pickle.dumps(lost(Kind.FAILURE, error_text, rows), protocol=5)
+        text = f"What the reward '{name}' logged cannot be sent.\n{traceback.format_exc()}"
+    reply = lost(Kind.FAILURE, text, rows)
+    reply.number = number
+    return pickle.dumps(reply, protocol=5)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from transformers import TrainerCallback
 
 from gruppo.rewards.outcomes import Kind
 from gruppo.rewards.runner import failed_rows
+from gruppo.trainer.metrics import MetricStore
 
-WINDOW = 20  # updates
+WINDOW = 20  # updates, or more, if so many
+GENERATIONS = 5  # are not among them
 
 COUNTED = {Kind.ABSTAIN: "abstained", Kind.TIMEOUT: "timeouts", Kind.FAILURE: "failures"}
 
@@ -42,6 +44,15 @@ class RewardCounts:
         self._seen |= {key for key, count in counts.items() if count}
         return {key: float(count) for key, count in counts.items() if key in self._seen}
 
+    def add(self, store: MetricStore, mode: str, kinds_NR: Tensor) -> None:
+        """Count a generation whose mean reward is in the store already.
+
+        What is logged is a mean over generations, so a new count gets zeros for those since the last log.
+        """
+        values = store.values[mode]
+        for key, count in self.metrics(kinds_NR).items():
+            values[key] += [0.0] * (len(values["reward"]) - 1 - len(values[key])) + [count]
+
 
 class RewardBreaker(TrainerCallback):
     """Stops a run, with a checkpoint, when rewards failed on too large a share of the last updates' completions."""
@@ -52,7 +63,7 @@ class RewardBreaker(TrainerCallback):
 
     def reset(self) -> None:
         """Forget an earlier run."""
-        self._updates: deque[tuple[int, int]] = deque(maxlen=WINDOW)  # failed and all completions of each
+        self._updates: deque[tuple[int, int]] = deque()  # failed and all completions of each
         self._failed, self._rows = 0, 0  # since the last update
         self.stopped_at: int | None = None
 
@@ -64,12 +75,21 @@ class RewardBreaker(TrainerCallback):
     @property
     def rate(self) -> float:
         """The share of failures over the window; 0 before it is full."""
-        failed, rows = (sum(column) for column in zip(*self._updates, strict=True)) if self._updates else (0, 0)
-        return failed / rows if rows and len(self._updates) == WINDOW else 0.0
+        if len(self._updates) < WINDOW or self._generations < GENERATIONS:
+            return 0.0
+        failed, rows = (sum(column) for column in zip(*self._updates, strict=True))
+        return failed / rows
+
+    @property
+    def _generations(self) -> int:
+        """Updates of the window that had completions of their own; the others used those of an earlier one."""
+        return sum(rows > 0 for _, rows in self._updates)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._updates.append((self._failed, self._rows))
         self._failed, self._rows = 0, 0
+        while len(self._updates) > WINDOW and self._generations - (self._updates[0][1] > 0) >= GENERATIONS:
+            self._updates.popleft()
         if self.max_rate is not None and self.rate > self.max_rate:
             self.stopped_at = state.global_step
             control.should_save = control.should_training_stop = True
@@ -77,7 +97,8 @@ class RewardBreaker(TrainerCallback):
     def message(self, folder: str) -> str:
         """Why the run ended, and how to go on."""
         return (
-            f"Rewards timed out or failed on {self.rate:.0%} of the completions of the last {WINDOW} updates, which "
-            f"is above max_reward_failure_rate={self.max_rate}. The run was saved in {folder} and stopped; the log "
-            "has the first traceback of each reward. Mend the reward and resume from there, or raise the limit."
+            f"Rewards timed out or failed on {self.rate:.0%} of the completions of the last {len(self._updates)} "
+            f"updates, which is above max_reward_failure_rate={self.max_rate}. The run was saved in {folder} and "
+            "stopped; the log has the first traceback of each reward. Mend the reward and resume from there, or raise "
+            "the limit."
         )

@@ -72,7 +72,7 @@ class Rewarding(Scoring):
             # Copies: rows of a group share theirs, and a reward may change what it gets.
             [{**copy.deepcopy(dict(rollout.prompt.row)), **rollout.extra} for rollout in rollouts],
             [copy.deepcopy(rollout.prompt.text) for rollout in rollouts],
-            [rollout.output for rollout in rollouts],
+            [copy.deepcopy(rollout.output) for rollout in rollouts],
             [list(rollout.completion.ids) for rollout in rollouts],
         )
         if self._reward_kinds_NR is None or self._reward_kinds_NR.shape != rewards_NR.shape:

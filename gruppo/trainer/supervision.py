@@ -70,16 +70,17 @@ class StepTable:
             for reward, (rows, _, values) in self.by_reward.items()
         }
 
-    def spread_P(self, group_size: int) -> Tensor:
-        """The largest deviation of any reward's steps, by group."""
-        return torch.stack([n.std_P for n in self.normalized(group_size, "none").values()]).amax(0)
+    def spread_P(self, weights_R: Sequence[float], group_size: int) -> Tensor:
+        """The largest weighted deviation of any reward's steps, by group."""
+        normal = self.normalized(group_size, "none")
+        return torch.stack([abs(weights_R[reward]) * steps.std_P for reward, steps in normal.items()]).amax(0)
 
     def groups_without_spread(self, rewards_NR: Tensor, weights_R: Tensor, group_size: int) -> list[int]:
         """The groups in which neither steps nor other rewards differ, among those with two scorable rows."""
         outcomes_N = combine_rewards(self.outcomes(rewards_NR), weights_R)
         outcome_std_P = nanstd(outcomes_N.view(-1, group_size), dim=1).nan_to_num(0.0).cpu()
         comparable_P = (~rewards_NR.isnan().all(1)).view(-1, group_size).sum(1).cpu() > 1
-        still_P = comparable_P & (self.spread_P(group_size) == 0)
+        still_P = comparable_P & (self.spread_P(weights_R.tolist(), group_size) == 0)
         return [int(group) for group in (still_P & outcome_std_P.isclose(torch.zeros(()))).nonzero()[:, 0]]
 
     def advantages(self, weights_R: Sequence[float], group_size: int, scale: str, own: range, tokens: int) -> Tensor:

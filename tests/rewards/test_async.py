@@ -1,6 +1,7 @@
 """Async rewards: bounds, retries, and how many calls run at a time."""
 
 import asyncio
+import concurrent.futures
 import time
 from typing import Any
 
@@ -150,11 +151,18 @@ def test_waits_grow_and_end_with_the_bound(monkeypatch):
     assert calls == {"a": 1}
 
 
-def test_whole_batches_are_one_call_with_retries():
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_whole_batches_are_one_call_with_retries(timeout):
     judge, calls = flaky(1, ConnectionError("reset"))
     judge.whole_batch = True
-    assert kinds(judge, "a", "b", timeout=30.0) == [SCORE] * 2
+    assert kinds(judge, "a", "b", timeout=timeout) == [SCORE] * 2
     assert calls == {"a": 2}
+
+
+def test_a_single_sample_without_a_bound_is_asked_again():
+    judge, calls = flaky(2, ConnectionError("reset"))
+    assert kinds(judge, "a") == [SCORE]
+    assert calls == {"a": 3}
 
 
 def test_whole_batches_have_an_end():
@@ -174,6 +182,70 @@ def test_an_exit_does_not_end_the_loop():
     scoring = runner(leaves, timeout=30.0)
     assert scoring.score(batch("exit", "a")).kinds_BR.tolist() == [[FAILURE], [SCORE]]
     assert scoring.score(batch("a", "a")).kinds_BR.tolist() == [[SCORE], [SCORE]]
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_is_raised_is_a_failure_whatever_it_is(error, timeout):
+    async def leaves(completions: list[str], **kwargs: Any) -> list[float]:
+        if "leave" in completions:
+            raise error
+        return [1.0] * len(completions)
+
+    scoring = runner(leaves, timeout=timeout)
+    assert scoring.score(batch("leave", "a")).kinds_BR.tolist() == [[FAILURE], [SCORE]]
+    assert scoring.score(batch("a", "a")).kinds_BR.tolist() == [[SCORE], [SCORE]]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_task_that_exits_does_not_end_the_loop(error):
+    async def leaves() -> float:
+        raise error
+
+    async def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        return [await asyncio.create_task(leaves()) if text == "leave" else 1.0 for text in completions]
+
+    scoring = runner(reward)
+    assert scoring.score(batch("leave", "a")).kinds_BR.tolist() == [[FAILURE], [SCORE]]
+    assert scoring.score(batch("a", "a")).kinds_BR.tolist() == [[SCORE]] * 2
+
+
+def test_a_reward_cannot_stop_its_loop():
+    async def stops(completions: list[str], **kwargs: Any) -> list[float]:
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0.1)
+        return [1.0] * len(completions)
+
+    assert kinds(stops, "a", "b") == [SCORE] * 2
+
+
+def test_a_loop_that_has_ended_is_not_waited_for():
+    async def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    scoring = runner(reward)
+    assert scoring.score(batch("a", "a")).kinds_BR.tolist() == [[SCORE]] * 2
+    loop = scoring._async._loops[0]
+    loop.stop()
+    loop.thread.join()
+    loop.start = lambda work: work.close() or concurrent.futures.Future()  # type: ignore[method-assign]
+    assert scoring.score(batch("a", "a")).kinds_BR.tolist() == [[FAILURE]] * 2
+    assert scoring.score(batch("a", "a")).kinds_BR.tolist() == [[SCORE]] * 2, "on another loop"
+
+
+def test_a_reward_that_blocks_delays_no_other(monkeypatch):
+    monkeypatch.setattr(asynchronous, "GRACE", 0.2)
+
+    async def blocks(completions: list[str], **kwargs: Any) -> list[float]:
+        time.sleep(3.0)
+        return [1.0] * len(completions)
+
+    async def innocent(completions: list[str], **kwargs: Any) -> list[float]:
+        await asyncio.sleep(0.01)
+        return [1.0] * len(completions)
+
+    scores = runner(blocks, innocent, timeout=0.5).score(batch("a", "b"))
+    assert scores.kinds_BR.tolist() == [[TIMEOUT, SCORE]] * 2
 
 
 def test_a_client_that_cancels_itself_is_a_failure():

@@ -11,10 +11,11 @@ from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from gruppo.config.grpo import GRPOConfig
-from gruppo.errors import ConfigError
+from gruppo.errors import ConfigError, RewardError
 from gruppo.rewards.models import batches_of, load_reward_tokenizer, score_with_model, scored_text, token_budget
 from gruppo.rewards.outcomes import Kind
 from gruppo.rewards.resolve import function_name, is_reward_model, resolve_rewards
+from gruppo.rewards.runner import RewardInputs
 from gruppo.trainer.grpo import GRPOTrainer
 from tests.helpers import base_args, chats, sharp, tiny_model, tiny_tokenizer
 from tests.rewards.test_runner import BATCH, CPU, plain, runner
@@ -100,6 +101,53 @@ def test_a_score_that_is_no_number_fails_its_completion():
         model.base_model.embed_tokens.weight[tokenizer("c")["input_ids"][0]] = math.nan
     scores = runner(model, tokenizers=[tokenizer]).score(BATCH)
     assert scores.kinds_BR.tolist() == [[Kind.SCORE], [Kind.FAILURE]]
+
+
+class Failing(nn.Module):
+    """A classifier that raises on batches of some kind."""
+
+    def __init__(self, fails: Any, error: Exception):
+        super().__init__()
+        self.model, self.fails, self.error, self.shapes = classifier(), fails, error, []
+
+    def forward(self, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        self.shapes.append(tuple(input_ids.shape))
+        if self.fails(input_ids):
+            raise self.error
+        return self.model(input_ids=input_ids, **inputs)
+
+
+def longer_than(limit: int) -> Any:
+    return lambda input_ids: input_ids.shape[1] > limit
+
+
+def test_a_model_that_raises_on_a_text_fails_that_one_only(caplog):
+    model, tokenizer = Failing(longer_than(10), IndexError("index out of range")), tiny_tokenizer()
+    shown = RewardInputs([{}] * 3, ["p"] * 3, ["a", "b" * 20, "cd"], [[1]] * 3)
+    scores = runner(model, tokenizers=[tokenizer]).score(shown)
+    assert scores.kinds_BR.tolist() == [[Kind.SCORE], [Kind.FAILURE], [Kind.SCORE]]
+    expected = [alone(model.model, tokenizer, text) for text in ("pa", "pcd")]
+    assert scores.values_BR[[0, 2], 0].tolist() == pytest.approx(expected, rel=1e-5)
+    assert "index out of range" in caplog.records[0].message
+    with pytest.raises(RewardError, match=r"(?s)failed on 1 of 3.*index out of range"):
+        runner(model, tokenizers=[tokenizer], on_error="raise").score(shown)
+
+
+def test_a_pass_that_needs_too_much_memory_is_split():
+    error = torch.cuda.OutOfMemoryError("CUDA out of memory")
+    model, tokenizer = Failing(lambda input_ids: len(input_ids) > 1, error), tiny_tokenizer()
+    scores = score_with_model(model, tokenizer, TEXTS, tokens=999, device=CPU)
+    assert scores == pytest.approx([alone(model.model, tokenizer, text) for text in TEXTS], rel=1e-5)
+    assert [rows for rows, _ in model.shapes] == [5, 1, 1, 1, 1, 1]
+
+
+def test_a_conversation_that_the_template_refuses_fails_alone():
+    template = "{% for m in messages %}{{ m['content'] }}{% if m['content'] == 'x' %}{{ raise_exception('x') }}"
+    tokenizer = tiny_tokenizer(chat_template=template + "{% endif %}{% endfor %}")
+    prompts = [[{"role": "user", "content": "q"}]] * 2
+    answers = [[{"role": "assistant", "content": text}] for text in ("x", "y")]
+    scores = runner(classifier(), tokenizers=[tokenizer]).score(RewardInputs([{}] * 2, prompts, answers, [[1]] * 2))
+    assert scores.kinds_BR.tolist() == [[Kind.FAILURE], [Kind.SCORE]]
 
 
 def test_the_budget_is_larger_on_a_gpu():

@@ -11,7 +11,7 @@ import torch
 
 from gruppo.errors import RewardError
 from gruppo.rewards.calling import Log, Reply, count, join, lost, sample
-from gruppo.rewards.outcomes import ABSTAINED, Kind, Outcome, read_output, shorten
+from gruppo.rewards.outcomes import ABSTAINED, Kind, Outcome, clip, read_output, shorten
 
 LENGTHS = [5, 3]  # tokens of two completions
 
@@ -31,7 +31,7 @@ def values(output: Any) -> list[float]:
         ([torch.tensor(3.0), np.float64(4)], [3.0, 4.0]),
         ([Fraction(1, 2), -0.0], [0.5, 0.0]),
         ((x for x in (1, 2)), [1.0, 2.0]),
-        ([3.4e38, -3.4e38], [3.4e38, -3.4e38]),
+        ([1e15, -1e15], [1e15, -1e15]),
         ([[(0, 1.0), (4, 0.5)], 2], [1.5, 2.0]),
         ([[], ((np.int64(2), 1),)], [0.0, 1.0]),
     ],
@@ -73,13 +73,23 @@ def test_a_broken_contract_is_an_error_that_names_the_function(output, message):
 
 @pytest.mark.parametrize(
     "value",
-    [math.nan, math.inf, -math.inf, 1e39, 10**400, [(0, math.nan)], [(0, 3e38), (1, 3e38)], torch.tensor(math.nan)],
+    [
+        math.nan,
+        math.inf,
+        -math.inf,
+        1.1e15,
+        -3e38,
+        10**400,
+        [(0, math.nan)],
+        [(0, 1e15), (1, 1e15)],
+        torch.tensor(math.nan),
+    ],
 )
-def test_a_number_that_is_not_finite_fails_its_completion(value):
+def test_a_number_that_is_not_finite_or_too_large_fails_its_completion(value):
     outcomes = read_output([1.0, value], "f", LENGTHS, first=6)
     assert [outcome.kind for outcome in outcomes] == [Kind.SCORE, Kind.FAILURE]
     assert "'f' returned" in outcomes[1].error
-    assert "for completion 7; rewards are finite numbers, or None" in outcomes[1].error
+    assert "for completion 7; rewards are finite numbers of at most 1e+15 in magnitude, or None" in outcomes[1].error
 
 
 def test_what_a_generator_raises_is_its_own():
@@ -116,10 +126,23 @@ def test_replies_to_samples_are_joined():
     joined = join([one, lost(Kind.TIMEOUT, "late", 1), two])
     assert [outcome.kind for outcome in joined.outcomes] == [Kind.SCORE, Kind.TIMEOUT, Kind.ABSTAIN]
     assert joined.log.columns == {"a": ["x", None, None], "b": [None, None, "y"]}
-    assert joined.log.metrics == [("m", 1.0), ("m", 2.0)]
+    assert joined.log.metrics == [("m", 1.5)], "as if it had been one call"
     assert not joined.lost
 
 
 def test_long_things_are_shown_in_part():
     assert shorten("abc") == "'abc'"
     assert len(shorten("x" * 10_000)) < 310
+    assert clip("abc") == "abc"
+    long = clip("a" * 50_000 + "b" * 50_000)
+    assert (long[0], long[-1]) == ("a", "b")
+    assert len(long) < 10_100
+    assert len(lost(Kind.FAILURE, "x" * 10**6, 2).outcomes[0].error or "") < 10_100
+
+
+def test_a_thing_whose_repr_raises_is_named():
+    class Shy:
+        def __repr__(self) -> str:
+            raise ValueError
+
+    assert shorten(Shy()) == "<Shy, whose repr raised ValueError>"

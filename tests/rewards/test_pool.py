@@ -15,6 +15,7 @@ from transformers import TrainerState
 
 from gruppo.errors import ConfigError, RewardError
 from gruppo.rewards.outcomes import Kind
+from gruppo.rewards.pool import TimeLeft
 from gruppo.rewards.runner import LOGS_IN_SNAPSHOT, RewardInputs, RewardRunner, RewardSettings, snapshot
 from tests.rewards.test_runner import BATCH, constant, runner, same
 from tests.rewards.test_worker import Unloadable, gone
@@ -119,6 +120,32 @@ def test_a_retry_has_an_end():
     assert set(found) == {SCORE, TIMEOUT}
 
 
+class SlowToLoad:
+    """Takes longer to load than a whole retry may take, and hangs on one completion."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state)
+        time.sleep(self.seconds)
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        return obedient(completions)
+
+
+def test_the_time_to_load_a_worker_is_no_time_of_its_calls():
+    scoring = runner(SlowToLoad(2.0), timeout=0.4, sample_timeout=0.3, workers=1)  # 1.6 s for the retry
+    assert kinds(scoring, "a", "hang", *"bcdef") == [SCORE, TIMEOUT, *[SCORE] * 5]
+
+
+def test_loading_has_an_end_too(monkeypatch):
+    monkeypatch.setattr(TimeLeft, "__init__", lambda self, calling: self.__dict__.update(calling=calling, loading=0.5))
+    scoring = runner(SlowToLoad(1.0), timeout=60.0, workers=1)
+    # Each crash costs a worker: the second one that takes its place is not made.
+    assert kinds(scoring, "crash", "crash", "a", "b") == [FAILURE, TIMEOUT, TIMEOUT, TIMEOUT]
+
+
 def logging_reward(completions: list[str], log_extra: Any, log_metric: Any, answer: list[str], **kwargs: Any) -> Any:
     log_extra("answered", answer)
     log_metric("size", len(completions))
@@ -127,13 +154,18 @@ def logging_reward(completions: list[str], log_extra: Any, log_metric: Any, answ
 
 @pytest.mark.parametrize(
     ("completions", "column", "sizes"),
-    [(["a", "b"], ["x", "y"], [2.0]), (["a", "crash"], ["x", None], [1.0]), (["raise", "b"], [None, "y"], [1.0])],
+    [
+        (["a", "b"], ["x", "y"], [2.0]),
+        (["a", "crash"], ["x", None], [1.0]),
+        (["raise", "b"], [None, "y"], [1.0]),
+        (["raise", "b", "c"], [None, "y", "z"], [1.0]),  # two calls that count as one
+    ],
 )
 def test_what_is_logged_in_a_worker_is_replayed_here(completions, column, sizes):
     columns: dict[str, Any] = {}
     metrics: list[Any] = []
     runner(logging_reward, timeout=60.0).score(
-        batch(*completions, answer=["x", "y"]),
+        batch(*completions, answer=["x", "y", "z"][: len(completions)]),
         log_extra=columns.__setitem__,
         log_metric=lambda name, value: metrics.append((name, value)),
     )

@@ -264,14 +264,11 @@ def test_sync_functions_run_in_order_and_before_async_ones():
 
 def test_async_functions_run_at_the_same_time():
     # Each waits until both have started: one after the other, they would wait for ever.
-    async def meet(barrier: list[asyncio.Barrier], **kwargs: Any) -> list[float]:
-        if not barrier:
-            barrier.append(asyncio.Barrier(2))
-        async with asyncio.timeout(20):
-            await barrier[0].wait()
+    async def meet(barrier: threading.Barrier, **kwargs: Any) -> list[float]:
+        barrier.wait(20)
         return [1.0, 1.0]
 
-    barrier: list[asyncio.Barrier] = []
+    barrier = threading.Barrier(2)
     together = [functools.partial(meet, barrier), functools.partial(meet, barrier)]
     assert runner(*together).score(BATCH).values_BR.tolist() == [[1.0, 1.0]] * 2
 

@@ -134,3 +134,18 @@ def test_groups_without_spread_are_those_whose_steps_are_equal_too() -> None:
     table = StepTable.gather(Alone(), steps, values, [2] * 8)
     assert table is not None
     assert table.groups_without_spread(values, torch.ones(2), 2) == [1]
+
+
+def test_steps_of_no_weight_are_no_spread() -> None:
+    values = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
+    table = StepTable.gather(Alone(), [[[(0, 1.0)], None], [[(0, 0.0)], None]], values, [2, 2])
+    assert table is not None
+    assert table.groups_without_spread(values, torch.tensor([0.0, 1.0]), 2) == [0]
+    assert table.groups_without_spread(values, torch.tensor([-0.5, 1.0]), 2) == []
+    assert table.spread_P([-2.0, 1.0], 2).tolist() == pytest.approx([2 * 0.5**0.5])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_steps_are_finite_whatever_their_values(scale: str) -> None:
+    values, rows = torch.tensor([3e38, -3e38, 1.0, 1e20]), torch.tensor([0, 1, 1, 2])
+    assert normalize_steps(values, rows, rows=4, group_size=2, scale=scale).value_S.isfinite().all()

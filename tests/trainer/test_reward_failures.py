@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainerCallback
 
+from gruppo.algo.advantages import leave_one_out, normalize_then_sum, sum_then_normalize
 from gruppo.errors import RewardError
 from gruppo.rewards.outcomes import Kind
 from gruppo.trainer.breaker import RewardBreaker, RewardCounts, kinds_from_values
-from tests.helpers import length_reward, prompts
+from gruppo.trainer.metrics import MetricStore
+from tests.helpers import chats, length_reward, prompts
 from tests.rewards.test_worker import gone
 from tests.trainer.runs import RecordedGRPO, RecordedRLOO, logs, make, run
 
@@ -132,6 +135,48 @@ def test_the_mathematics_of_counts():
     assert kinds_from_values(torch.tensor([[1.0, math.nan]])).tolist() == [[Kind.SCORE, Kind.ABSTAIN]]
 
 
+@pytest.mark.parametrize("failing", [0, 4, 9])
+def test_a_count_is_a_mean_over_generations_whenever_failures_began(failing):
+    counts, store = RewardCounts(["a"]), MetricStore(Accelerator(cpu=True))
+    for generation in range(10):
+        store.add("train", {"reward": 1.0})
+        kinds = torch.full((8, 1), Kind.FAILURE if generation == failing else Kind.SCORE, dtype=torch.int8)
+        counts.add(store, "train", kinds)
+    assert store.take("train") == {"reward": 1.0, "rewards/a/failures": 0.8, "rewards/unscorable": 0.8}
+    store.add("train", {"reward": 1.0})
+    counts.add(store, "train", torch.zeros(8, 1, dtype=torch.int8))
+    assert store.take("train") == {"reward": 1.0, "rewards/a/failures": 0.0, "rewards/unscorable": 0.0}
+
+
+def test_rewards_cannot_change_what_the_table_shows(tmp_path):
+    def strips(completions: list[Any], **kwargs: Any) -> list[float]:
+        for completion in completions:
+            completion[0]["content"] = "changed"
+        return [1.0] * len(completions)
+
+    class Direct(RecordedGRPO):
+        def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, ids: Any) -> Tensor:
+            return torch.tensor([[value] for value in strips(completions)])
+
+    for trainer_class in (RecordedGRPO, Direct):
+        trainer = make(tmp_path, trainer_class, dataset=chats(4), rewards=strips)
+        trainer.collect(trainer.train_dataset.select([0, 0, 1, 1]))
+        shown = list(trainer.completion_logs["train"].columns["completion"])
+        assert "changed" not in str(shown)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_are_finite_whatever_the_rewards(scale):
+    rewards_BR = torch.tensor([[3e38], [-3e38], [0.0], [1.0], [3e38], [3e38], [math.inf], [math.nan]])
+    for found in (
+        sum_then_normalize(rewards_BR, torch.ones(1), 4, scale),
+        sum_then_normalize(rewards_BR, torch.tensor([1e6]), 4, scale),
+        normalize_then_sum(rewards_BR, torch.ones(1), 4),
+        leave_one_out(rewards_BR, torch.ones(1), 4, normalize=scale == "batch"),
+    ):
+        assert found.advantages_B.isfinite().all()
+
+
 def test_steps_are_kept_on_the_trainer(tmp_path):
     def steps(completions: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[Any]:
         return [[(0, 1.0), (len(ids) - 1, 0.5)] for ids in completion_ids]
@@ -217,6 +262,20 @@ def test_what_trips_the_breaker():
     half = kinds[[0, 2]]
     assert not any(update(half) for _ in range(40)), "half is not more than half"
     assert breaker.stopped_at is None
+
+
+def test_one_generation_used_many_times_does_not_trip_the_breaker():
+    breaker = RewardBreaker(0.5)
+    control = type("Control", (), {"should_training_stop": False})()
+    failed = torch.full((8, 1), Kind.FAILURE, dtype=torch.int8)
+    for step in range(1, 200):
+        if (step - 1) % 32 == 0:
+            breaker.note(failed * 0 if step == 1 else failed)
+        breaker.on_step_end(None, type("State", (), {"global_step": step})(), control)
+        if breaker.stopped_at is not None:
+            break
+    assert breaker.stopped_at == 129, "the first update with five generations behind it, of which four failed"
+    assert "failed on 80% of the completions of the last 129 updates" in breaker.message("here")
 
 
 # ---- the end of a trainer
