@@ -57,7 +57,21 @@ def rows() -> dict[str, str]:
         **{f"rollout_{case}": rollout(results[f"rollout_{case}"]) for case in ROLLOUTS},
         "trl_parity": f"equal to {max(full):.0e} of their size in {len(full)} settings in float32 "
         f"({max(half):.0e} in bfloat16)",
+        "tools": learned(results["tools"]["runs"]),
+        "rewards": f"{results['rewards']['added_by_worker']:.0f} ms more than in process",
     }
+
+
+def learned(runs: list[dict[str, Any]]) -> str:
+    """What the examples with tools came to, over their seeds."""
+
+    def change(example: str, key: str) -> str:
+        values = [(run["before"][key], run["after"][key]) for run in runs if run["example"] == example]
+        before, after = zip(*values, strict=True)
+        return f"{min(before):.2f} to {max(before):.2f} → {min(after):.2f} to {max(after):.2f}"
+
+    accuracy, calls = change("calculator", "accuracy"), change("calculator", "call_rate")
+    return f"calculator: accuracy {accuracy}, calls {calls}; game: found {change('guessing_game', 'found')}"
 
 
 def rollout(result: dict[str, Any]) -> str:
