@@ -116,7 +116,7 @@ def test_a_reward_that_changes_what_it_gets_changes_nothing_else(tmp_path: Path)
 
     run = trainer(tmp_path, rewards=[meddles, counts], dataset=chats(), max_steps=1)
     run.train()
-    assert set(seen) == {2}, "each row has a copy of its own"
+    assert set(seen) == {1}, "each reward has copies of its own"
     assert all(len(row["prompt"]) == 1 for row in run.train_dataset)
 
 
