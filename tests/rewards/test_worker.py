@@ -337,6 +337,7 @@ PARENT = """
         sys.exit(0)
     if sys.argv[1] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background inherits that it is ignored
     try:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
