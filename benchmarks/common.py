@@ -1,10 +1,13 @@
-"""What every result file says about where it came from."""
+"""What every result file says about where it came from, and runs over several seeds."""
 
+import argparse
 import importlib.metadata as metadata
+import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -52,3 +55,18 @@ def provenance(*packages: str) -> dict[str, Any]:
         "versions": versions,
         "command": " ".join(["python", *map(_portable, sys.argv)]),
     }
+
+
+def measure_seeds(description: str | None, *cases: Callable[[int], dict[str, Any]]) -> None:
+    """The command line of a benchmark that repeats its cases over `--seeds` and writes all runs to `--out`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options = parser.parse_args()
+    runs = []
+    for case in cases:
+        for seed in options.seeds:
+            runs.append(case(seed))
+            print(runs[-1], flush=True)
+    if options.out:
+        options.out.write_text(json.dumps({**provenance("gruppo"), "runs": runs}, indent=1) + "\n")

@@ -3,8 +3,6 @@
 .venv/bin/python benchmarks/demo.py --out benchmarks/results/demo.json
 """
 
-import argparse
-import json
 import re
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import provenance
+from benchmarks.common import measure_seeds
 
 
 def run(seed: int) -> dict[str, Any]:
@@ -35,18 +33,5 @@ def run(seed: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options = parser.parse_args()
-    runs = []
-    for seed in options.seeds:
-        runs.append(run(seed))
-        print(runs[-1], flush=True)
-    if options.out:
-        options.out.write_text(json.dumps({**provenance("gruppo"), "runs": runs}, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    measure_seeds(__doc__, run)

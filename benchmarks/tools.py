@@ -3,19 +3,18 @@
 .venv/bin/python benchmarks/tools.py --out benchmarks/results/tools.json
 """
 
-import argparse
-import json
 import os
 import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import provenance
+from benchmarks.common import measure_seeds
 
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = ("calculator", "guessing_game")
@@ -43,19 +42,5 @@ def scores(output: str, when: str) -> dict[str, float]:
     return {name: float(value) for name, value in (entry.split() for entry in line.split(", "))}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options = parser.parse_args()
-    runs = []
-    for example in EXAMPLES:
-        for seed in options.seeds:
-            runs.append(run(example, seed))
-            print(runs[-1], flush=True)
-    if options.out:
-        options.out.write_text(json.dumps({**provenance("gruppo"), "runs": runs}, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    measure_seeds(__doc__, *(partial(run, example) for example in EXAMPLES))
