@@ -298,7 +298,7 @@ def _batches(segments: Segments, window: int | None) -> tuple[list[Batch], Tenso
             back[span.start : span.start + span.length] = torch.arange(first, first + span.length)
         done += len(batch.queries)
         batches.append(batch)
-    return batches, back.to(segments.bounds.device)
+    return batches, back.to(segments.bounds.device, non_blocking=True)
 
 
 def _alike(spans: Sequence[Span]) -> list[list[Span]]:
@@ -334,4 +334,5 @@ def _batch(spans: Sequence[Span], window: int | None, device: torch.device) -> B
     bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
     queries, keys = own.flatten(), torch.cat([shared, own], dim=1).flatten()
     shape = (len(spans), most, before)
-    return Batch(queries.to(device), keys.to(device), bias.to(device), shape, before == 0 and window is None)
+    queries, keys, bias = (tensor.to(device, non_blocking=True) for tensor in (queries, keys, bias))
+    return Batch(queries, keys, bias, shape, before == 0 and window is None)
