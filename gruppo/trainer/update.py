@@ -64,7 +64,7 @@ class Update:
         # Not rounded: one of them may be the threshold that the others are compared with.
         self.entropy_BT = self.entropy_BT.to(torch.promote_types(self.entropy_BT.dtype, entropy_bT.dtype))
         self.entropy_BT[rows] = entropy_bT.detach().to(self.entropy_BT.dtype)
-        self.ran_B[rows] = True
+        self.ran_B.index_fill_(0, rows, True)  # not ran_B[rows] = True, which waits for the device
         self.passes.append((pack, torch.is_grad_enabled()))
 
     def enter(self, ledger: Ledger, now: int) -> None:
@@ -90,6 +90,5 @@ class Update:
     def tokens_B1(self) -> Tensor:
         """(B, 1): the loss tokens of the micro-batch that each row belongs to."""
         mask_BT = self.batch.loss_mask_BT
-        counts = torch.tensor([part.stop - part.start for part in self.micro_batches], device=mask_BT.device)
-        tokens = torch.stack([mask_BT[part].sum() for part in self.micro_batches])
-        return tokens.repeat_interleave(counts)[:, None].to(self.logps_BT.dtype)
+        tokens = [mask_BT[part].sum().expand(part.stop - part.start) for part in self.micro_batches]
+        return torch.cat(tokens)[:, None].to(self.logps_BT.dtype)
