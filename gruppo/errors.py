@@ -5,6 +5,9 @@
     RewardError(ValueError)      a reward function broke its contract (wrong length or type), or too many failed
     RolloutError(RuntimeError)   a rollout backend broke its contract (lost a completion, returned nothing)
     PackingError(RuntimeError)   a model does something that packed rows cannot do (an attention mask of its own)
+    CheckpointError(RuntimeError)  a checkpoint that is damaged, or was made with other settings
+    RunLockedError(RuntimeError) another process writes into the same output folder
+    AuditError(RuntimeError)     a check of every update found something that would spoil the run silently
     ParityError(RuntimeError)    the fast path of an update differs from the slow one by more than rounding
     SandboxError(RuntimeError)   this machine cannot confine model-written code as asked; raised at construction
     ToolError(RuntimeError)      a tool call failed in a way that the model is told and training goes on
@@ -18,12 +21,15 @@ The policy:
 """
 
 __all__ = [
+    "AuditError",
+    "CheckpointError",
     "ConfigError",
     "DataError",
     "PackingError",
     "ParityError",
     "RewardError",
     "RolloutError",
+    "RunLockedError",
     "SandboxError",
     "ToolError",
 ]
@@ -47,6 +53,18 @@ class RolloutError(RuntimeError):
 
 class PackingError(RuntimeError):
     """A model does something that packed rows cannot do."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged, or was made with other settings."""
+
+
+class RunLockedError(RuntimeError):
+    """Another process writes into the same output folder."""
+
+
+class AuditError(RuntimeError):
+    """A check of every update found something that would spoil the run silently."""
 
 
 class ParityError(RuntimeError):

@@ -366,6 +366,7 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("retries-negative", grpo(reward_retries=-1), "reward_retries=-1 must be at least 0"),
         ("unknown-policy", rloo(reward_on_error="abstian"), "'abstian' is not one of abstain, raise.*mean `abstain`"),
         ("failure-rate-above-1", grpo(max_reward_failure_rate=1.5), "failure_rate=1.5 must be at most 1"),
+        ("worker-env-text", grpo(worker_env="MY_KEY"), "worker_env='MY_KEY' must be a list of names"),
         ("clip-range-reversed", rloo(reward_clip_range=[1.0, -1.0]), "must be .low, high. with low < high"),
         ("clip-range-of-three", rloo(reward_clip_range=[0.0, 1.0, 2.0]), r"reward_clip_range=\[0.0, 1.0, 2"),
         ("clip-range-of-one", rloo(reward_clip_range=3.0), "reward_clip_range=3.0 must be a list"),

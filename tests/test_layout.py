@@ -24,7 +24,12 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": {"types", "errors", "plan", "algo", "config", "data", "policy", "engine"},
     "rewards": {"types", "errors", "grading"},
     "tools": {"types", "errors", "sandbox", "data"},
-    "trainer": {"types", "errors", "plan", "algo", "config", "data", "policy", "rollout", "rewards", "tools"},
+    "runs": {"types", "errors"},
+    "audit": {"types", "errors"},
+    "trainer": {
+        *("types", "errors", "plan", "algo", "config", "data", "policy", "rollout", "rewards", "tools"),
+        *("runs", "audit"),
+    },
 }
 ON_TOP = {"cli", "demo", "__init__", "__main__"}  # these see everything
 
@@ -32,7 +37,10 @@ ON_TOP = {"cli", "demo", "__init__", "__main__"}  # these see everything
 ALLOWED_FOR_TYPES = {"data": {"config"}}
 
 # The trainer itself is a chain; each link knows those before it.
-CHAIN = ("reporting", "feeding", "scoring", "rewarding", "sampling", "collecting", "updating", "core", "grpo", "rloo")
+CHAIN = (
+    *("reporting", "feeding", "scoring", "rewarding", "sampling", "collecting", "updating"),
+    *("watching", "checkpointing", "resuming", "core", "grpo", "rloo"),
+)
 
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "urllib", "urllib3", "websockets"}
 TELEMETRY = {"analytics", "opentelemetry", "posthog", "segment", "sentry_sdk"}

@@ -14,6 +14,7 @@ from gruppo.config.loading import LoadingConfig
 from gruppo.config.logging import CompletionLoggingConfig
 from gruppo.config.objective import ObjectiveConfig, ReferenceConfig
 from gruppo.config.rewards import RewardConfig
+from gruppo.config.runs import RunConfig
 from gruppo.config.sampling import SamplingConfig
 from gruppo.config.tools import ToolConfig
 from gruppo.config.types import check_json, check_types
@@ -33,6 +34,7 @@ class PolicyConfig(
     UpdateConfig,
     RewardConfig,
     CompletionLoggingConfig,
+    RunConfig,
     VLLMConfig,
     DeprecatedConfig,
     TrainingArguments,
@@ -119,6 +121,7 @@ class PolicyConfig(
         validate.check_objective(self)
         validate.check_update(self)
         validate.check_rewards(self)
+        validate.check_run(self)
 
     @property
     def parity_interval(self) -> int | None:

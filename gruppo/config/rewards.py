@@ -34,3 +34,8 @@ class RewardConfig:
         "Save a checkpoint and stop when rewards failed on more than this share of the completions of the last 20 "
         "updates, or of the last 5 generations if those took more; None never stops.",
     )
+    worker_env: list[str] | None = option(
+        None,
+        "Names of environment variables that reward workers get, such as `OPENAI_API_KEY`, beside those that Python "
+        "and its libraries need. All others stay in the process of the run.",
+    )

@@ -1,6 +1,8 @@
 """Every check of the configs, run once at construction. Each error names the field, its value and the fix."""
 
 import difflib
+import logging
+import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
@@ -9,6 +11,8 @@ from typing import Any, TypeVar
 
 from gruppo.algo.recipes import LOSS_TYPES
 from gruppo.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=type[Any])
 
@@ -286,6 +290,20 @@ def check_update(config: Any) -> None:
         raise ConfigError(f"max_tokens_per_micro_batch={budget} needs packed rows: set packed_update=True.")
 
 
+def check_run(config: Any) -> None:
+    one_of(config, "record", ("all", "metrics", "off"))
+    one_of(config, "audit", ("error", "warn", "off"))
+    in_range(config, "max_bad_updates", 1)
+    names = {"*", *(f.name for f in fields(config))}
+    for name in config.resume_allow_changes or []:
+        if name.partition(".")[0] not in names | set(BEYOND_SETTINGS):
+            raise ConfigError(f"resume_allow_changes names {name!r}, which is no setting.")
+
+
+# What a checkpoint remembers beside the settings, see `trainer.settings`.
+BEYOND_SETTINGS = ("model", "train_dataset", "rewards", "tools", "processes")
+
+
 def check_tools(config: Any) -> None:
     in_range(config, "max_tool_calling_iterations", 0)
     in_range(config, "tool_timeout", above=0, high=LONGEST_WAIT)
@@ -302,9 +320,22 @@ def check_rewards(config: Any) -> None:
     one_of(config, "reward_on_error", ("abstain", "raise"))
     if config.max_reward_failure_rate is not None:
         in_range(config, "max_reward_failure_rate", 0, 1)
+    check_worker_env(config.worker_env)
     whole, sample = config.reward_timeout, config.reward_sample_timeout
     if whole is not None and sample is not None and sample > whole:
         raise ConfigError(f"reward_sample_timeout={sample} must not be above reward_timeout={whole}.")
+
+
+def check_worker_env(names: Any) -> None:
+    if names is None:
+        return
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(
+            f"worker_env={names!r} must be a list of names of environment variables, such as ['OPENAI_API_KEY']."
+        )
+    missing = sorted(set(names) - set(os.environ))
+    if missing:
+        logger.warning(f"worker_env={names!r}: {', '.join(missing)} is not set here, so reward workers lack it too.")
 
 
 def check_grpo(config: Any) -> None:

@@ -18,6 +18,14 @@ from gruppo.errors import DataError
 Row = Mapping[str, Any]
 
 
+class NumberedRow(dict[str, Any]):
+    """A row that knows its index in the dataset."""
+
+    def __init__(self, row: Row, index: int):
+        super().__init__(row)
+        self.index = index
+
+
 class RepeatSampler(Sampler[int]):
     """Indices in chunks of `batch_size`, each index repeated in a row, each chunk repeated as a whole.
 
@@ -78,15 +86,18 @@ class PromptStream(Protocol):
     """The prompts of a run.
 
     `rows` are those of generation `generation` of epoch `epoch`, this process's share, one per completion. `prompt` is
-    the prompt at a position of the one long sequence that the generations of all epochs make, counted from 0.
+    the prompt at a position of the one long sequence that the generations of all epochs make, counted from 0, and
+    `index` says to which epoch it belongs and where it is in the dataset, which a stream without end does not know.
     """
 
     generations: int | None  # per epoch; None for a stream without end
     prompts: int  # per generation
 
-    def rows(self, epoch: int, generation: int) -> list[Row]: ...
+    def rows(self, epoch: int, generation: int) -> Sequence[Row]: ...
 
     def prompt(self, position: int) -> Row: ...
+
+    def index(self, position: int) -> tuple[int, int] | None: ...
 
 
 class SampledStream:
@@ -114,33 +125,33 @@ class SampledStream:
         self.copies = copies
         self.rank, self.world = rank, world
         self.generations: int | None = len(sampler) // (rows_per_generation * copies)
-        self._epoch: int | None = None
-        self._indices: list[list[int]] = []
+        self._orders: dict[int, list[list[int]]] = {}  # indices by generation, of the last two epochs
 
-    def rows(self, epoch: int, generation: int) -> list[Row]:
-        if epoch != self._epoch:
-            self._read_order(epoch)
-        indices = split_for_rank(self._indices[generation], self.rank, self.world)
-        read: dict[int, Row] = {index: self.dataset[index] for index in dict.fromkeys(indices)}
+    def rows(self, epoch: int, generation: int) -> Sequence[Row]:
+        indices = split_for_rank(self._order(epoch)[generation], self.rank, self.world)
+        read = {index: NumberedRow(self.dataset[index], index) for index in dict.fromkeys(indices)}
         return [read[index] for index in indices]
 
     def prompt(self, position: int) -> Row:
-        epoch, place = divmod(position, (self.generations or 0) * self.prompts)
-        if epoch != self._epoch:
-            self._read_order(epoch)
-        generation, group = divmod(place, self.prompts)
-        row: Row = self.dataset[self._indices[generation][group * self.group_size]]
-        return row
+        index = self.index(position)[1]
+        return NumberedRow(self.dataset[index], index)
 
-    def _read_order(self, epoch: int) -> None:
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-        stride = self.rows_per_generation * self.copies
-        flat = list(self.sampler)
-        self._indices = [
-            flat[i * stride : i * stride + self.rows_per_generation] for i in range(self.generations or 0)
-        ]
-        self._epoch = epoch
+    def index(self, position: int) -> tuple[int, int]:
+        epoch, place = divmod(position, (self.generations or 0) * self.prompts)
+        generation, group = divmod(place, self.prompts)
+        return epoch, self._order(epoch)[generation][group * self.group_size]
+
+    def _order(self, epoch: int) -> list[list[int]]:
+        if epoch not in self._orders:
+            if hasattr(self.sampler, "set_epoch"):
+                self.sampler.set_epoch(epoch)
+            stride = self.rows_per_generation * self.copies
+            flat = list(self.sampler)
+            order = [flat[i * stride : i * stride + self.rows_per_generation] for i in range(self.generations or 0)]
+            # A generation may reach into the next epoch; a sampler of the user's may not be able to go back.
+            before = self._orders.get(epoch - 1)
+            self._orders = {epoch: order} if before is None else {epoch - 1: before, epoch: order}
+        return self._orders[epoch]
 
 
 class IterableStream:
@@ -170,6 +181,9 @@ class IterableStream:
         chunk = self._read_to(self._first_of_epoch + generation)
         repeated = [row for row in chunk for _ in range(self.group_size)]
         return split_for_rank(repeated, self.rank, self.world)
+
+    def index(self, position: int) -> None:
+        return None
 
     def prompt(self, position: int) -> Row:
         number, place = divmod(position, self.prompts)
@@ -243,6 +257,11 @@ class PromptCursor:
         wanted = dict.fromkeys(place // self.group_size for place in places)
         read = {group: self.stream.prompt(position[group]) for group in wanted}
         return [read[place // self.group_size] for place in places]
+
+    def upcoming(self, count: int) -> range:
+        """The positions of the next prompts."""
+        assert self._next is not None
+        return range(self._next, self._next + count)
 
     def state_dict(self) -> dict[str, int]:
         return {"generation_began_at": self._begun, "consumed": self.consumed}

@@ -182,7 +182,7 @@ def clone_chat_template(
     """
     from transformers import AutoTokenizer
 
-    source = AutoTokenizer.from_pretrained(source_tokenizer_path)
+    source = AutoTokenizer.from_pretrained(source_tokenizer_path, trust_remote_code=False)
     known = len(tokenizer)
     tokenizer.chat_template = source.get_chat_template()
     tokenizer.add_tokens(list(source.added_tokens_decoder.values()))

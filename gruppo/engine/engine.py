@@ -31,7 +31,7 @@ from gruppo.plan import ModelShape, RolloutPlan, batch_buckets, free_memory, pla
 from gruppo.policy.adapters import adapter_states
 from gruppo.policy.fusion import fused_swaps
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
-from gruppo.policy.modes import sampling_mode
+from gruppo.policy.modes import sampling_mode, weights_version
 from gruppo.policy.unwrap import inner_model
 from gruppo.types import Completion, SampleRequest
 
@@ -67,6 +67,8 @@ class Engine:
         self.graphs = graphs
         self.counters = Counters()  # of the last call, or of the block of turns under way
         self.last_call = self.counters
+        self.weights_version: int | None = None  # of the weights that were sampled from last
+        self.pause: Callable[[], None] = lambda: None  # called between steps; may raise to abandon the call
         self._in_turns = False
         self._least = 0  # places that the largest prompt and one completion of it need
         self._runner: Runner | None = None
@@ -152,6 +154,7 @@ class Engine:
             self._notice_changes(model)
             if self._shadow is not None:
                 self._shadow.refresh()
+            self.weights_version = weights_version(model) - (0 if self._shadow is None else self._shadow.behind)
             lean = self._lean_model(model)
             try:
                 with swapped([*attention_swaps(model, ATTENTION_NAME), *self._swaps]):
@@ -282,7 +285,7 @@ class Engine:
         captured = runner.captures, runner.capture_seconds
         start = time.perf_counter()
         stop_strings = StopStrings(self.tokenizer, settings.stop_strings) if settings.stop_strings else None
-        loop = Loop(runner, scheduler, work, settings, self.plan.prefill_tokens, stop_strings)
+        loop = Loop(runner, scheduler, work, settings, self.plan.prefill_tokens, stop_strings, self.pause)
         with runner.pool.held(stay=self._in_turns):
             completions = collect(runner.rows.results, work, loop.run())
         if self._in_turns:

@@ -89,8 +89,10 @@ class Loop:
         settings: SamplingSettings,
         prefill_tokens: int,
         stop_strings: StopStrings | None,
+        pause: Callable[[], None] = lambda: None,
     ):
         self.runner = runner
+        self.pause = pause
         self.rows = runner.rows
         self.scheduler = scheduler
         self.work = work
@@ -110,6 +112,7 @@ class Loop:
         """Run until everything has ended; returns the lengths of what stop strings ended."""
         looks: deque[Look] = deque()
         while not self.scheduler.finished:
+            self.pause()
             self._admit()
             steps = self._steps()
             if steps:

@@ -31,6 +31,16 @@ class Shadow:
                     self._originals[parameter.data_ptr()] = parameter.detach()
                     self._copies[parameter.data_ptr()] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         self._last: tuple[Any, Tensor] | None = None
+        self._copied_at: int | None = None  # writes to the originals when they were last copied
+
+    @property
+    def behind(self) -> int:
+        """Writes to the weights that the copies have not seen."""
+        writes = self._writes()
+        return writes if self._copied_at is None else writes - self._copied_at
+
+    def _writes(self) -> int:
+        return sum(original._version for original in self._originals.values())
 
     @property
     def bytes(self) -> int:
@@ -40,6 +50,7 @@ class Shadow:
         """Copy the weights as they are now."""
         if self._copies:
             torch._foreach_copy_(list(self._copies.values()), list(self._originals.values()))
+        self._copied_at = self._writes()
 
     def swaps(self) -> list[Swap]:
         return [Swap(linear, "forward", self._forward(linear)) for linear in self.linears]

@@ -35,3 +35,8 @@ def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 def autocast_dtype(mixed_precision: str) -> torch.dtype | None:
     """The half precision that training computes in, if any, whatever the weights are stored in."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
+
+
+def weights_version(model: nn.Module) -> int:
+    """A number that changes whenever a weight is written: torch counts the writes of every tensor."""
+    return sum(parameter._version for parameter in model.parameters())

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from gruppo.rewards.outcomes import Kind
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from gruppo.rewards.pool import Bounds
 
 __all__ = ["Case", "RewardCheck", "Trial", "check_reward"]
 
@@ -109,6 +112,7 @@ def check_reward(
     timeout: float = 10.0,
     slow: float = 1.0,
     max_rows: int = 3,
+    worker_env: Sequence[str] | None = None,
     show: bool = True,
     console: "Console | None" = None,
 ) -> RewardCheck:
@@ -116,7 +120,8 @@ def check_reward(
 
     `rows` are dataset rows, of which `max_rows` are tried; `gold` names the column with the right answer (default:
     `answer`, `solution`, …). Every call asks about one completion, in a worker process that is killed after `timeout`
-    seconds; calls over `slow` seconds are reported. The ids in `completion_ids` are stand-ins, one per character.
+    seconds; calls over `slow` seconds are reported. `worker_env` is that of the config; an async reward sees all
+    variables, as it does in a run. The ids in `completion_ids` are stand-ins, one per character.
 
     Example:
         report = check_reward(my_reward, dataset.select(range(3)))
@@ -135,7 +140,7 @@ def check_reward(
 
     name = getattr(innermost(fn), "__name__", None) or type(fn).__name__
     report = RewardCheck(name)
-    with _asker(fn, name, timeout, report) as ask:
+    with _asker(fn, name, _bounds(fn, timeout, worker_env), report) as ask:
         _try_all(report, ask, fn, chosen, column)
     report.warnings += _warnings(report, slow, timeout)
     if show:
@@ -227,20 +232,28 @@ async def _wait_for(output: Any) -> Any:
     return await output
 
 
+def _bounds(fn: Callable[..., Any], timeout: float, worker_env: Sequence[str] | None) -> "Bounds":
+    from gruppo.rewards.pool import Bounds
+    from gruppo.rewards.resolve import is_async
+
+    variables = os.environ if is_async(fn) else worker_env or ()
+    return Bounds(timeout, timeout, workers=1, variables=tuple(variables))
+
+
 @contextlib.contextmanager
-def _asker(fn: Callable[..., Any], name: str, timeout: float, report: RewardCheck) -> Iterator[Ask]:
+def _asker(fn: Callable[..., Any], name: str, bounds: "Bounds", report: RewardCheck) -> Iterator[Ask]:
     """Asks in a worker; in this process if the function cannot be sent to one."""
-    from gruppo.rewards.pool import Bounds, Pool, packed_arguments
+    from gruppo.rewards.pool import Pool, packed_arguments
 
     timed = _Timed(fn)
     try:
-        pool = Pool(timed, name, Bounds(seconds=timeout, sample_seconds=timeout, workers=1))
+        pool = Pool(timed, name, bounds)
     except ConfigError:
         report.warnings.append(
             "cannot be sent to a worker process, because something it holds cannot be pickled: it was tried in this "
             "process, where nothing can stop it; reward_timeout will refuse it"
         )
-        yield lambda arguments: _ask_in_thread(timed, name, timeout, arguments)
+        yield lambda arguments: _ask_in_thread(timed, name, bounds.seconds, arguments)
         return
 
     def ask(arguments: Arguments) -> tuple[Reply, float]:

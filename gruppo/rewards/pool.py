@@ -9,7 +9,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from gruppo.rewards.calling import Arguments, Reply, count, join, lost, sample
 from gruppo.rewards.marks import innermost, wants_whole_batch
 from gruppo.rewards.outcomes import Kind
 from gruppo.rewards.process import START_SECONDS, LoadError, LostCallError, Worker
+from gruppo.rewards.variables import hint
 
 RETRY_FACTOR = 4  # a retry sample by sample may take so many times what the batch could
 
@@ -32,6 +33,7 @@ class Bounds:
     sample_seconds: float  # for one completion, when the batch is asked again sample by sample
     workers: int  # processes at work on that
     memory_gb: float | None = None
+    variables: tuple[str, ...] = ()  # environment variables that it sees beside the usual ones
 
 
 class Answer(NamedTuple):
@@ -70,9 +72,12 @@ class Pool:
         self.name, self.bounds = name, bounds
         self.whole_batch = wants_whole_batch(function)
         self._setup = packed_setup(function, name, bounds.memory_gb)
-        self._workers = [Worker(self._setup)]
+        self._workers = [self._new_worker()]
         self._has_answered = False
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+
+    def _new_worker(self) -> Worker:
+        return Worker(self._setup, self.bounds.variables)
 
     def begin(self, packed: bytes, arguments: Arguments) -> None:
         """Send a batch to the first worker; `finish` waits for what it says."""
@@ -84,9 +89,15 @@ class Pool:
         """The reply to the batch, put together from single samples if the batch was lost."""
         arguments = self._arguments
         reply = self._reply(self._answers.get().content, count(arguments))
-        if not reply.lost or self.whole_batch or count(arguments) == 1:
-            return reply
-        return self._sample_by_sample(arguments)
+        if reply.lost and not self.whole_batch and count(arguments) > 1:
+            reply = self._sample_by_sample(arguments)
+        return self._explained(reply)
+
+    def _explained(self, reply: Reply) -> Reply:
+        """Errors that come of an environment variable which workers do not get say so."""
+        hints = {o.error: hint(o.error, self.bounds.variables) for o in reply.outcomes if o.error is not None}
+        reply.outcomes = [replace(o, error=o.error + hints[o.error]) if o.error else o for o in reply.outcomes]
+        return reply
 
     def _sample_by_sample(self, arguments: Arguments) -> Reply:
         rows = count(arguments)
@@ -117,9 +128,9 @@ class Pool:
     def _ask(self, slot: int, packed: bytes, first: int, rows: int, seconds: float) -> None:
         """Ask in a thread, so that the bound holds whatever this process is doing meanwhile."""
         while slot >= len(self._workers):
-            self._workers.append(Worker(self._setup))
+            self._workers.append(self._new_worker())
         if not self._workers[slot].alive():
-            self._workers[slot] = Worker(self._setup)
+            self._workers[slot] = self._new_worker()
         worker, answers = self._workers[slot], self._answers
 
         def ask() -> None:
@@ -141,7 +152,7 @@ class Pool:
         if isinstance(answer, LoadError) and not self._has_answered:
             raise ConfigError(
                 f"The reward '{self.name}' could not be loaded in its worker process. What it needs must be "
-                f"importable there, as it is here:\n{answer}"
+                f"importable there, as it is here:\n{answer}{hint(str(answer), self.bounds.variables)}"
             )
         if isinstance(answer, LostCallError):
             self._has_answered |= not isinstance(answer, LoadError)

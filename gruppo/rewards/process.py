@@ -7,23 +7,18 @@ import pickle
 import signal
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 
 from gruppo.rewards.calling import Reply, unpacked_log
 from gruppo.rewards.outcomes import Kind
 from gruppo.rewards.pipes import CHUNK, LARGEST_REPLY, receive, send
+from gruppo.rewards.variables import environment
 
 START_SECONDS = 120  # to import what the function needs
-
-# What a launcher tells the processes of a run. A worker is none of them, and must not take the place of one.
-LAUNCHER = {
-    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-}
 
 
 class LostCallError(Exception):
@@ -42,9 +37,10 @@ class Worker:
     """One process with one function.
 
     Make it in a thread that lives as long as it is needed (the main one): the kernel kills it when that thread ends.
+    `variables` are the names of environment variables that it gets beside the usual ones.
     """
 
-    def __init__(self, setup: bytes):
+    def __init__(self, setup: bytes, variables: Collection[str] = ()):
         self._setup, self._number = setup, 0
         request_end, self._requests = os.pipe()
         self._replies, reply_end = os.pipe()
@@ -58,7 +54,7 @@ class Worker:
             stdout=2,  # what rewards print goes to the error stream, as it is no output of this program
             pass_fds=(request_end, reply_end),
             start_new_session=True,  # a process group of its own, which is killed as a whole
-            env=environment(),
+            env=environment(variables),
         )
         os.close(request_end)
         os.close(reply_end)
@@ -155,19 +151,6 @@ def enlarge(pipe: int) -> None:
     """Let a pipe hold a whole batch, where the system allows it, so that it is not handed over piece by piece."""
     with contextlib.suppress(AttributeError, OSError):
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, CHUNK)
-
-
-def environment() -> dict[str, str]:
-    """This process's variables but a launcher's, with an import path on which the worker finds this package."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in LAUNCHER and not name.startswith("TORCHELASTIC_")
-    }
-    root = str(Path(__file__).parents[2])
-    if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return kept
-    return {**kept, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:

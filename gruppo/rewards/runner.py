@@ -67,7 +67,7 @@ class RewardInputs:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """How rewards are run; the fields of the config without `reward_`."""
+    """How rewards are run; the fields of the config without `reward_`, and `worker_env`."""
 
     timeout: float | None = None
     sample_timeout: float | None = None
@@ -76,12 +76,13 @@ class RewardSettings:
     concurrency: int = 32
     retries: int = 2
     on_error: str = "abstain"
+    worker_env: Sequence[str] | None = None
 
     @property
     def bounds(self) -> Bounds:
         seconds = WORKER_SECONDS if self.timeout is None else self.timeout
         workers = min(4, os.cpu_count() or 1) if self.workers is None else self.workers
-        return Bounds(seconds, self._per_sample(seconds), workers, self.memory_gb)
+        return Bounds(seconds, self._per_sample(seconds), workers, self.memory_gb, tuple(self.worker_env or ()))
 
     @property
     def patience(self) -> Patience:

@@ -1,7 +1,7 @@
 """What a rollout backend is: something that answers sample requests."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,6 +18,8 @@ class RolloutBackend:
 
     name = ""
     config: Any
+    weights_version: int | None = None  # of the weights that the last call sampled from; None: not known
+    pause: Callable[[], None] = staticmethod(lambda: None)  # called now and then while sampling; may raise to end it
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order; the policy is left as it was found."""

@@ -89,7 +89,9 @@ class BuiltinBackend(RolloutBackend):
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order."""
+        self.engine.pause = self.pause
         completions = self.engine.sample(requests, self._settings(), entropies=self.entropies)
+        self.weights_version = self.engine.weights_version
         return [self._ended_by_padding(completion) for completion in completions]
 
     def _settings(self) -> SamplingSettings:

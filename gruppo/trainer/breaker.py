@@ -1,6 +1,7 @@
 """What a run does about rewards that fail: it counts them, and stops when nothing else comes back."""
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ class RewardCounts:
     def __init__(self, names: list[str]):
         self.names = names
         self._seen: set[str] = set()
+
+    def state_dict(self) -> list[str]:
+        return sorted(self._seen)
+
+    def load_state_dict(self, state: Sequence[str]) -> None:
+        self._seen = set(state)
 
     def metrics(self, kinds_NR: Tensor) -> dict[str, float]:
         counts = {
@@ -66,6 +73,15 @@ class RewardBreaker(TrainerCallback):
         self._updates: deque[tuple[int, int]] = deque()  # failed and all completions of each
         self._failed, self._rows = 0, 0  # since the last update
         self.stopped_at: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": [list(update) for update in self._updates], "since": [self._failed, self._rows]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._updates = deque((failed, rows) for failed, rows in state["updates"])
+        self._failed, self._rows = state["since"]
+        if self.max_rate is not None and self.rate > self.max_rate:
+            self.reset()  # it stopped the run, and whoever goes on with it has mended something
 
     def note(self, kinds_NR: Tensor) -> None:
         """Count the completions of a generation, those of all processes."""

@@ -32,6 +32,8 @@ __all__ = [
 
 logger = logging.get_logger(__name__)
 
+BEMA_FILE = "bema.pt"
+
 
 class SyncRefModelCallback(TrainerCallback):
     """Blend the policy into the reference: θ_ref ← (1 − α)·θ_ref + α·θ, https://huggingface.co/papers/2404.09656.
@@ -127,6 +129,7 @@ class BEMACallback(TrainerCallback):
         self.running_model: Any = None
         self._origin: dict[str, torch.Tensor] = {}
         self._average: dict[str, torch.Tensor] = {}
+        self._saved: Path | None = None  # of the checkpoint that training goes on from
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -136,7 +139,7 @@ class BEMACallback(TrainerCallback):
             raise ConfigError("BEMACallback needs whole weights on one process; it does not work with ZeRO-3 or FSDP.")
         self.running_model = copy.deepcopy(model).to(self.device)
         self._snapshot(model)
-        saved = self._state_file(args, state)
+        saved, self._saved = self._saved or self._state_file(args, state), None
         if saved.exists():
             stored = torch.load(saved, map_location=self.device, weights_only=True)
             self._origin, self._average = stored["origin"], stored["average"]
@@ -154,10 +157,19 @@ class BEMACallback(TrainerCallback):
             self._update(model, state.global_step)
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """With trainers that do not call `write_state`."""
         target = self._state_file(args, state)
-        if state.is_world_process_zero and target.parent.exists():
-            running = {name: p.detach() for name, p in _trainable(self.running_model)}
-            torch.save({"origin": self._origin, "average": self._average, "running": running}, target)
+        if state.is_world_process_zero and target.parent.exists() and not target.exists():
+            self.write_state(target.parent)
+
+    def write_state(self, folder: Path) -> None:
+        """Called by the main process while it writes a checkpoint, of which this becomes a part."""
+        running = {name: p.detach() for name, p in _trainable(self.running_model)}
+        torch.save({"origin": self._origin, "average": self._average, "running": running}, folder / BEMA_FILE)
+
+    def read_state(self, folder: Path) -> None:
+        """Called before training goes on from a checkpoint."""
+        self._saved = folder / BEMA_FILE
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -184,7 +196,7 @@ class BEMACallback(TrainerCallback):
 
     @staticmethod
     def _state_file(args: Any, state: TrainerState) -> Path:
-        return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / "bema.pt"
+        return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / BEMA_FILE
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

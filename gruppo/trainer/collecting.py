@@ -1,5 +1,6 @@
 """From prompts to scored tensors: the first half of a training step."""
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,13 @@ from gruppo.algo.advantages import Advantages, combine_rewards, frac_zero_std
 from gruppo.algo.masks import drop_rows
 from gruppo.data.collate import collate
 from gruppo.errors import RewardError
+from gruppo.policy.modes import weights_version
 from gruppo.rewards.outcomes import Kind
 from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics
+from gruppo.trainer.recording import recorded_rows
 from gruppo.trainer.resampling import Scored, groups_without_spread, resampling_metrics
 from gruppo.trainer.sampling import Sampling
+from gruppo.trainer.setup import biased_sampling
 from gruppo.trainer.supervision import StepTable, with_steps
 from gruppo.trainer.tooling import tool_metrics
 from gruppo.types import Rollout, TrainBatch
@@ -47,12 +51,51 @@ class Collecting(Sampling):
         advantages, batch.advantages = self._compare(generation, kl_penalty_N, batch.completion_mask)
         self._log_rewards(generation, advantages)
         self._note_rows(generation.rollouts, batch.zero_advantage_B.tolist())
+        self._record_rows(generation, batch, advantages.rewards_B)
+        if self.mode == "train":
+            self.audits.scored(
+                spread_share=1 - frac_zero_std(advantages.std_B).item(),
+                unscorable_share=advantages.rewards_B.isnan().float().mean().item(),
+            )
         return batch
+
+    def _audit_sampling(self, rollouts: Sequence[Rollout]) -> None:
+        if self.mode != "train" or not rollouts:
+            return
+        policy = self.accelerator.unwrap_model(self.model)
+        used = self.backend.weights_version if self._asked else None
+        self.audits.sampled(
+            rollouts,
+            temperature=self.temperature if self._asked else 1.0,
+            shaped=not self._asked or bool(biased_sampling(self.args)),
+            vocabulary=policy.get_input_embeddings().weight.shape[0] or policy.config.get_text_config().vocab_size,
+            end_ids=self.eos_token_ids,
+            weights=None if used is None else (used, weights_version(policy)),
+        )
+
+    def _record_rows(self, generation: Scored, batch: TrainBatch, rewards_N: Tensor) -> None:
+        if self.recorder is None or self.args.record != "all":
+            return
+        start = time.perf_counter()
+        self.recorder.rollouts(
+            recorded_rows(
+                generation,
+                batch,
+                rewards_N,
+                self.reward_func_names,
+                update=self.state.global_step,
+                split="train" if self.mode == "train" else self._eval_prefix,
+                group_size=self.group_size,
+            )
+        )
+        self._record_seconds += time.perf_counter() - start
 
     def _sample_and_score(self, rows: Sequence[Row], places: Sequence[int] | None = None, attempt: int = 0) -> Scored:
         """Rollouts and rewards of a generation or, given their places, of the replacements of some of its rows."""
         # A process that has nothing to replace asks for nothing, and waits for the others' tools and rewards.
         rollouts = self.rollout(rows, places, attempt) if rows or self.toolset is not None else []
+        self.stopper.check()
+        self._audit_sampling(rollouts)
         lengths_NC = self._count_tokens(rollouts)
         rewards_NR = self.reward(rollouts)
         kinds_NR, steps = self._reward_kinds_NR, self._reward_steps
@@ -60,20 +103,34 @@ class Collecting(Sampling):
         if (failed_N := self._failed_resets(rollouts)) is not None:  # whatever such a row was scored with
             rewards_NR = rewards_NR.masked_fill(failed_N, torch.nan)
             kinds_NR = kinds_NR.masked_fill(failed_N, Kind.FAILURE)
-        columns, metrics, tools = self._extra_columns, self._extra_metrics, self._tool_counts
-        return Scored(rollouts, rewards_NR, lengths_NC, columns, metrics, kinds_NR, steps, tools)
+        own = self._rows_in_batch(len(rollouts))
+        return Scored(
+            rollouts,
+            rewards_NR,
+            lengths_NC,
+            self._extra_columns,
+            self._extra_metrics,
+            kinds_NR,
+            steps,
+            self._tool_counts,
+            places=own if places is None else places,
+            own_N=own,
+            indices=[getattr(row, "index", None) for row in rows],
+            rounds=[attempt] * len(rows),
+        )
 
     def _replace_groups_without_spread(self, generation: Scored) -> None:
         """Sample the next prompts in their place. All processes know all rewards, and so agree on the groups."""
-        cursor, size = self.prompt_cursor, self.group_size
-        own = self._rows_in_batch(len(generation.rollouts))
+        size = self.group_size
+        assert self.prompt_cursor is not None  # or says why there is none
+        own = range(generation.places[0], generation.places[-1] + 1) if generation.places else range(0)
         groups = self._groups_without_spread(generation)
         for attempt in range(1, self.args.max_resample_rounds + 1):
             if not groups:
                 break
             places = [place for place in own if place // size in groups]
             self._note_rows([generation.rollouts[place - own.start] for place in places], [True] * len(places))
-            fresh = self._sample_and_score(cursor.take(groups, places), places, attempt)
+            fresh = self._sample_and_score(self.take_prompts(groups, places), places, attempt)
             generation.replace(groups, [place - own.start for place in places], fresh, size)
             groups = self._groups_without_spread(generation)
         self.metrics.add("train", resampling_metrics(generation, len(groups), self.reward_weights, size))
@@ -181,9 +238,9 @@ class Collecting(Sampling):
         names, rollouts, rewards_NR = self.reward_func_names, generation.rollouts, generation.rewards_NR
         zero_std = frac_zero_std(advantages.std_B)
         self.metrics.add(self.mode, reward_metrics(names, rewards_NR, advantages.rewards_B, zero_std))
-        self.reward_counts.add(self.metrics, self.mode, generation.kinds_NR)
+        self.reward_counts.add(self.metrics, self.mode, generation.counted_kinds_NR)
         if self.mode == "train":
-            self.reward_breaker.note(generation.kinds_NR)
+            self.reward_breaker.note(generation.counted_kinds_NR)
         metrics, columns = self._gather_user_logs(generation)
         self.metrics.add(self.mode, metrics)
         texts = [(rollout.prompt.text, rollout.output) for rollout in rollouts]

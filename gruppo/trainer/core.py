@@ -31,13 +31,12 @@ from gruppo.data.prompts import PromptEncoder
 from gruppo.errors import ConfigError
 from gruppo.policy import adapters, loading
 from gruppo.policy.modes import autocast_dtype
-from gruppo.policy.packed import PackedPolicy
-from gruppo.policy.support import why_not_packed
 from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import generation_config
 from gruppo.rollout.select import choose_backend
 from gruppo.trainer import setup, tooling
+from gruppo.trainer.auditing import Audits
 from gruppo.trainer.completions import CompletionLog, start_hub_uploads
 from gruppo.trainer.entropy import EntropyControl
 from gruppo.trainer.ledger import make_ledger
@@ -45,7 +44,8 @@ from gruppo.trainer.metrics import MetricStore
 from gruppo.trainer.names import KnownNames
 from gruppo.trainer.planning import UpdatePlanner
 from gruppo.trainer.profiling import Timings
-from gruppo.trainer.updating import Updating
+from gruppo.trainer.resuming import Resuming
+from gruppo.trainer.stopping import Stopper
 from gruppo.types import TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def _never_called(*args: Any, **kwargs: Any) -> Tensor:
     raise AssertionError("compute_loss is overridden, so no compute_loss_func is ever called")
 
 
-class PolicyTrainer(KnownNames, Updating):
+class PolicyTrainer(KnownNames, Resuming):
     """Samples groups, scores them and updates the policy; GRPOTrainer and RLOOTrainer fill in the recipe."""
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the size of the whole update
@@ -156,11 +156,13 @@ class PolicyTrainer(KnownNames, Updating):
         self._random_state_due: str | None = None  # the checkpoint whose random state is still to be restored
         self._update_seconds = 0.0
 
+        self.stopper = Stopper(enabled=args.save_on_signal, alone=self.accelerator.num_processes == 1)
+        self.audits = Audits(args.audit, args.max_bad_updates, self._note_finding)
         self._make_rewards(rewards)
         self._extra_columns, self._extra_metrics = {}, {}
         self.ref_model = self._make_reference()
         self._make_sampler(rollout_func)
-        self.packed = self._make_packed_policy()
+        self.packed = setup.packed_policy(self)
         self.planner = UpdatePlanner(
             args, lambda: self.accelerator.unwrap_model(self.model), self.packed, lambda: self.backend.release()
         )
@@ -194,7 +196,11 @@ class PolicyTrainer(KnownNames, Updating):
             needed=rollout_func is None or self.toolset is not None,
             entropies=args.skip_zero_advantage,  # of rows that the update leaves out
         )
+        self.backend.pause = self.stopper.check
         self.tool_loop = self._make_tool_loop()
+
+    def _note_finding(self, finding: Any) -> None:
+        self.record_event("audit", check=finding.check, message=finding.message, values=finding.values)
 
     def _make_reference(self) -> nn.Module | None:
         """A frozen copy of the policy as it is now; none without KL, and none with adapters (see policy/adapters)."""
@@ -206,31 +212,6 @@ class PolicyTrainer(KnownNames, Updating):
 
             self.add_callback(SyncRefModelCallback(ref_model=reference, accelerator=self.accelerator))
         return reference
-
-    def _make_packed_policy(self) -> PackedPolicy | None:
-        """How packed rows are run, or None, with a message, where they cannot be."""
-        args = self.args
-        policy = PackedPolicy(
-            fused_head=args.fused_head,
-            fused_layers=args.fused_layers,
-            autocast_dtype=autocast_dtype(self.accelerator.mixed_precision),
-        )
-        if not args.packed_update:
-            return None
-        reasons = setup.against_packing(self) or why_not_packed(self.accelerator.unwrap_model(self.model), policy)
-        if not reasons:
-            return policy
-        if args.max_tokens_per_micro_batch is not None:
-            raise ConfigError(
-                f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} needs packed rows, but "
-                f"{'; '.join(reasons)}. Leave it out, or change that."
-            )
-        if self.accelerator.is_main_process:
-            logger.warning(
-                f"Rows are padded and run one micro-batch at a time, which is slow: {'; '.join(reasons)}. "
-                "packed_update=False asks for it without this message."
-            )
-        return None
 
     def make_recipe(self) -> Recipe:
         """The row of the recipe table that the config describes."""
@@ -257,6 +238,7 @@ class PolicyTrainer(KnownNames, Updating):
         self._parity_checked_at = None
         self._epoch_iterator = None
         self.reward_breaker.reset()
+        self.audits.reset()
         self._random_state_due = kwargs.get("resume_from_checkpoint")
         if self._random_state_due is not None:
             self._earlier_runs = 0  # it is the first run that goes on
@@ -266,7 +248,6 @@ class PolicyTrainer(KnownNames, Updating):
             self._earlier_runs += 1
             if self.toolset is not None:
                 self.toolset.close()
-        self._raise_if_rewards_failed()
         return output
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -281,12 +262,19 @@ class PolicyTrainer(KnownNames, Updating):
         """The micro-batches of one update and their size, the one denominator of every reduction."""
         start = time.perf_counter()
         self._count_epoch(epoch_iterator)
+        self._restore_loss()
         self.model.train()  # as in the update itself, whatever an evaluation left behind
         if callable(getattr(self.optimizer, "train", None)):  # some have other weights for evaluation
             self.optimizer.train()
-        self._load_rng_state(self._random_state_due)
-        batches = [self._next_micro_batch(step, i) for i, step in enumerate(islice(epoch_iterator, num_batches))]
+        self._mark_boundary()
+        steps = list(islice(epoch_iterator, num_batches))
+        self._load_rng_state(self._random_state_due)  # a loader that skips may have drawn a number
+        with self.stopper.abandonable():
+            batches = [self._next_micro_batch(step, i) for i, step in enumerate(steps)]
         size = self.update_size(batches) if batches else None
+        self._batches_at_hand, self._loss_at_hand = batches, 0.0
+        if size is not None:
+            self._balance_update(batches, size)
         if size is not None and self.packed is not None:
             batches = self.as_update(batches, size)
         self._update_seconds += time.perf_counter() - start
@@ -313,9 +301,11 @@ class PolicyTrainer(KnownNames, Updating):
     def _collect_slices(self, rows: Sequence[Any]) -> list[dict[str, Any]]:
         """Collect a generation, shuffle its rows and cut it into micro-batches, each no wider than it needs to be."""
         with self.timer("_prepare_inputs"):  # the name under which dashboards know this phase
-            tensors = shuffle_sequence_dict(self._generate_and_score_completions(list(rows)))
-            slices = split_tensor_dict(tensors, self.args.steps_per_generation)
-            return [trim(part, self.args.pad_to_multiple_of) for part in slices]
+            whole = self._generate_and_score_completions(list(rows))
+            slices = split_tensor_dict(shuffle_sequence_dict(whole), self.args.steps_per_generation)
+            slices = [trim(part, self.args.pad_to_multiple_of) for part in slices]
+        self._count_slices(whole, slices)
+        return slices
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Hook: rows to the dict of tensors that the loss reads."""
@@ -323,20 +313,25 @@ class PolicyTrainer(KnownNames, Updating):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         start = time.perf_counter()
-        if self.packed is None:
-            if "completion_mask" in inputs:
-                self.planner.plan(TrainBatch.from_dict(inputs))  # may turn gradient checkpointing on
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        elif "update" in inputs:
-            loss = self.run_update(model, inputs["update"])
-        else:  # the update's work is done in its last micro-step
-            loss = torch.zeros((), device=self.accelerator.device)
+        with self.stopper.abandonable():
+            loss = self._run_micro_step(model, inputs, num_items_in_batch)
+        self._loss_at_hand = self._loss_at_hand + loss
         self._step += 1
         seconds = time.perf_counter() - start
         self._update_seconds, self._pass_seconds = self._update_seconds + seconds, self._pass_seconds + seconds
         if self.accelerator.sync_gradients:
             self._end_of_update()
         return loss
+
+    def _run_micro_step(self, model: nn.Module, inputs: Any, size: Any) -> Tensor:
+        if self.packed is None:
+            if "completion_mask" in inputs:
+                self.planner.plan(TrainBatch.from_dict(inputs))  # may turn gradient checkpointing on
+            loss: Tensor = super().training_step(model, inputs, size)
+            return loss
+        if "update" in inputs:
+            return self.run_update(model, inputs["update"])
+        return torch.zeros((), device=self.accelerator.device)  # the update's work is done in its last micro-step
 
     # ---- evaluation
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,19 @@ class EntropyControl:
         self.last_entropy = total / tokens
         self.coef = next_entropy_coef(self.coef, self.last_entropy, self.target, self.delta, self.low, self.high)
 
+    def state_dict(self) -> dict[str, float]:
+        return {"entropy_coef": self.coef, "last_world_entropy": self.last_entropy}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        if self.adaptive:  # a fixed coefficient is a setting, not a state
+            self.coef, self.last_entropy = state["entropy_coef"], state["last_world_entropy"]
+
     def save(self, folder: Path) -> None:
+        """In the file where other trainers of this kind look for it."""
         if self.adaptive:
-            state = {"entropy_coef": self.coef, "last_world_entropy": self.last_entropy}
-            (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+            (folder / STATE_FILE).write_text(json.dumps(self.state_dict()), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         path = folder / STATE_FILE
-        if self.adaptive and path.exists():
-            state = json.loads(path.read_text(encoding="utf-8"))
-            self.coef, self.last_entropy = state["entropy_coef"], state["last_world_entropy"]
+        if path.exists():
+            self.load_state_dict(json.loads(path.read_text(encoding="utf-8")))

@@ -1,13 +1,10 @@
 """Which prompts a run sees, and when."""
 
-import json
 import math
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from torch import nn
 from torch.utils.data import DataLoader
 
 from gruppo.data.sampler import (
@@ -23,8 +20,6 @@ from gruppo.data.sampler import (
 from gruppo.errors import ConfigError
 from gruppo.trainer.reporting import Reporting
 
-CURSOR_FILE = "prompt_cursor.json"
-
 
 class Feeding(Reporting):
     """The part of the trainer that feeds: prompt streams and loaders."""
@@ -34,17 +29,38 @@ class Feeding(Reporting):
     _epoch = 0
     _epoch_iterator: Any = None
 
-    def rows_of(self, generation: int, *, anew: bool = False) -> list[Mapping[str, Any]]:
+    def rows_of(self, generation: int, *, anew: bool = False) -> Sequence[Mapping[str, Any]]:
         """The rows of a generation of the current epoch, this process's share; `anew`: of the one under way."""
         stream, args = self._stream, self.args
         assert stream is not None
         if self._cursor is None:
+            if not anew:
+                self._enter(range(self._first_position(generation), self._first_position(generation + 1)))
             return stream.rows(self._epoch, generation)
         # A checkpoint that was written without dynamic sampling says nothing of the prompts that were consumed.
-        without_replacements = (self._epoch * (stream.generations or 0) + generation) * stream.prompts
-        self._cursor.begin(without_replacements, anew=anew)
+        self._cursor.begin(self._first_position(generation), anew=anew)
         places = split_for_rank(list(range(args.generation_batch_size)), args.process_index, args.world_size)
-        return self._cursor.take(range(stream.prompts), places)
+        return self.take_prompts(range(stream.prompts), places, anew=anew)
+
+    def _first_position(self, generation: int) -> int:
+        """Of a generation of the current epoch, in the sequence that the prompts of all epochs make."""
+        stream = self._stream
+        assert stream is not None
+        return (self._epoch * (stream.generations or 0) + generation) * stream.prompts
+
+    def take_prompts(self, groups: Sequence[int], places: Sequence[int], *, anew: bool = False) -> Sequence[Any]:
+        """The next prompts, one for each of these groups, as rows at these places of the batch of all processes."""
+        cursor = self.prompt_cursor
+        taken = cursor.upcoming(len(groups))
+        rows = cursor.take(groups, places)
+        if not anew:
+            self._enter(taken)
+        return rows
+
+    def _enter(self, positions: range) -> None:
+        """Enter prompts in the books; those of a stream without end have no index and are only counted."""
+        assert self._stream is not None
+        self.audits.took([self._stream.index(position) or (0, position) for position in positions])
 
     @property
     def prompt_cursor(self) -> PromptCursor:
@@ -107,13 +123,16 @@ class Feeding(Reporting):
             prompts = args.generation_batch_size // args.num_generations
             self._stream = IterableStream(dataset, prompts=prompts, **place)
         else:
+            sampler = self._get_train_sampler(dataset)
             self._stream = SampledStream(
                 dataset,
-                self._get_train_sampler(dataset),
+                sampler,
                 rows_per_generation=args.generation_batch_size,
                 copies=args.micro_steps_per_generation,
                 **place,
             )
+            if type(sampler) is RepeatSampler:  # another one may repeat or leave out prompts on purpose
+                self.audits.keep_books(len(dataset), left_over=len(dataset) % self._stream.prompts)
         self._cursor = PromptCursor(self._stream, args.num_generations) if args.dynamic_sampling else None
         return micro_step_loader(self._micro_steps_per_epoch)
 
@@ -150,17 +169,3 @@ class Feeding(Reporting):
     def num_examples(self, dataloader: Any) -> int:
         """Prompts, not micro-steps."""
         return len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else super().num_examples(dataloader)
-
-    # ---- checkpoints
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        if self._cursor is not None and self.args.should_save and folder.exists():
-            (folder / CURSOR_FILE).write_text(json.dumps(self._cursor.state_dict()), encoding="utf-8")
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        path = Path(checkpoint or "") / CURSOR_FILE
-        if checkpoint is not None and self._cursor is not None and path.exists():
-            self._cursor.load_state_dict(json.loads(path.read_text(encoding="utf-8")))

@@ -2,10 +2,12 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from gruppo.algo.loss import Mean, Min, Stat
@@ -34,6 +36,20 @@ def own_rows(accelerator: Accelerator, gathered: Tensor, count: int) -> Tensor:
     return gathered[start : start + count]
 
 
+def any_process(accelerator: Accelerator, flag: bool) -> bool:
+    """Whether it is true of any process."""
+    if accelerator.num_processes == 1:
+        return flag
+    return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), reduction="sum") > 0)
+
+
+def from_main(accelerator: Accelerator, value: Any) -> Any:
+    """What the main process has."""
+    if accelerator.num_processes == 1:
+        return value
+    return broadcast_object_list([value])[0]
+
+
 class MetricStore:
     """Values per mode and key; `take` averages and clears them.
 
@@ -57,6 +73,14 @@ class MetricStore:
     def discard(self) -> None:
         """Forget what was deferred by an update that was interrupted."""
         self._pending = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What waits for the next log of training."""
+        return {key: list(values) for key, values in self.values["train"].items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.values["train"].clear()
+        self.values["train"].update({key: list(values) for key, values in state.items()})
 
     def flush(self, mode: str) -> dict[str, list[tuple[float, float]]]:
         """Combine what was deferred; returns (numerator, denominator) per micro-batch of the means, by key.

@@ -1,17 +1,16 @@
 """What a run shows and writes: logs, completion tables, checkpoints, the model card."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import gather_object
-from torch import nn
 from transformers import Trainer
 
-from gruppo.policy.adapters import is_peft_model, reload_trained_adapter
 from gruppo.policy.loading import model_name as name_of
 from gruppo.rollout.base import RolloutBackend
-from gruppo.rollout.state import STATE_FILE, UPDATE_FILE, load_state, save_states
+from gruppo.runs.record import RunRecorder
+from gruppo.trainer.auditing import Audits
 from gruppo.trainer.card import model_card
 from gruppo.trainer.completions import (
     CompletionLog,
@@ -22,6 +21,7 @@ from gruppo.trainer.completions import (
 from gruppo.trainer.entropy import EntropyControl
 from gruppo.trainer.metrics import MetricStore
 from gruppo.trainer.planning import UpdatePlanner
+from gruppo.trainer.stopping import Stopper
 
 
 class Reporting(Trainer):
@@ -35,14 +35,31 @@ class Reporting(Trainer):
     entropy_control: EntropyControl
     backend: RolloutBackend
     planner: UpdatePlanner
+    stopper: Stopper
+    audits: Audits
+    recorder: RunRecorder | None = None  # while a run is under way
+    _record_seconds = 0.0  # spent on the record since the last update
+
+    def record_event(self, kind: str, **fields: Any) -> None:
+        """Write down that something happened."""
+        if self.recorder is not None:
+            self.recorder.event(kind, update=self.state.global_step, **fields)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add the metrics collected since the last log, then show the completions."""
         if self.mode == "train":
             logs.update(self.metrics.take("train"))
         super().log(logs, start_time)
+        if self.recorder is not None:
+            self.recorder.metrics(self.state.global_step, logs, kind=self._kind_of(logs))
         if self.args.log_completions and self.accelerator.is_main_process:
             self._show_completions()
+
+    def _kind_of(self, logs: Mapping[str, Any]) -> str:
+        """Of an update, of an evaluation, or of the end of a run."""
+        if self.mode != "train":
+            return self._eval_prefix
+        return "end" if "train_runtime" in logs else "train"
 
     @property
     def completions_folder(self) -> Path:
@@ -85,31 +102,6 @@ class Reporting(Trainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Nothing: prompts and completions are counted when they are sampled."""
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        local = [(self.backend.state_dict(), self.planner.state_dict())]
-        states = gather_object(local) if self.accelerator.num_processes > 1 else local
-        if self.args.should_save and folder.exists():
-            save_states(folder / STATE_FILE, [state for state, _ in states])
-            save_states(folder / UPDATE_FILE, [plan for _, plan in states])
-            self.entropy_control.save(folder)
-            self.create_model_card(output_dir=folder)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        policy = self.accelerator.unwrap_model(model or self.model)
-        if is_peft_model(policy):
-            reload_trained_adapter(policy, resume_from_checkpoint)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.entropy_control.load(Path(checkpoint))
-            place = {"rank": self.accelerator.process_index, "world": self.accelerator.num_processes}
-            load_state(Path(checkpoint) / STATE_FILE, self.backend, **place)
-            load_state(Path(checkpoint) / UPDATE_FILE, self.planner, **place)
 
     def create_model_card(
         self,

@@ -31,10 +31,19 @@ class Scored:
     lengths_NC: Tensor  # completion tokens, prompt tokens, unfinished, prompt cut
     columns: dict[str, list[Any]]  # `log_extra`, one entry per rollout
     metrics: dict[str, list[float]]  # `log_metric`
-    kinds_NR: Tensor  # codes of `Kind`, of rows that were replaced too: they count
+    kinds_NR: Tensor  # codes of `Kind`
     steps: list[list[Any]] | None = None  # of rewards that return steps, one entry per rollout
     tools: Mapping[str, float] = field(default_factory=dict)  # what tools did, of all processes
-    replaced: list[Tensor] = field(default_factory=list)  # rewards (·, R) of what was replaced, by round
+    places: Sequence[int] = ()  # of these rollouts in the batch of all processes
+    own_N: Sequence[int] = ()  # where they are among the rows
+    indices: Sequence[int | None] = ()  # of their prompts in the dataset
+    rounds: Sequence[int] = ()  # of replacements that put them there
+    replaced: list["Scored"] = field(default_factory=list)  # what was replaced, by round
+
+    @property
+    def counted_kinds_NR(self) -> Tensor:
+        """Kinds of all rows, replaced ones too: they were asked for."""
+        return torch.cat([self.kinds_NR, *(earlier.kinds_NR for earlier in self.replaced)])
 
     def replace(self, groups: Sequence[int], own_rows: Sequence[int], by: "Scored", group_size: int) -> None:
         """Put another round in the place of these groups, of which this process has these of its rows.
@@ -43,11 +52,13 @@ class Scored:
         """
         device = self.rewards_NR.device
         rows_N = torch.tensor([group * group_size + i for group in groups for i in range(group_size)], device=device)
-        self.replaced.append(self.rewards_NR[rows_N])
+        self.replaced.append(self._part(rows_N, own_rows))
         self.rewards_NR = self.rewards_NR.index_copy(0, rows_N, by.rewards_NR)
+        self.kinds_NR = self.kinds_NR.index_copy(0, rows_N, by.kinds_NR)
+        self.indices = put(self.indices, own_rows, by.indices)
+        self.rounds = put(self.rounds, own_rows, by.rounds)
         self.rollouts = put(self.rollouts, own_rows, by.rollouts)
         self.lengths_NC = torch.cat([self.lengths_NC, by.lengths_NC])
-        self.kinds_NR = torch.cat([self.kinds_NR, by.kinds_NR])
         if self.steps is not None or by.steps is not None:
             none = [None] * self.rewards_NR.shape[1]
             steps = self.steps or [none] * len(self.rollouts)
@@ -58,6 +69,27 @@ class Scored:
         self.tools = {name: self.tools.get(name, 0) + by.tools.get(name, 0) for name in {**self.tools, **by.tools}}
         for name, values in by.metrics.items():
             self.metrics[name] = [*self.metrics.get(name, []), *values]
+
+    def _part(self, rows_N: Tensor, own_rows: Sequence[int]) -> "Scored":
+        """What is known of some rows, before others take their places."""
+
+        def own(values: Sequence[Any]) -> list[Any]:
+            return [values[row] for row in own_rows] if values else []
+
+        where = {place: i for i, place in enumerate(rows_N.tolist())}
+
+        return Scored(
+            rollouts=own(self.rollouts),
+            rewards_NR=self.rewards_NR[rows_N],
+            lengths_NC=self.lengths_NC[:0],
+            columns={name: own(column) for name, column in self.columns.items()},
+            metrics={},
+            kinds_NR=self.kinds_NR[rows_N],
+            places=own(self.places),
+            own_N=[where[place] for place in own(self.places)],
+            indices=own(self.indices),
+            rounds=own(self.rounds),
+        )
 
 
 def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
@@ -91,7 +123,7 @@ def resampling_metrics(generation: Scored, left: int, weights_R: Tensor, group_s
         "dynamic_sampling/left_without_spread": left / groups,
     }
     if generation.replaced:
-        rewards_M = combine_rewards(torch.cat(generation.replaced), weights_R)
+        rewards_M = combine_rewards(torch.cat([part.rewards_NR for part in generation.replaced]), weights_R)
         metrics["dynamic_sampling/reward_of_replaced"] = rewards_M.nanmean().item()
     return metrics
 

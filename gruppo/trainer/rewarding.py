@@ -54,6 +54,7 @@ class Rewarding(Scoring):
                 concurrency=args.reward_concurrency,
                 retries=args.reward_retries,
                 on_error=args.reward_on_error,
+                worker_env=args.worker_env,
             ),
             chat_template_kwargs=args.chat_template_kwargs,
             timer=self.timer,

@@ -11,6 +11,9 @@ from datasets import Dataset, IterableDataset
 from gruppo.data.prompts import PromptEncoder, check_prompts, read_every_prompt, sample_rows
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy import adapters, loading
+from gruppo.policy.modes import autocast_dtype
+from gruppo.policy.packed import PackedPolicy
+from gruppo.policy.support import why_not_packed
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +93,32 @@ def against_packing(trainer: Any) -> list[str]:
     if args.pad_to_multiple_of is not None:
         reasons.append(f"pad_to_multiple_of={args.pad_to_multiple_of} asks for padding")
     return reasons
+
+
+def packed_policy(trainer: Any) -> PackedPolicy | None:
+    """How packed rows are run, or None, with a message, where they cannot be."""
+    args = trainer.args
+    policy = PackedPolicy(
+        fused_head=args.fused_head,
+        fused_layers=args.fused_layers,
+        autocast_dtype=autocast_dtype(trainer.accelerator.mixed_precision),
+    )
+    if not args.packed_update:
+        return None
+    reasons = against_packing(trainer) or why_not_packed(trainer.accelerator.unwrap_model(trainer.model), policy)
+    if not reasons:
+        return policy
+    if args.max_tokens_per_micro_batch is not None:
+        raise ConfigError(
+            f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} needs packed rows, but "
+            f"{'; '.join(reasons)}. Leave it out, or change that."
+        )
+    if trainer.accelerator.is_main_process:
+        logger.warning(
+            f"Rows are padded and run one micro-batch at a time, which is slow: {'; '.join(reasons)}. "
+            "packed_update=False asks for it without this message."
+        )
+    return None
 
 
 def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> Any:

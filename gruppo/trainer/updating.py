@@ -10,10 +10,12 @@ Packed rows, the fast path, all in the update's last micro-step:
 Padded rows, the slow twin and what hooks of subclasses work with: `compute_loss`, one micro-batch at a time.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +35,9 @@ from gruppo.trainer.setup import REPLICATED
 from gruppo.trainer.update import Update
 from gruppo.types import TrainBatch
 
+DRIFT = "sampling/sampling_logp_difference"
+DRIFT_RATIO = "_sampling_ratio"  # not logged
+
 
 def _required(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
@@ -47,6 +52,7 @@ class Updating(Collecting):
     _update_seconds: float  # so far, of rollout and passes
     _pass_seconds = 0.0  # of the passes alone
     _sending_gradients = False
+    _drift_at_hand: Mapping[str, float | None] = MappingProxyType({})  # of the update that just ended
 
     def update_size(self, batches: Sequence[dict[str, Any]]) -> UpdateSize:
         """Rows, loss tokens and micro-batches over all processes."""
@@ -107,6 +113,7 @@ class Updating(Collecting):
                 # processes agree on it in the first pack's loss, however many packs each has.
                 self._score_without_gradient(model, update, packs)
             for pack in packs:
+                self.stopper.check()
                 last = pack is packs[-1] and rows is units[-1][1]
                 # Gradients travel between processes once, with the last pack.
                 with nullcontext() if last else self.accelerator.no_sync(model):
@@ -326,16 +333,33 @@ class Updating(Collecting):
             return {}
         old_BT = None if self.reuses_engine_logps else batch.old_per_token_logps
         trained_BT = logps_BT.detach() if old_BT is None else old_BT
-        drift_BT = (trained_BT - sampled_BT).abs()
+        signed_BT = trained_BT - sampled_BT
+        drift_BT = signed_BT.abs()
         counts_BT = batch.loss_mask_BT.bool() & ~drift_BT.isnan()
         if old_BT is None and ran_B is not None:
             counts_BT &= ran_B[:, None]
         if old_BT is None and batch.sampled_at is not None:  # since then the policy has moved, not the sampler
             counts_BT &= (batch.sampled_at == self.state.global_step)[:, None]
         drift = torch.where(counts_BT, drift_BT, 0.0)
+        tokens = counts_BT.sum().to(drift.dtype)
         return {  # without a wait for the device: there may be many micro-batches
-            "sampling/sampling_logp_difference/mean": Mean(drift.sum(), counts_BT.sum().to(drift.dtype)),
-            "sampling/sampling_logp_difference/max": Max(torch.where(counts_BT, drift, torch.nan)),
+            f"{DRIFT}/mean": Mean(drift.sum(), tokens),
+            DRIFT_RATIO: Mean(torch.where(counts_BT, signed_BT, -torch.inf).exp().sum(), tokens),
+            f"{DRIFT}/max": Max(torch.where(counts_BT, drift, torch.nan)),
+        }
+
+    def _drift(self, means: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float | None]:
+        """Mean, largest and ratio of the differences between the sampler's log-probs and the trainer's."""
+
+        def mean(key: str) -> float | None:
+            total, tokens = (sum(part) for part in zip(*means.get(key, [(0.0, 0.0)]), strict=True))
+            return total / tokens if tokens else None
+
+        known = self.metrics.values["train"].get(f"{DRIFT}/max")
+        return {
+            "drift_mean": mean(f"{DRIFT}/mean"),
+            "drift_max": known[-1] if known and not math.isnan(known[-1]) else None,
+            "drift_ratio": mean(DRIFT_RATIO),
         }
 
     def _end_of_update(self) -> None:
@@ -346,6 +370,7 @@ class Updating(Collecting):
         self.ledger.took(self._pass_seconds + waited)
         self.metrics.add("train", self.ledger.metrics() | {"step_time": self._update_seconds + waited})
         self._update_seconds = self._pass_seconds = 0.0
+        self._drift_at_hand = self._drift(means)
         if self.entropy_control.enabled:
             self.entropy_control.update(means.get("_chosen_entropy", []))
             self.metrics.add("train", {"entropy_coef": self.entropy_control.coef})

@@ -114,6 +114,12 @@ SHARED = {
     "reward_retries": 2,
     "reward_on_error": "abstain",
     "max_reward_failure_rate": 0.5,
+    "worker_env": None,
+    "record": "all",
+    "resume_allow_changes": None,
+    "save_on_signal": True,
+    "audit": "warn",
+    "max_bad_updates": 5,
     "rollout_backend": "auto",
     "max_prompt_length": None,
     "pad_to_multiple_of": None,
@@ -215,6 +221,12 @@ SET_SHARED: dict[str, Any] = {
     "reward_retries": 5,
     "reward_on_error": "raise",
     "max_reward_failure_rate": 0.9,
+    "worker_env": ["PATH", "HOME"],
+    "record": "metrics",
+    "resume_allow_changes": ["learning_rate"],
+    "save_on_signal": False,
+    "audit": "error",
+    "max_bad_updates": 2,
 }
 # Excludes others of them, so it is set by itself.
 ALONE = {"packed_update": False}

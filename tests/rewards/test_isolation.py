@@ -179,11 +179,12 @@ def test_what_is_logged_and_cannot_be_sent_does_not_cost_the_scores():
 
 def variables(completions: list[str], **kwargs: Any) -> list[float]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-    return [float(sum(name in os.environ for name in names)), float(os.environ["MINE"])]
+    return [float(sum(name in os.environ for name in names)), float(os.environ["OMP_NUM_THREADS"])]
 
 
 def test_a_worker_is_no_process_of_the_run(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "MINE"):
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    for name in (*launched, "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     with working(variables) as worker:
         assert values(ask(worker)) == [0.0, 1.0]

@@ -11,7 +11,6 @@ from peft import LoraConfig
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.rollout.builtin import BuiltinBackend
-from gruppo.rollout.state import STATE_FILE
 from tests.helpers import base_args, length_reward, prompts, tiny_gpt2, tiny_model, tiny_tokenizer
 
 SETTINGS = dict(
@@ -103,12 +102,15 @@ def test_what_is_sampled_does_not_depend_on_other_random_numbers(tmp_path: Path)
 def test_the_plan_is_saved_and_taken_up_again(tmp_path: Path) -> None:
     straight = train(tmp_path / "straight", max_steps=4, save_steps=2, save_strategy="steps")
     folder = tmp_path / "straight" / "checkpoint-2"
-    (state,) = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    path = folder / "run_state-00000.json"
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    state = saved["parts"]["rollout"]
     assert state == straight.backend.state_dict()
     assert state["plan"]["rows"] == 8
 
     state["plan"]["rows"], state["plan"]["kv_tokens"] = 6, state["plan"]["kv_tokens"] + 7
-    (folder / STATE_FILE).write_text(json.dumps([state]), encoding="utf-8")
+    path.write_text(json.dumps(saved), encoding="utf-8")
+    (folder / "manifest.json").unlink()
     resumed = train(tmp_path / "straight", max_steps=4, save_strategy="no", resume=str(folder))
     assert resumed.backend.state_dict() == state
     assert resumed.sampled == straight.sampled[2:]

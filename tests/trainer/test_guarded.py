@@ -170,7 +170,8 @@ def test_a_resumed_run_keeps_the_plan(tmp_path: Path) -> None:
     first.train()
     resumed = make(tmp_path, GRPOTrainer, max_steps=2, **settings)
     folder = tmp_path / "checkpoint-1"
-    plan = (folder / "update_plan.json").read_text(encoding="utf-8")
-    (folder / "update_plan.json").write_text(plan.replace("4096", "77"), encoding="utf-8")
+    state = folder / "run_state-00000.json"
+    state.write_text(state.read_text(encoding="utf-8").replace("4096", "77"), encoding="utf-8")
+    (folder / "manifest.json").unlink()
     resumed.train(resume_from_checkpoint=str(folder))
     assert resumed.planner.in_force.tokens == 77

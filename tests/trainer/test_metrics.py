@@ -538,6 +538,10 @@ def logged_keys(folder: Path) -> set[str]:
     )
     game.train()
     keys.update(*game.state.log_history)
+    broken = make(folder, GRPOTrainer, max_steps=1)
+    broken.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
+    broken.train()
+    keys.update(*broken.state.log_history)
     bounds = {"reward_timeout": 2.0, "reward_sample_timeout": 0.2, "reward_retries": 0}
     return keys.union(*stored_run(folder, GRPOTrainer, rewards=troubled, **bounds).state.log_history)
 

@@ -232,7 +232,7 @@ def test_the_breaker_saves_and_stops(tmp_path):
     assert watching.saved == [20]
     assert str(tmp_path / "checkpoint-20") in str(caught.value)
     assert {"model.safetensors", "trainer_state.json", "optimizer.pt"} <= set(os.listdir(tmp_path / "checkpoint-20"))
-    mended = make(tmp_path / "mended", max_steps=22)
+    mended = make(tmp_path / "mended", max_steps=22, resume_allow_changes=["rewards", "max_steps"])
     mended.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
     assert mended.state.global_step == 22
 

@@ -14,6 +14,7 @@ from gruppo.errors import ConfigError, ParityError
 from gruppo.policy import packed as packed_policy
 from gruppo.policy.packing import cut_rows
 from gruppo.policy.unwrap import is_noisy
+from gruppo.trainer import setup
 from tests.engine.models import build
 from tests.helpers import prompts, tiny_model
 from tests.trainer.runs import RecordedGRPO, logs, make, run
@@ -73,7 +74,7 @@ def test_what_needs_padded_rows_gets_them(
 def test_optimizers_that_step_in_the_backward_pass_get_one(tmp_path: Path) -> None:
     trainer = make(tmp_path, GRPOTrainer)
     trainer.args.optim = "lomo"
-    assert trainer._make_packed_policy() is None
+    assert setup.packed_policy(trainer) is None
 
 
 def test_a_patched_method_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +115,7 @@ def test_a_resumed_run_follows_its_own_settings(tmp_path: Path) -> None:
     first = {"max_tokens_per_micro_batch": 100, "gradient_checkpointing": True}
     make(tmp_path, GRPOTrainer, max_steps=1, **saving, **first).train()
     settings = {"max_tokens_per_micro_batch": 20, "gradient_checkpointing": False}
+    settings["resume_allow_changes"] = [*settings, "max_steps"]
     resumed = make(tmp_path, GRPOTrainer, max_steps=2, **saving, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert (resumed.planner.in_force.tokens, resumed.planner.in_force.checkpointing) == (20, False)

@@ -1,0 +1,141 @@
+"""Which prompts an epoch has seen: each once, and at its end none is missing."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gruppo.audit.findings import Finding
+from gruppo.errors import CheckpointError
+
+MOST_NAMED = 5
+
+
+class PromptBooks:
+    """Counts how often each prompt of a dataset is taken in each epoch.
+
+    `prompts` is the size of the dataset, None for a stream without end, whose prompts are only counted. `left_over` of
+    them are left out of every epoch on purpose: the ragged end that fills no generation.
+
+    Prompts are taken in the order of the stream, so that an epoch is over as soon as a prompt of a later one was
+    taken, and its books are closed. Those of the epoch under way stay open when a run ends. Prompts of epochs before
+    `first_epoch` are only counted: a run that goes on in the middle of epoch 2, without the books of what came before,
+    sets it to 3.
+
+    Example, five prompts in generations of two:
+        books = PromptBooks(5, left_over=1)
+        books.take([3, 0], epoch=0)    # []
+        books.take([4, 3], epoch=0)    # [Finding("prompt_repeated", …)]
+        books.take([1, 2], epoch=1)    # [Finding("prompt_skipped", …)]: epoch 0 has seen three of four
+        books.metrics() == {"prompts/seen": 6, "prompts/skipped": 2, "prompts/repeated": 1}
+    """
+
+    def __init__(self, prompts: int | None, left_over: int = 0, first_epoch: int = 0):
+        self.prompts = prompts
+        self.left_over = left_over
+        self.first_epoch = first_epoch
+        self.seen = self.skipped = self.repeated = 0  # over all epochs; skipped: of the closed ones
+        self._closed = first_epoch  # epochs before this one are
+        self._open: dict[int, NDArray[np.uint8]] = {}  # how often each prompt was taken, by epoch
+
+    def take(self, indices: Sequence[int], epoch: int | Sequence[int]) -> list[Finding]:
+        """Enter prompts (one index for each, not for each of its completions), with the epoch of all, or of each."""
+        self.seen += len(indices)
+        if self.prompts is None or not len(indices):
+            return []
+        index_P = np.asarray(indices, np.int64)
+        epoch_P = np.broadcast_to(np.asarray(epoch, np.int64), index_P.shape)
+        known_P = (index_P >= 0) & (index_P < self.prompts)
+        findings = [] if known_P.all() else [self._unknown(index_P[~known_P])]
+        for number in np.unique(epoch_P).tolist():
+            findings += self._enter(number, index_P[known_P & (epoch_P == number)])
+        return findings + self.close(before=int(epoch_P.max()))
+
+    def close(self, before: int) -> list[Finding]:
+        """Close the books of every epoch before this one; at the end of epoch 2, `close(before=3)`."""
+        findings = []
+        for epoch in range(self._closed, before if self.prompts is not None else 0):
+            findings += self._balance(epoch, self._open.pop(epoch, self._nothing_taken()))
+        self._closed = max(self._closed, before)
+        return findings
+
+    def _nothing_taken(self) -> NDArray[np.uint8]:
+        return np.zeros(self.prompts or 0, np.uint8)
+
+    def _enter(self, epoch: int, index_P: NDArray[np.int64]) -> list[Finding]:
+        if epoch < self.first_epoch:
+            return []
+        if epoch < self._closed:
+            self.repeated += len(index_P)
+            return [self._repeated(index_P, f"epoch {epoch}, which was over")]
+        counts = self._open.setdefault(epoch, self._nothing_taken())
+        unique, times = np.unique(index_P, return_counts=True)
+        again = np.minimum(counts[unique] + times - 1, times)  # those that were not the first
+        counts[unique] = np.minimum(counts[unique] + times, 255)  # a uint8 would begin at 0 again
+        self.repeated += int(again.sum())
+        return [self._repeated(unique[again > 0], f"epoch {epoch}")] if again.any() else []
+
+    def _balance(self, epoch: int, counts: NDArray[np.uint8]) -> list[Finding]:
+        missing = np.flatnonzero(counts == 0)
+        self.skipped += len(missing)
+        if len(missing) == self.left_over:
+            return []
+        return [
+            Finding(
+                "prompt_skipped",
+                f"Epoch {epoch} has left out {len(missing)} of {self.prompts} prompts ({_some(missing)}); it should "
+                f"be {self.left_over}, those that fill no generation. Look at the sampler, and at where the run was "
+                "resumed.",
+                {"epoch": float(epoch), "skipped": float(len(missing)), "expected": float(self.left_over)},
+            )
+        ]
+
+    def _repeated(self, index_P: NDArray[np.int64], where: str) -> Finding:
+        return Finding(
+            "prompt_repeated",
+            f"{len(index_P)} prompts ({_some(index_P)}) were taken again in {where}: the run learns them twice and "
+            "others not at all. Look at a sampler of your own, and at where the run was resumed.",
+            {"prompts": float(len(index_P))},
+        )
+
+    def _unknown(self, index_P: NDArray[np.int64]) -> Finding:
+        return Finding(
+            "prompt_unknown",
+            f"{len(index_P)} prompts ({_some(index_P)}) are not among the dataset's, which are 0 to "
+            f"{(self.prompts or 0) - 1}. Look at the sampler, and whether the dataset became smaller since the "
+            "checkpoint.",
+            {"prompts": float(len(index_P))},
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Totals of the run."""
+        return {
+            "prompts/seen": float(self.seen),
+            "prompts/skipped": float(self.skipped),
+            "prompts/repeated": float(self.repeated),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, and one uint8 tensor `counts` (open epochs, prompts)."""
+        counts = np.stack(list(self._open.values())) if self._open else np.zeros((0, self.prompts or 0), np.uint8)
+        totals = {"seen": self.seen, "skipped": self.skipped, "repeated": self.repeated}
+        places = {"first_epoch": self.first_epoch, "closed": self._closed}
+        return {**totals, **places, "epochs": list(self._open), "counts": torch.from_numpy(counts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        counts = state["counts"].numpy()
+        if counts.shape[1] != (self.prompts or 0):
+            raise CheckpointError(
+                f"The checkpoint's run had {counts.shape[1]} prompts and this one has {self.prompts or 0}: which of "
+                "them an epoch has seen cannot be said. Resume with the same dataset."
+            )
+        self.seen, self.skipped, self.repeated = (int(state[name]) for name in ("seen", "skipped", "repeated"))
+        self.first_epoch, self._closed = int(state["first_epoch"]), int(state["closed"])
+        self._open = {epoch: row.copy() for epoch, row in zip(state["epochs"], counts, strict=True)}
+
+
+def _some(indices: NDArray[np.int64]) -> str:
+    named = ", ".join(map(str, indices[:MOST_NAMED].tolist()))
+    return f"{named}, …" if len(indices) > MOST_NAMED else named

@@ -1,0 +1,97 @@
+"""Tests that go on for as long as a run does: how much must be seen before chance is no explanation any more.
+
+A test bets against health. A gain is a number that is made from one generation and whose exponential has a mean of at
+most 1 while all is well; gains of one generation after the other are added up. A sum that reaches log(1/p) by luck is
+rarer than p, however often one looks (Ville's inequality). A sum never falls below 0, so that a healthy past does not
+have to be made up for; each generation may then be the beginning of a false alarm, whose rate is therefore per
+generation.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FALSE_ALARMS = 1e-6  # per generation and test, at most
+
+
+class Evidence:
+    """The gains of several bets against the same hypothesis, of which one or the other will fit the failure.
+
+    Example:
+        evidence = Evidence(bets=2)
+        evidence.add([9.0, -1.0])    # False
+        evidence.add([9.0, -1.0])    # True: 18 is above log(2 / 1e-6); it begins anew
+    """
+
+    def __init__(self, bets: int):
+        self.enough = math.log(bets / FALSE_ALARMS)
+        self.sums = [0.0] * bets
+
+    def add(self, gains: Sequence[float]) -> bool:
+        """Add the gains of one generation, one per bet; whether there is enough evidence, which is then forgotten."""
+        self.sums = [max(before + gain, 0.0) for before, gain in zip(self.sums, gains, strict=True)]
+        if max(self.sums) < self.enough:
+            return False
+        self.sums = [0.0] * len(self.sums)
+        return True
+
+    def state_dict(self) -> list[float]:
+        return self.sums
+
+    def load_state_dict(self, state: Sequence[float]) -> None:
+        self.sums = list(state)
+
+
+class Streak:
+    """How often in a row something was so.
+
+    Example, of a limit of 2:
+        [streak.add(bad) for bad in (True, False, True, True, True)] == [False, False, False, True, True]
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.length = 0
+
+    def add(self, bad: bool) -> bool:
+        """Count one more; whether the limit is reached."""
+        self.length = self.length + 1 if bad else 0
+        return self.length >= self.limit
+
+    def state_dict(self) -> int:
+        return self.length
+
+    def load_state_dict(self, state: int) -> None:
+        self.length = state
+
+
+class BadUpdates:
+    """Updates that were skipped because their loss or gradient was not finite.
+
+    Example:
+        bad = BadUpdates(max_in_a_row=5)
+        bad.note(True)
+        bad.total == bad.in_a_row == 1 and not bad.should_stop
+    """
+
+    def __init__(self, max_in_a_row: int):
+        self.max_in_a_row = max_in_a_row
+        self.total = 0
+        self.in_a_row = 0
+
+    def note(self, bad: bool) -> None:
+        """Count an update."""
+        self.total += bad
+        self.in_a_row = self.in_a_row + 1 if bad else 0
+
+    @property
+    def should_stop(self) -> bool:
+        return self.in_a_row >= self.max_in_a_row
+
+    def state_dict(self) -> dict[str, int]:
+        return {"total": self.total, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.total, self.in_a_row = int(state["total"]), int(state["in_a_row"])
+        if self.should_stop:
+            self.in_a_row = 0  # they stopped the run, and whoever goes on with it has mended something

@@ -1,0 +1,61 @@
+"""Do the weights move? A few elements of a few tensors tell."""
+
+import random
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+SEED = 0  # the same elements in every process and every run
+
+
+class WeightProbe:
+    """Watches up to `per_tensor` elements of up to `tensors` trainable parameters.
+
+    They are chosen at random, and always the same ones: of parameters that alternate, as those of adapters do, regular
+    steps might meet one kind only. The model may go on using and moving its parameters.
+
+    Example:
+        probe = WeightProbe(model.parameters())
+        optimizer.step()
+        probe.changed()    # 0.98: the share of the elements that differ from when they were last looked at
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], per_tensor: int = 64, tensors: int = 16):
+        chance = random.Random(SEED)
+        trainable = [parameter for parameter in parameters if parameter.requires_grad and _local(parameter).numel()]
+        chosen = chance.sample(trainable, min(tensors, len(trainable)))
+        self._watched = [(parameter, _elements(_local(parameter), per_tensor, chance)) for parameter in chosen]
+        self._last = self._read()
+
+    def changed(self) -> float | None:
+        """The share that differs since the last call, or since the probe was made; None if there is nothing to watch.
+
+        It waits for the device once, for one number.
+        """
+        if self._last is None:
+            return None
+        now, before = self._read(), self._last
+        assert now is not None
+        self._last = now
+        return float((now != before.to(now.device)).float().mean())
+
+    @torch.no_grad()
+    def _read(self) -> Tensor | None:
+        if not self._watched:
+            return None
+        values = [_local(parameter)[place].reshape(-1) for parameter, place in self._watched]
+        return torch.cat([value.to(values[0].device) for value in values])  # in the widest dtype: nothing is rounded
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """What this process holds of a parameter."""
+    to_local = getattr(parameter, "to_local", None)
+    local: Tensor = parameter.detach() if to_local is None else to_local().detach()
+    return local
+
+
+def _elements(tensor: Tensor, count: int, chance: random.Random) -> tuple[Tensor, ...]:
+    """Where the elements are, one tensor of indices per dimension: a flat view could be a copy of the whole."""
+    flat = torch.tensor(chance.sample(range(tensor.numel()), min(count, tensor.numel())))
+    return torch.unravel_index(flat.to(tensor.device), tuple(tensor.shape))

@@ -1,0 +1,30 @@
+"""What a run leaves on disk, how it goes on after an interruption, and what is checked in every update."""
+
+from dataclasses import dataclass
+
+from gruppo.config.fields import option
+
+
+@dataclass
+class RunConfig:
+    """The record of a run, resuming it, and audits."""
+
+    record: str = option(
+        "all",
+        "What is written into output_dir beside checkpoints: `all` (metrics, events, every completion), `metrics` "
+        "(no completions) or `off`.",
+    )
+    resume_allow_changes: list[str] | None = option(
+        None,
+        "Names of settings that may differ from those a checkpoint was made with; ['*'] allows all. Any other "
+        "difference refuses the checkpoint.",
+    )
+    save_on_signal: bool = option(
+        True, "On SIGTERM and SIGINT save a checkpoint and exit with code 75; a second signal exits at once."
+    )
+    audit: str = option(
+        "warn", "What a violated check of an update is: an `error`, a warning (`warn`), or `off` for no checks."
+    )
+    max_bad_updates: int = option(
+        5, "Updates in a row whose loss or gradient is not finite, all of them skipped, before the run stops."
+    )

@@ -1,0 +1,103 @@
+"""The files of the rollouts: one table per generation and process, and those that wait for room on the disk."""
+
+import os
+import re
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from gruppo.runs.lines import fsync_folder, write_file
+
+MOST_BYTES = 256 * 1024 * 1024  # of tables that wait for room on the disk
+
+_NAME = re.compile(r"(\d{8,})-(\d{4,})\.parquet(\.tmp)?", re.ASCII)
+
+
+class RolloutFile(NamedTuple):
+    """Example: rollouts/00000012-0001.parquet is RolloutFile(12, 1, whole=True, path=...)."""
+
+    number: int
+    rank: int
+    whole: bool  # False: an interrupted write left it
+    path: Path
+
+
+def rollout_files(folder: Path) -> list[RolloutFile]:
+    """What is in a folder of rollouts, in order; names that are not ours are left out."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    matches = [match for name in names if (match := _NAME.fullmatch(name))]
+    return sorted(RolloutFile(int(m[1]), int(m[2]), m[3] is None, folder / m[0]) for m in matches)
+
+
+class RolloutFolder:
+    """The tables that one process writes. Those that could not be written wait, the oldest are dropped first."""
+
+    def __init__(self, folder: Path, rank: int):
+        self.folder = folder
+        self.dropped = 0
+        self._rank = rank
+        self._waiting: deque[tuple[int, pa.Buffer]] = deque()
+        self._unsynced: list[Path] = []
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, number: int, table: pa.Buffer) -> None:
+        """Add a table; `flush` writes it."""
+        self._waiting.append((number, table))
+        while len(self._waiting) > 1 and sum(table.size for _, table in self._waiting) > MOST_BYTES:
+            self._waiting.popleft()
+            self.dropped += 1
+
+    def flush(self) -> None:
+        while self._waiting:
+            number, table = self._waiting[0]
+            self.folder.mkdir(exist_ok=True)
+            path = self.folder / f"{number:08d}-{self._rank:04d}.parquet"
+            write_file(path, table, durable=False)
+            self._waiting.popleft()
+            self._unsynced.append(path)
+
+    def own(self) -> int:
+        """Whole tables of this process."""
+        return sum(file.whole and file.rank == self._rank for file in rollout_files(self.folder))
+
+    def cut(self, number: int, gone: int | None = None) -> int:
+        """Remove this process's tables from `number` on, and those of ranks from `gone` on; half-written ones go too.
+
+        Returns how many tables of any process lie beyond `number`.
+        """
+        beyond = 0
+        for file in rollout_files(self.folder):
+            beyond += file.whole and file.number >= number
+            ours = file.rank == self._rank or (gone is not None and file.rank >= gone)
+            if ours and (file.number >= number or not file.whole):
+                file.path.unlink(missing_ok=True)
+        return beyond
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._unsynced.clear()
+        self.dropped = 0
+
+    def sync(self) -> None:
+        if not self._unsynced:
+            return
+        for path in self._unsynced:
+            try:
+                file = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:  # removed by hand
+                continue
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+        fsync_folder(self.folder)
+        fsync_folder(self.folder.parent)
+        self._unsynced.clear()

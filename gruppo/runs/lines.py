@@ -1,0 +1,205 @@
+"""JSON for anything, and files of JSON lines that grow: whole lines only, and a full disk only delays them."""
+
+import json
+import os
+import re
+from collections import deque
+from collections.abc import Mapping, Set
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from gruppo.errors import DataError
+
+MOST_LINES = 10_000  # that wait for room on the disk
+
+_CHUNK = 1 << 20
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def now() -> str:
+    """The time as the record writes it; always equally long."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def clean(text: str) -> str:
+    """Text that is valid UTF-8: a lone surrogate becomes a question mark."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def plain(value: Any, *, finite: bool = True) -> Any:
+    """The value in the terms of JSON and of safe YAML; what has none becomes text.
+
+    With `finite`, so do NaN and the infinities, which JSON lacks and YAML has.
+
+    Example:
+        plain({"out": Path("runs"), "betas": (0.9, math.inf)})     {"out": "runs", "betas": [0.9, "inf"]}
+    """
+    if isinstance(value, Enum):
+        return plain(value.value, finite=finite)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return clean("".join(value))  # of a subclass, the text itself
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        number = float(value)
+        return number if not finite or abs(number) < float("inf") else str(number)
+    if isinstance(value, Mapping):
+        return {str(plain(key)): plain(item, finite=finite) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, finite=finite) for item in value]
+    if isinstance(value, Set):
+        return sorted((plain(item, finite=finite) for item in value), key=str)  # the order of a set varies
+    if hasattr(value, "tolist"):  # arrays and tensors
+        return plain(value.tolist(), finite=finite)
+    return _ADDRESS.sub("", clean(str(value)))  # an address would differ in a run that is otherwise equal
+
+
+def to_json(value: Any, *, canonical: bool = False) -> str:
+    """Strict JSON of anything, see `plain`; `canonical`: keys in order and no spaces, so that equal means equal."""
+    separators = (",", ":") if canonical else None
+
+    def dumps(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=canonical, separators=separators)
+
+    try:
+        return clean(dumps(value))
+    except (TypeError, ValueError):
+        return clean(dumps(plain(value)))
+
+
+def write_all(file: int, data: Any) -> None:
+    """Write all of a bytes-like object to a descriptor."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder outlive a crash of the machine."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def write_file(path: Path, data: Any, *, durable: bool = True) -> None:
+    """Put a whole file in place, or none: it is written beside and renamed. `durable`: on the disk afterwards."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.unlink(missing_ok=True)
+    try:
+        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            write_all(file, data)
+            if durable:
+                os.fsync(file)
+        finally:
+            os.close(file)
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    if durable:
+        fsync_folder(path.parent)
+
+
+class LineFile:
+    """A file of JSON lines, appended one whole line at a time.
+
+    Lines that could not be written wait, the rest of a torn one first, and go out with the next `flush` that succeeds.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.dropped = 0  # lines that found no place while they waited
+        self._file: int | None = None
+        self._written = 0
+        self._waiting: deque[bytes] = deque()
+        self._torn = False  # the first that waits is the rest of a line whose beginning is in the file
+        self._dirty = False
+
+    @property
+    def length(self) -> int:
+        """Bytes of the file once everything that waits is written."""
+        return self._written + sum(map(len, self._waiting))
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def open(self) -> None:
+        try:
+            # O_APPEND: a line is one write at the end, so that readers see whole lines.
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            if self.path.is_symlink():
+                raise DataError(
+                    f"{self.path} is a link. The record is not written through links: remove it"
+                ) from error
+            raise
+        self._written = os.fstat(self._file).st_size
+
+    def cut(self, length: int | None = None) -> tuple[int, int]:
+        """Drop what lies beyond `length` bytes, and the half line at the end; how many bytes and lines that were."""
+        file = self._opened()
+        end = self._end_of_lines(self._written if length is None else min(length, self._written))
+        lines, place = 0, end
+        while chunk := os.pread(file, _CHUNK, place):
+            lines += chunk.count(b"\n")
+            place += len(chunk)
+        removed = self._written - end
+        if removed:
+            os.ftruncate(file, end)
+            self._written, self._dirty = end, True
+        return removed, lines
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a line; `flush` writes it."""
+        self._waiting.append(to_json(record).encode("utf-8") + b"\n")
+        if len(self._waiting) > MOST_LINES:
+            del self._waiting[int(self._torn)]
+            self.dropped += 1
+
+    def flush(self) -> None:
+        file = self._opened()
+        while self._waiting:
+            line = self._waiting[0]
+            written = os.write(file, line)
+            self._written += written
+            self._dirty = True
+            if written < len(line):
+                self._waiting[0], self._torn = line[written:], True
+            else:
+                self._waiting.popleft()
+                self._torn = False
+
+    def sync(self) -> None:
+        if self._dirty:
+            os.fsync(self._opened())
+            self._dirty = False
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self._waiting.clear()
+        self._torn, self.dropped = False, 0
+
+    def _opened(self) -> int:
+        if self._file is None:
+            raise RuntimeError(f"{self.path.name} is not open: begin or resume the record first")
+        return self._file
+
+    def _end_of_lines(self, before: int) -> int:
+        """Where the last whole line within the first `before` bytes ends."""
+        while before > 0:
+            start = max(before - _CHUNK, 0)
+            newline = os.pread(self._opened(), before - start, start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            before = start
+        return 0

@@ -1,0 +1,309 @@
+"""One process to a run folder.
+
+    with RunLock(folder):       RunLockedError if another process holds it
+        …
+
+The kernel holds the lock (flock) and frees it with the process, however that ends. The file says who it is; it is left
+behind only by a process that was killed. Where the file system has no flock, what the file says decides: whether that
+process, started at that time, still runs on this machine.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import platform
+import stat
+import sys
+import weakref
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+
+from gruppo.errors import RunLockedError
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Owner", "RunLock"]
+
+NAME = "lock"
+NO_FLOCK = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
+ATTEMPTS = 100  # the file may change hands while it is looked at, but not for ever
+LONGEST = 1 << 16  # bytes of a lock file that are read
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process behind a lock. Its id may be given to another one later: its start and the boot tell them apart."""
+
+    pid: int
+    host: str
+    started: str
+    boot: str | None
+    pid_started: int | None
+    command: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, started {self.started},"
+
+    @classmethod
+    def here(cls) -> "Owner":
+        pid = os.getpid()
+        # The program without its arguments: they may hold a token, and a run folder is shown around.
+        command = os.path.basename(sys.argv[0]) if sys.argv else ""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(pid, platform.node(), now, _boot(), _start_of(pid), command)
+
+    @classmethod
+    def read(cls, content: bytes) -> "Owner | None":
+        """Who wrote a lock file; None if it does not say, as while it is being written."""
+        try:
+            fields = json.loads(content)
+            owner = cls(**{name: fields[name] for name in cls.__dataclass_fields__})
+        except (ValueError, RecursionError, TypeError, KeyError):
+            return None
+        return owner if type(owner.pid) is int and owner.pid > 0 else None
+
+    def may_run(self) -> bool:
+        """Whether it may still be at work. What happens on another machine cannot be seen: there it may."""
+        if self.host != platform.node():
+            return True
+        if self.boot is not None and self.boot != _boot():
+            return False
+        if self.pid_started is not None:
+            return _start_of(self.pid) == self.pid_started
+        try:
+            os.kill(self.pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except PermissionError:
+            return True
+        return True
+
+
+class RunLock:
+    """The lock of a run folder: the file `lock` in it.
+
+    Example:
+        lock = RunLock(Path("runs/demo"))
+        lock.acquire()      None, or a sentence about a lock that a killed process left
+        lock.release()
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path = folder / NAME
+        self._handle: int | None = None  # with flock: the open file
+        self._content: bytes | None = None  # what the file says while it is ours
+
+    def acquire(self) -> str | None:
+        """Take the lock; returns what there is to say about one that was left behind."""
+        if self._content is not None:
+            raise RunLockedError(f"This lock of {self.folder} is held already.")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = json.dumps(asdict(Owner.here())).encode()
+        with_flock = fcntl is not None
+        for _ in range(ATTEMPTS):
+            try:
+                found = self._take(content) if with_flock else self._take_without_flock(content)
+            except _NoFlockError:
+                with_flock = False
+                continue
+            if found is not None:
+                break
+        else:
+            raise self._refusal(None)
+        self._content = content
+        _held.add(self)
+        return f"The lock of {_named(found)} was left by a process that is gone: it is taken over." if found else None
+
+    def release(self) -> None:
+        """Give the lock back; nothing happens if it is not held."""
+        if self._content is None:
+            return
+        if self._handle is not None:
+            # Removed while it is held: whoever opened the file before finds it gone after locking it, and opens anew.
+            if self._is_in_place(self._handle):
+                self._path.unlink()
+            fcntl.flock(self._handle, fcntl.LOCK_UN)
+            os.close(self._handle)
+        elif self._read_path() == self._content:
+            self._path.unlink()
+        self._forget()
+
+    def __enter__(self) -> "RunLock":
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _take(self, content: bytes) -> bytes | None:
+        """One attempt: what the file said before (empty: it is new), or None to try again."""
+        handle = self._open()
+        try:
+            found = _read(handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._refusal(found) from None
+            except OSError as error:
+                if error.errno in NO_FLOCK:
+                    raise _NoFlockError from None
+                raise
+            if not self._is_in_place(handle):
+                os.close(handle)
+                return None
+            found = _read(handle)  # again: only now it cannot change
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, content, 0)
+        except BaseException:
+            os.close(handle)
+            raise
+        self._handle = handle
+        return found
+
+    def _take_without_flock(self, content: bytes) -> bytes | None:
+        """The same by names alone: making a link fails if the name is taken, so one of several wins."""
+        found = self._read_path()
+        owner = Owner.read(found) if found else None
+        if owner is not None and owner.may_run():
+            raise self._refusal(found)
+        own = self._path.with_name(f"{NAME}.{os.getpid()}.{id(self):x}")
+        own.write_bytes(content)
+        try:
+            if found is not None and not self._move_away(found):
+                return None
+            self._name(own, content)
+        except FileExistsError:
+            return None
+        finally:
+            own.unlink()
+        return found or b""
+
+    def _name(self, own: Path, content: bytes) -> None:
+        """Give the finished file its name, which must be free."""
+        try:
+            os.link(own, self._path)
+        except FileExistsError:
+            raise
+        except OSError:  # no hard links either, as on a mounted object store: for a moment the file is there, empty
+            with open(self._path, "xb") as file:
+                file.write(content)
+
+    def _move_away(self, stale: bytes) -> bool:
+        """Remove a stale file; False if it is another's by now, who was faster."""
+        aside = self._path.with_name(f"{NAME}.stale.{os.getpid()}.{id(self):x}")
+        try:
+            os.rename(self._path, aside)
+        except FileNotFoundError:
+            return True
+        if _head(aside) != stale:
+            os.rename(aside, self._path)
+            return False
+        aside.unlink()
+        return True
+
+    def _open(self) -> int:
+        # flock belongs to the open file, which a forked child shares: the lock would live as long as the last of them.
+        # O_CLOEXEC closes it in those that start a program; those that go on as a copy of us close it in `_forked`.
+        # O_NOFOLLOW: a link in somebody's folder must not make us write elsewhere.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            handle = os.open(self._path, flags, 0o644)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise self._not_a_file() from error
+            raise
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise self._not_a_file()
+        return handle
+
+    def _read_path(self) -> bytes | None:
+        try:
+            if not stat.S_ISREG(os.lstat(self._path).st_mode):
+                raise self._not_a_file()
+            return _head(self._path)
+        except FileNotFoundError:
+            return None
+
+    def _is_in_place(self, handle: int) -> bool:
+        try:
+            return os.path.samestat(os.lstat(self._path), os.fstat(handle))
+        except FileNotFoundError:
+            return False
+
+    def _not_a_file(self) -> RunLockedError:
+        return RunLockedError(f"{self._path} is not a plain file, so it cannot be a lock. Remove it, and start again.")
+
+    def _refusal(self, content: bytes | None) -> RunLockedError:
+        owner = Owner.read(content) if content else None
+        advice = "Give this run an output_dir of its own, or stop that process first."
+        if owner is not None and (owner.pid, owner.host) == (os.getpid(), platform.node()):
+            advice = "That is this very process: give each of its trainers an output_dir of its own."
+        elif owner is not None and owner.host != platform.node():
+            advice += f" If it is surely gone, remove {self._path}."
+        return RunLockedError(
+            f"{self.folder} is in use by {owner or 'another process,'} which writes into it. {advice}"
+        )
+
+    def _forget(self) -> None:
+        self._handle = self._content = None
+        _held.discard(self)
+
+
+class _NoFlockError(Exception):
+    """The file system does not know flock."""
+
+
+_held: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked child: the lock is its parent's. Closing does not unlock; only the last copy, or LOCK_UN, does."""
+    for lock in list(_held):
+        if lock._handle is not None:
+            os.close(lock._handle)
+        lock._forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _named(content: bytes) -> str:
+    return str(Owner.read(content) or "an unknown process")
+
+
+def _read(handle: int) -> bytes:
+    return os.pread(handle, LONGEST, 0)
+
+
+def _head(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(LONGEST)
+
+
+def _boot() -> str | None:
+    """Which start of the machine this is."""
+    with contextlib.suppress(OSError):
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return None
+
+
+def _start_of(pid: int) -> int | None:
+    """When a process started, in clock ticks since the boot; None if it is gone (or only a zombie is left of it)."""
+    try:
+        # The program's name comes second, in brackets, and may itself have spaces and brackets.
+        state, *fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(fields[18])

@@ -1,0 +1,222 @@
+"""Reads a run folder: while the run is live, after it, or one that a stranger made.
+
+Nothing in a folder is executed, and nothing outside of it is opened: files are JSON, safe YAML and parquet, and a link
+that leads out of the folder is not followed.
+"""
+
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from gruppo.errors import DataError
+from gruppo.runs.files import rollout_files
+from gruppo.runs.record import FORMAT
+from gruppo.runs.rollouts import COLUMNS, FORMAT_KEY, REWARD, REWARD_KIND
+from gruppo.runs.rollouts import FORMAT as TABLE_FORMAT
+
+logger = logging.getLogger(__name__)
+
+_LARGEST = 64 * 1024 * 1024  # bytes of a file that is read as one value
+
+
+class Run:
+    """The record of a run.
+
+    Example:
+        run = Run("runs/demo")
+        [line["reward"] for line in run.metrics(kind="train")]
+        run.rollouts(columns=["prompt", "completion", "reward"], updates=range(10, 20)).to_pylist()
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = Path(folder)
+        self._root = Path(os.path.realpath(folder))
+        self.info = self._json("run.json")
+        _check_format(self.info.get("format"), FORMAT, f"the run in {self.folder}")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, run_id={self.info.get('run_id')!r})"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings of the run."""
+        try:
+            settings = yaml.safe_load(self._text("config.yaml"))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise DataError(f"{self.folder / 'config.yaml'} is not plain YAML: {error}") from error
+        if not isinstance(settings, dict):
+            raise DataError(f"{self.folder / 'config.yaml'} holds no settings")
+        return settings
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Where the run ran: one entry in "starts" for each time it was started or resumed."""
+        return self._json("environment.json")
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Its checkpoint folders, the newest first; whether they are whole is not looked at."""
+        found = []
+        for entry in os.scandir(self._root):
+            match = re.fullmatch(r"checkpoint-(\d+)", entry.name, re.ASCII)
+            if match and entry.is_dir() and self._inside(entry.name) is not None:
+                found.append((int(match[1]), self.folder / entry.name))
+        return [path for _, path in sorted(found, reverse=True)]
+
+    def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """The lines of metrics; only those of a kind ("train", "eval", ...) if given."""
+        lines = self._lines("metrics.jsonl")
+        return lines if kind is None else [line for line in lines if line.get("kind") == kind]
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened to the run, in order."""
+        return self._lines("events.jsonl")
+
+    def rollouts(
+        self, columns: Sequence[str] | None = None, *, updates: Container[int] | None = None, split: str | None = None
+    ) -> pa.Table:
+        """The completions in the order in which they were recorded; of some updates or one split if given.
+
+        Rewards that not all files have are null in the others. Files that cannot be read are skipped, with a warning.
+        """
+        tables = []
+        folder = self._inside("rollouts")
+        for file in rollout_files(folder) if folder is not None else []:
+            if (
+                file.whole
+                and (table := self._table(f"rollouts/{file.path.name}", columns, updates, split)) is not None
+            ):
+                tables.append(table)
+        whole = _empty() if not tables else pa.concat_tables(tables, promote_options="default")
+        if columns is None:
+            return whole.select(_in_order(whole.column_names))
+        unknown = [name for name in columns if name not in whole.column_names]
+        if unknown:
+            raise DataError(f"The rollouts in {self.folder} have no columns {unknown}. Call rollouts() to see all")
+        return whole.select(list(columns))
+
+    def _table(
+        self, name: str, columns: Sequence[str] | None, updates: Container[int] | None, split: str | None
+    ) -> pa.Table | None:
+        """What is asked for from one file, or None if it cannot be read."""
+        try:
+            with self._open(name) as source, pq.ParquetFile(source) as file:
+                known = _known_columns(file.schema_arrow, f"{self.folder / name}")
+                wanted = known if columns is None else [c for c in known if c in {*columns, "update", "split"}]
+                table = file.read(columns=wanted).replace_schema_metadata(None)
+        except (DataError, pa.ArrowException, OSError, ValueError) as error:
+            if isinstance(error, _NewerFormatError):
+                raise
+            logger.warning("%s is skipped: %s", self.folder / name, error)
+            return None
+        if updates is not None:
+            table = table.filter(pa.array([update in updates for update in table["update"].to_pylist()], pa.bool_()))
+        if split is not None:
+            table = table.filter(pa.array([own == split for own in table["split"].to_pylist()], pa.bool_()))
+        return table
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        """The whole lines of a file; the last one is still being written if it has no end."""
+        try:
+            with self._open(name) as file:
+                whole = file.read().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+        lines = []
+        for number, text in enumerate(whole, 1):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            if isinstance(line, dict):
+                lines.append(line)
+            else:
+                logger.warning("Line %d of %s is skipped: it is no JSON object", number, self.folder / name)
+        return lines
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            value = json.loads(self._text(name))
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{self.folder / name} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise DataError(f"{self.folder / name} holds no JSON object")
+        return value
+
+    def _text(self, name: str) -> str:
+        try:
+            with self._open(name) as file:
+                data = file.read(_LARGEST + 1)
+        except FileNotFoundError as error:
+            raise DataError(f"{self.folder} is no run folder: it has no {name}") from error
+        if len(data) > _LARGEST:
+            raise DataError(f"{self.folder / name} is larger than {_LARGEST:,} bytes")
+        return data.decode("utf-8")
+
+    def _inside(self, name: str) -> Path | None:
+        """The true path of something in the folder, or None if it leads out of it."""
+        path = Path(os.path.realpath(self._root / name))
+        return path if path.is_relative_to(self._root) else None
+
+    def _open(self, name: str) -> IO[bytes]:
+        """Open a regular file of the folder: no link that leads out, and no pipe or device, which could block."""
+        path = self._inside(name)
+        if path is None:
+            raise DataError(f"{self.folder / name} is a link that leads out of the folder. It is not followed")
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb")
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise DataError(f"{self.folder / name} is no regular file")
+        return file
+
+
+class _NewerFormatError(DataError):
+    """Skipping what only a newer version can read would look like a run without it."""
+
+
+def _check_format(found: Any, known: int, what: str) -> None:
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise DataError(f"Nobody knows the format of {what}: its number is {found!r}")
+    if found > known:
+        raise _NewerFormatError(
+            f"The format of {what} is {found}; this version of gruppo reads formats up to {known}. Use a newer one"
+        )
+
+
+def _known_columns(schema: pa.Schema, what: str) -> list[str]:
+    """The columns of the format that a table has; an error if it is none of ours."""
+    stored = (schema.metadata or {}).get(FORMAT_KEY, b"")
+    _check_format(int(stored) if stored.isdigit() else None, TABLE_FORMAT, what)
+    kinds = {field.name: field.type for field in schema}
+    if len(kinds) < len(schema):
+        raise DataError("two of its columns have the same name")
+    wrong = [name for name, kind in COLUMNS.items() if kinds.get(name) != kind]
+    if wrong:
+        raise DataError(f"it is no table of rollouts: its columns {wrong} are missing or of another type")
+    kind_of = {REWARD: pa.float64(), REWARD_KIND: pa.string()}
+    rewards = [
+        name for name in kinds for prefix, kind in kind_of.items() if name.startswith(prefix) and kinds[name] == kind
+    ]
+    return _in_order([*COLUMNS, *rewards])
+
+
+def _in_order(names: Sequence[str]) -> list[str]:
+    """Column names in the order of the format: those of the named rewards before `reward`."""
+    base, at = list(COLUMNS), list(COLUMNS).index("reward")
+    rewards = [name for prefix in (REWARD, REWARD_KIND) for name in names if name.startswith(prefix)]
+    return [name for name in [*base[:at], *rewards, *base[at:]] if name in names]
+
+
+def _empty() -> pa.Table:
+    return pa.schema(list(COLUMNS.items())).empty_table()

@@ -1,0 +1,142 @@
+"""The checks of every update, as the trainer asks for them. The checks themselves are in `gruppo.audit`."""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from gruppo.audit.data import PromptBooks
+from gruppo.audit.evidence import BadUpdates
+from gruppo.audit.findings import Auditor, Finding
+from gruppo.audit.run import RunAudits
+from gruppo.audit.update import books, nonfinite
+from gruppo.audit.weights import WeightProbe
+from gruppo.types import Rollout
+
+Note = Callable[[Finding], None]
+
+
+class Audits:
+    """All checks of a run with what they remember; with audit='off' none of them looks at anything."""
+
+    def __init__(self, mode: Any, max_bad_updates: int, on_finding: Note):
+        self.mode, self.on_finding, self.max_bad_updates = mode, on_finding, max_bad_updates
+        self.seconds = 0.0  # spent since the last update
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget an earlier run."""
+        self.auditor = Auditor(self.mode, self.on_finding)
+        self.run = RunAudits()
+        self.bad_updates = BadUpdates(self.max_bad_updates)
+        self.books = PromptBooks(None)  # counts prompts, and knows nothing of epochs
+        self.probe: WeightProbe | None = None
+        self.skipped = False  # the update at hand
+
+    @property
+    def on(self) -> bool:
+        return self.mode != "off"
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    # ---- prompts
+
+    def keep_books(self, prompts: int | None, left_over: int = 0) -> None:
+        """Keep books of the epochs of a dataset of this size, from here on."""
+        self.books = PromptBooks(prompts, left_over)
+
+    def took(self, indices: Sequence[tuple[int, int]]) -> None:
+        """The epoch and the index of each prompt that was taken."""
+        if self.on and indices:
+            with self.timed():
+                epochs, places = zip(*indices, strict=True)
+                self.auditor.report(self.books.take(places, epochs))
+
+    # ---- a generation
+
+    def sampled(self, rollouts: Sequence[Rollout], **facts: Any) -> None:
+        """See `RunAudits.after_sampling`."""
+        if self.on:
+            with self.timed():
+                self.auditor.report(self.run.after_sampling(rollouts, **facts))
+
+    def scored(self, **facts: Any) -> None:
+        """See `RunAudits.after_scoring`."""
+        if self.on:
+            with self.timed():
+                self.auditor.report(self.run.after_scoring(**facts))
+
+    def balance(self, expected: Mapping[str, int], found: Mapping[str, int], where: str) -> None:
+        """Two counts of the same things; an error if they differ."""
+        if self.on and (finding := books(expected, found, where)) is not None:
+            self.auditor.report([finding])
+
+    # ---- an update
+
+    def is_finite(self, loss: float, grad_norm: float) -> bool:
+        """Whether an update may reach the weights; if not, it counts as a bad one."""
+        if not self.on:
+            return True
+        findings = nonfinite(loss, grad_norm)
+        self.skipped = bool(findings)
+        self.bad_updates.note(self.skipped)
+        self.auditor.report(findings)
+        return not findings
+
+    def updated(self, parameters: Collection[nn.Parameter], **facts: Any) -> dict[str, float]:
+        """After the optimizer's step, see `RunAudits.after_update`; returns what is to be logged."""
+        if not self.on:
+            return {}
+        with self.timed():
+            changed = None if self.probe is None else self.probe.changed()
+            if self.probe is None:  # what it compares with is the weights after this update
+                self.probe = WeightProbe(parameters)
+            if not self.skipped:
+                self.auditor.report(self.run.after_update(changed_share=changed, **facts))
+        metrics = self.auditor.metrics()
+        metrics["audit/seconds"], self.seconds, self.skipped = self.seconds, 0.0, False
+        return metrics
+
+    def totals(self) -> dict[str, float]:
+        """Counts of the run so far, for the log."""
+        if not self.on:
+            return {}
+        skipped = {"audit/skipped_updates": float(self.bad_updates.total)} if self.bad_updates.total else {}
+        return self.books.metrics() | skipped
+
+    def why_stopped(self, folder: str) -> str:
+        return (
+            f"The loss or the gradient of {self.bad_updates.in_a_row} updates in a row was not finite. They were "
+            f"skipped and their rows are in bad_updates; the run was saved in {folder} and stopped. Look at the "
+            "rewards and at the weights, or raise max_bad_updates."
+        )
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"auditor": self.auditor, "run": self.run, "bad_updates": self.bad_updates}
+        books = {name: value for name, value in self.books.state_dict().items() if name != "counts"}
+        return {name: part.state_dict() for name, part in state.items()} | {"books": books}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.auditor.load_state_dict(state["auditor"])
+        self.run.load_state_dict(state["run"])
+        self.bad_updates.load_state_dict(state["bad_updates"])
+        self._books_to_load = state["books"]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What of the state is no JSON."""
+        return {"prompt_counts": self.books.state_dict()["counts"]}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """After `load_state_dict`."""
+        if "prompt_counts" in tensors:
+            self.books.load_state_dict({**self._books_to_load, "counts": tensors["prompt_counts"]})

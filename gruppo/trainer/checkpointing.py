@@ -1,0 +1,340 @@
+"""Saving a run and going on with it.
+
+A checkpoint is a folder that is there as a whole or not at all (see `gruppo.runs.checkpoints`). Beside what Trainer
+writes it holds the state of every process (see `state.py`), so that a resumed run does what the straight one would
+have done, bit for bit: the micro-batches that wait, the plans, the counters behind the random numbers, the metrics
+that wait to be logged, and a blended reference.
+
+    train                 lock the folder, choose and check a checkpoint, listen for signals      (resuming.py)
+    _prepare_for_training   Trainer loads weights, optimizer and schedule; then the states, then the record goes on
+    run_state             what one process remembers, taken before every update
+    _save_checkpoint      write beside, check in, rename, remove old ones
+"""
+
+import logging
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_model, save_model
+from torch import nn
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from gruppo.policy.adapters import is_peft_model, reload_trained_adapter
+from gruppo.runs import checkpoints
+from gruppo.runs.record import RunRecorder
+from gruppo.runs.secrets import without_secrets
+from gruppo.trainer.environment import environment_of
+from gruppo.trainer.metrics import any_process, from_main
+from gruppo.trainer.settings import settings_of
+from gruppo.trainer.state import RandomState, RunState, gather_states, give_states, pack_queue, unpack_queue
+from gruppo.trainer.watching import Watching
+
+logger = logging.getLogger(__name__)
+
+REFERENCE = "reference.safetensors"
+LONGEST_PAUSE = 64  # updates between two attempts to save on a full disk
+
+
+@dataclass
+class Boundary:
+    """A run between two updates: what is saved if the update that follows is abandoned."""
+
+    state: RunState
+    random: RandomState
+    position: dict[str, Any] | None  # in the record
+    tokens_seen: float
+    flops: float
+
+
+class Checkpointing(Watching):
+    """The part of the trainer that saves and resumes."""
+
+    _queue: deque[dict[str, Any]]
+    _earlier_runs: int
+    _changed: dict[str, float]
+    _boundary: Boundary | None = None  # before the update at hand
+    _random: RandomState | None = None  # there; None in the first update after a resume, which need not be saved again
+    _abandoned: Boundary | None = None  # before an update that was abandoned
+    _resumed: RunState | None = None  # of the checkpoint at hand, until its loss is taken over
+    _saved_at: int | None = None  # the update after which the last checkpoint was written
+    _retry_at: int | None = None  # the update after which to save again, when the disk was full
+    _pause = 1
+    _run_id = ""
+    _position: dict[str, Any] | None = None
+
+    # ---- what a process remembers
+
+    def _parts(self) -> dict[str, Any]:
+        """Whatever has a state of its own."""
+        parts = {
+            "rollout": self.backend,
+            "update_plan": self.planner,
+            "entropy": self.entropy_control,
+            "metrics": self.metrics,
+            "reward_counts": self.reward_counts,
+            "reward_breaker": self.reward_breaker,
+            "audits": self.audits,
+        }
+        return parts if self._cursor is None else parts | {"prompts": self._cursor}
+
+    def run_state(self) -> RunState:
+        """What this process remembers between two updates."""
+        queue = pack_queue(self._queue)
+        values = {
+            "processes": self.accelerator.num_processes,
+            "parts": gather_states(self._parts()),
+            "loop": {
+                "loss": float(self._tr_loss),
+                "last_logged": self._globalstep_last_logged,
+                "earlier_runs": self._earlier_runs,
+                "asked_elsewhere": self._asked_elsewhere,
+                "changed": dict(self._changed),
+                "parity_checked_at": self._parity_checked_at,
+                "reuses_engine_logps": self.reuses_engine_logps,
+            },
+            "queue": None if queue is None else queue.values["queue"],
+        }
+        return RunState(values, {**({} if queue is None else queue.tensors), **self.audits.tensors()})
+
+    def _restore(self, state: RunState) -> None:
+        """Go on from what was remembered; the loss follows when Trainer has set it to 0."""
+        loop = state.values["loop"]
+        give_states(self._parts(), state.values["parts"])
+        self.audits.load_tensors(state.tensors)
+        for name, value in loop["changed"].items():
+            setattr(self, name, value)
+        self._earlier_runs, self._asked_elsewhere = loop["earlier_runs"], loop["asked_elsewhere"]
+        self._parity_checked_at = loop["parity_checked_at"]
+        self.reuses_engine_logps = loop["reuses_engine_logps"]
+        if state.values["queue"] is not None:
+            self._queue = unpack_queue(state, self.accelerator.device)
+        self._resumed = state
+
+    def _restore_loss(self) -> None:
+        """Called before the first update: Trainer has set its sums to 0 by then."""
+        if self._resumed is not None:
+            loop, self._resumed = self._resumed.values["loop"], None
+            self._tr_loss += torch.tensor(loop["loss"], device=self._tr_loss.device) - self._tr_loss
+            self._globalstep_last_logged = loop["last_logged"]
+
+    def _mark_boundary(self) -> None:
+        """Remember the run as it is before an update, where that may be abandoned."""
+        if self._random is not None:
+            position = None if self.recorder is None else self.recorder.position()
+            counts = self.state.num_input_tokens_seen, self.current_flos
+            self._boundary = Boundary(self.run_state(), self._random, position, *counts)
+
+    def _note_random_state(self) -> None:
+        """After an update and all that follows it, but before the loader of a new epoch draws a number."""
+        self._random = RandomState.now() if self.stopper.enabled and self.stopper.alone else None
+
+    def _save_boundary(self) -> None:
+        """Save the run as it was before the update that was abandoned."""
+        boundary = self._boundary
+        if boundary is None or self._saved_at == self.state.global_step:
+            return
+        boundary.random.restore()
+        self.state.num_input_tokens_seen, self.current_flos = boundary.tokens_seen, boundary.flops
+        self._abandoned = boundary
+        try:
+            self._save_checkpoint(self.model_wrapped, None)
+        finally:
+            self._abandoned = None
+
+    # ---- saving
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint; a full disk costs the checkpoint, not the run."""
+        start = time.perf_counter()
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
+        name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        staged = run / f".saving-{name}"
+        steps: tuple[Callable[[], Any], ...] = (
+            lambda: self.args.should_save and checkpoints.stage(run, name),
+            lambda: self._write_parts(model, run, staged),
+            lambda: self.args.should_save and checkpoints.publish(staged, self._about()),
+        )
+        for part in steps:
+            if any_process(self.accelerator, self._disk_is_full(part, run)):
+                return self._put_off(staged)
+        self._saved_at, self._retry_at, self._pause = step, None, 1
+        self.record_event("checkpoint", name=name, seconds=round(time.perf_counter() - start, 3))
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(run / name))
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            checkpoints.rotate(run, self.args.save_total_limit, [] if best is None else [Path(best)])
+
+    def _write_parts(self, model: nn.Module, run: Path, folder: Path) -> None:
+        """Everything that belongs to a checkpoint, this process's share of it."""
+        self._note_best(run)
+        self.save_model(str(folder), _internal_call=True)
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(str(folder))
+            self._save_scaler(str(folder))
+            self._save_rng_state(str(folder))
+            state = self.run_state() if self._abandoned is None else self._abandoned.state
+            state.save(folder, self.accelerator.process_index)
+        position = None if self.recorder is None else self.recorder.sync()
+        self._position = position if self._abandoned is None else self._abandoned.position
+        if not self.args.should_save:
+            return
+        self._write_reference(folder)
+        self.entropy_control.save(folder)
+        for callback in self.callback_handler.callbacks:
+            if hasattr(callback, "write_state"):
+                callback.write_state(folder)
+        self.create_model_card(output_dir=folder)
+        self._collect_callback_states()
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def _about(self) -> dict[str, Any]:
+        """What the manifest says of the run."""
+        return {
+            "run_id": self._run_id,
+            "step": self.state.global_step,
+            "position": self._position,
+            "settings": self._settings(),
+            "versions": environment_of(self.args)["versions"],
+        }
+
+    def _note_best(self, run: Path) -> None:
+        """The best checkpoint so far: one that is there, or the one that is being written."""
+        step = self.state.best_global_step
+        folder = run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        if step and (step == self.state.global_step or folder.exists()):
+            self.state.best_model_checkpoint = str(folder)
+
+    def _collect_callback_states(self) -> None:
+        """Put what callbacks want to keep into Trainer's state, as its own saving does."""
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name, kept = type(callback).__name__, self.state.stateful_callbacks
+                if isinstance(kept.get(name), list):
+                    kept[name].append(callback.state())
+                else:
+                    kept[name] = callback.state()
+
+    def _write_reference(self, folder: Path) -> None:
+        """A reference that is blended with the policy is part of the run; any other is made anew from the start."""
+        if self.ref_model is not None and self.args.sync_ref_model and not self.args.save_only_model:
+            save_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REFERENCE))
+
+    def _disk_is_full(self, part: Callable[[], Any], folder: Path) -> bool:
+        """Do a part of the saving; whether it ended because the disk is full."""
+        try:
+            part()
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if not checkpoints.is_disk_full(error, folder):
+                raise
+            logger.warning(f"No room for a checkpoint: {error}")
+            return True
+        return False
+
+    def _put_off(self, staged: Path) -> None:
+        """Training goes on with the last good checkpoint; saving is tried again after a while."""
+        if self.args.should_save:
+            shutil.rmtree(staged, ignore_errors=True)
+        self._retry_at, self._pause = self.state.global_step + self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        if self.accelerator.is_main_process:
+            logger.warning(
+                f"The disk of {self.args.output_dir} is full: the checkpoint of update {self.state.global_step} was "
+                f"not written, earlier ones are untouched. Training goes on; saving is tried again after update "
+                f"{self._retry_at}. Free some room."
+            )
+        self.record_event("disk_full", what="checkpoint", retry_at=self._retry_at)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's, after an update or an epoch, with the reasons of ours to save and to stop."""
+        if self._retry_at is not None and self.state.global_step >= self._retry_at:
+            self.control.should_save = True
+        if self._should_stop():
+            self.control.should_save = self.control.should_training_stop = True
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._note_random_state()
+
+    def _should_stop(self) -> bool:
+        """Whether a signal reached any process, or too many updates in a row were skipped."""
+        requested = self.stopper.enabled and any_process(self.accelerator, self.stopper.requested is not None)
+        return requested or self.audits.bad_updates.should_stop
+
+    # ---- loading
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self._saved_at = self._retry_at = self._resumed = self._boundary = self._random = None
+        if resume_from_checkpoint is None:
+            self._note_random_state()
+        else:
+            self._load_states(Path(resume_from_checkpoint))
+        self._start_record(None if resume_from_checkpoint is None else Path(resume_from_checkpoint))
+        return prepared
+
+    def _load_states(self, folder: Path) -> None:
+        """The parts of a checkpoint that Trainer does not know; a plain one has none."""
+        state = RunState.load(folder, self.accelerator.process_index)
+        if state is None:
+            self.entropy_control.load(folder)
+            self.audits.keep_books(None)  # which prompts the epoch has seen is not known
+        elif state.values["processes"] == self.accelerator.num_processes:
+            self._restore(state)
+        else:
+            logger.warning(
+                f"{folder} was written by {state.values['processes']} processes and is read by "
+                f"{self.accelerator.num_processes}: plans are made anew, and so is the generation that was under way."
+            )
+        if (folder / REFERENCE).exists() and self.ref_model is not None and self.args.sync_ref_model:
+            load_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REFERENCE))
+        for callback in self.callback_handler.callbacks:
+            if hasattr(callback, "read_state"):
+                callback.read_state(folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        policy = self.accelerator.unwrap_model(model or self.model)
+        if is_peft_model(policy):
+            reload_trained_adapter(policy, resume_from_checkpoint)
+
+    def _settings(self) -> dict[str, Any]:
+        """What a resumed run must have in common with this one."""
+        policy = self.accelerator.unwrap_model(self.model)
+        tools = sorted(getattr(tool, "__name__", str(tool)) for tool in self.tools)
+        return settings_of(
+            self.args, policy, self.train_dataset, self.reward_func_names, tools, self.accelerator.num_processes
+        )
+
+    # ---- the record
+
+    def _start_record(self, checkpoint: Path | None) -> None:
+        """Begin the record of a run, or go on with the one that the checkpoint is of."""
+        self.recorder = None
+        if self.args.record == "off":
+            return
+        folder = Path(self._get_output_dir(trial=getattr(self, "_trial", None)))
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        recorder = RunRecorder(folder, rank=rank, world=world, rollouts=self.args.record == "all")
+        position = None
+        if checkpoint is not None and (manifest := checkpoints.manifest(checkpoint)) is not None:
+            position = manifest.about.get("position")
+        about = {
+            "config": without_secrets(self.args.to_dict() | self._settings()),
+            "environment": environment_of(self.args) | {"plan": self.planner.state_dict()},
+        }
+        if checkpoint is None:
+            recorder.begin(**about)
+        else:
+            recorder.resume(position=position, **about)
+        self._run_id = from_main(self.accelerator, recorder.run_id)
+        if rank:
+            recorder.join(self._run_id)
+        self.recorder = recorder

@@ -1,0 +1,87 @@
+"""What a run is made of, as a checkpoint remembers it: settings, model, prompts, rewards and tools.
+
+A run that is resumed with anything else would go on as another run, so each difference is named.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from datasets import Dataset
+from torch import nn
+
+# Settings that change nothing about the weights that come out: where things go, what is shown and when it is saved,
+# and how the machine is used.
+HARMLESS = {
+    *("output_dir", "run_name", "project", "report_to", "disable_tqdm", "log_level", "log_level_replica"),
+    *("do_train", "do_eval", "do_predict", "debug", "push_to_hub", "resume_from_checkpoint", "resume_allow_changes"),
+    *("record", "audit", "max_bad_updates", "save_on_signal", "max_reward_failure_rate", "num_completions_to_print"),
+    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "prediction_loss_only"),
+    *("restore_callback_states_from_checkpoint", "torch_empty_cache_steps", "skip_memory_metrics", "local_rank"),
+    *("reward_workers", "reward_concurrency", "reward_retries", "worker_env", "max_parallel_tools"),
+    *("per_device_eval_batch_size", "num_generations_eval", "parallelism_config", "accelerator_config"),
+}
+HARMLESS_PREFIXES = (
+    "logging_",
+    "log_",
+    "save_",
+    "hub_",
+    "push_",
+    "eval_",
+    "dataloader_",
+    "include_",
+    "trackio_",
+    "ddp_",
+)
+LENGTHS = ("max_steps", "num_train_epochs")
+
+
+def settings_of(
+    args: Any, model: nn.Module, train_dataset: Any, rewards: Sequence[str], tools: Sequence[str], processes: int
+) -> dict[str, Any]:
+    """Everything that decides what a run computes, as JSON; dotted names say where a difference is."""
+    settings = {name: value for name, value in args.to_dict().items() if not _is_harmless(name, args)}
+    weights = list(model.parameters())
+    return json.loads(json.dumps(settings, default=str)) | {
+        "model": {
+            "class": type(model).__name__,
+            "parameters": sum(p.numel() for p in weights),
+            "trainable": sum(p.numel() for p in weights if p.requires_grad),
+        },
+        "train_dataset": fingerprint(train_dataset),
+        "rewards": list(rewards),
+        "tools": list(tools),
+        "processes": processes,
+    }
+
+
+def _is_harmless(name: str, args: Any) -> bool:
+    if name in LENGTHS:  # a schedule that does not know its end may be made longer
+        return str(args.lr_scheduler_type).rpartition(".")[2].lower() in ("constant", "schedulertype.constant")
+    return name in HARMLESS or name.startswith(HARMLESS_PREFIXES)
+
+
+def fingerprint(dataset: Any) -> dict[str, Any]:
+    """The number of rows, and a hash of some of them. A stream is not read for it."""
+    if not isinstance(dataset, Dataset):
+        return {"rows": None}
+    rows, some = len(dataset), 64
+    places = sorted({i * (rows - 1) // max(some - 1, 1) for i in range(some)}) if rows else []
+    prompts = dataset.select_columns([c for c in dataset.column_names if c == "prompt"]).select(places).to_list()
+    text = json.dumps(prompts, default=str, sort_keys=True)
+    return {"rows": rows, "hash": hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]}
+
+
+def changed(names: Sequence[str], allowed: Sequence[str] | None) -> list[str]:
+    """Those of the dotted names that `resume_allow_changes` does not allow."""
+    allowed = allowed or []
+    if "*" in allowed:
+        return []
+    return [name for name in names if name not in allowed and name.partition(".")[0] not in allowed]
+
+
+def common(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both without settings that only one of them has: another version of a library brings new ones."""
+    names = saved.keys() & now.keys()
+    return {name: saved[name] for name in names}, {name: now[name] for name in names}

@@ -1,0 +1,88 @@
+"""What a run leaves behind, in a form in which two runs can be compared byte for byte."""
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+# Keys that a clock is read for: `time`, `step_time`, `train_runtime`, `rollout/seconds`, `ledger/seconds/prompt`,
+# `train_steps_per_second`, `rollout/tokens_per_second`, `update/mfu`, `profiling/…`. Not `rewards/x/timeouts`.
+BY_THE_CLOCK = re.compile(r"(^|_|/)(time|runtime|seconds|mfu)($|/)|per_second$|^profiling/")
+
+
+def timeless(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without what the clock says."""
+    return {key: value for key, value in record.items() if not BY_THE_CLOCK.search(key)}
+
+
+def digest(value: Any) -> str:
+    """A hash of tensors, numbers and texts in nested dicts and lists."""
+    total = hashlib.sha256()
+    for piece in _pieces(value):
+        total.update(len(piece).to_bytes(8, "little") + piece)
+    return total.hexdigest()[:16]
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous()
+        yield f"{plain.dtype}{tuple(plain.shape)}".encode()
+        yield plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield str(key).encode()
+            yield from _pieces(value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _pieces(item)
+    else:
+        yield repr(value).encode()
+
+
+def of_trainer(trainer: Any) -> dict[str, Any]:
+    """What a process knows at the end: weights, optimizer, schedule, reference, random numbers, history.
+
+    The history of processes other than the main one is not theirs: checkpoints hold that of the main process.
+    """
+    reference, is_main = trainer.ref_model, trainer.accelerator.is_main_process
+    return {
+        "updates": trainer.state.global_step,
+        "weights": digest(trainer.accelerator.unwrap_model(trainer.model).state_dict()),
+        "optimizer": digest(trainer.optimizer.state_dict()),
+        "schedule": digest(trainer.lr_scheduler.state_dict()),
+        "reference": None if reference is None else digest(reference.state_dict()),
+        "random": digest([random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()]),  # type: ignore[index]
+        "history": [timeless(record) for record in trainer.state.log_history] if is_main else None,
+    }
+
+
+def of_folder(folder: Path) -> dict[str, Any]:
+    """What a run recorded: every file of rollouts, and the lines of metrics.jsonl without what the clock says."""
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    files = sorted(path for path in (folder / "rollouts").glob("**/*") if path.is_file())
+    return {
+        "rollouts": {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files},
+        "metrics": [timeless(json.loads(line)) for line in lines],
+    }
+
+
+def differences(straight: Mapping[str, Any], other: Mapping[str, Any], name: str = "") -> list[str]:
+    """One line for everything that is not the same; values that are equal are not shown."""
+    found: list[str] = []
+    for key in sorted({*straight, *other}, key=str):
+        a, b, path = straight.get(key), other.get(key), f"{name}{key}"
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{path}: ")
+        elif isinstance(a, list) and isinstance(b, list):
+            items = [dict(enumerate(values)) for values in (a, b)]
+            found += differences(*items, f"{path} ")
+        elif a != b and not (a != a and b != b):  # NaN is NaN
+            found.append(f"{path}: {a} straight through, {b} resumed")
+    return found

@@ -1,0 +1,161 @@
+"""Runs in processes of their own, which may be killed at any moment, and what is left of them.
+
+A server imports the library once and forks a process for each run, which so begins within a fraction of a second.
+"""
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+from tests.resume import evidence
+from tests.resume.moments import Stop
+
+ROOT = Path(__file__).parents[2]
+PRELOADED = ["torch", "transformers", "peft", "pyarrow.parquet", "tests.resume.process"]
+MOST_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the exit code of each process (negative: the signal that ended it), and what it left."""
+
+    folder: Path
+    exits: tuple[int, ...]
+    log: str
+    reached: Mapping[int, Mapping[str, list[int]]] = field(default_factory=dict)  # by process; only of one that ended
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, jobs: Sequence["Job"], exits: tuple[int, ...]) -> "Outcome":
+        """Of processes that ended."""
+        folder = Path(jobs[0].folder) / "run"
+        log = "\n".join(job.log.read_text(errors="replace") for job in jobs if job.log.exists())
+        if any(exits):
+            return cls(folder, exits, log)
+        reports = [json.loads(job.report.read_text()) for job in jobs]
+        return cls(
+            folder,
+            exits,
+            log,
+            reached={rank: report["reached"] for rank, report in enumerate(reports)},
+            evidence={
+                **{f"process {rank}": report["evidence"] for rank, report in enumerate(reports)},
+                **evidence.of_folder(folder),
+            },
+        )
+
+    @property
+    def finished(self) -> bool:
+        return not any(self.exits)
+
+    def checked(self) -> "Outcome":
+        """The same, if it finished."""
+        assert self.finished, f"exit codes {self.exits}\n{self.log[-6000:]}"
+        return self
+
+
+def run(case: str, folder: Path, **orders: Any) -> Outcome:
+    """Train the configuration `case` in folder/run, or go on with what is there; `orders` as in `Job`."""
+    from tests.resume.cases import CASES
+
+    folder.mkdir(parents=True, exist_ok=True)
+    count = CASES[case].processes
+    jobs = [Job(case, str(folder), rank, count, **orders) for rank in range(count)]
+    for path in (*(job.report for job in jobs), jobs[0].meeting):
+        path.unlink(missing_ok=True)
+    return Outcome.of(jobs, _together(jobs))
+
+
+def has_checkpoint(folder: Path) -> bool:
+    return any((folder / "run").glob("checkpoint-*"))
+
+
+def killed_and_resumed(case: str, folder: Path, stop: Stop) -> Outcome:
+    """A run that is killed, and then gone on with until it ends."""
+    killed = run(case, folder, stop=stop)
+    assert killed.exits[stop.rank] == -stop.signal, f"{stop}: exit codes {killed.exits}\n{killed.log[-6000:]}"
+    return run(case, folder, resume=True).checked()
+
+
+def assert_same(straight: Outcome, resumed: Outcome) -> None:
+    """Byte for byte."""
+    found = evidence.differences(straight.evidence, resumed.evidence)
+    assert not found, "\n".join(["not the same:", *found[:20]])
+
+
+# ---- processes
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process is told."""
+
+    case: str
+    folder: str  # the run is in folder/run
+    rank: int = 0
+    world: int = 1
+    stop: Stop | None = None
+    resume: bool = False
+    checkpoint: Path | None = None  # which one to resume from; None: the trainer finds it
+    changes: Mapping[str, Any] = field(default_factory=dict)  # settings that differ from the case's
+    tricks: tuple[str, ...] = ()  # functions of tests.resume.tricks, called with the trainer before it trains
+
+    @property
+    def log(self) -> Path:
+        return Path(self.folder) / f"process{self.rank}.log"
+
+    @property
+    def meeting(self) -> Path:
+        """Where the processes of a run find each other."""
+        return Path(self.folder) / "meeting"
+
+    @property
+    def report(self) -> Path:
+        return Path(self.folder) / f"process{self.rank}.json"
+
+
+def context() -> Any:
+    """The context whose server has imported the library."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    before = os.environ.get("PYTHONPATH")
+    # The server does not take over sys.path.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+def start(job: Job) -> Any:
+    """A process at work on the job."""
+    from tests.resume.process import work
+
+    process = context().Process(target=work, args=(job,))
+    process.start()
+    return process
+
+
+def _together(jobs: list[Job]) -> tuple[int, ...]:
+    """Run all processes; when one of them fails the others are killed, as a launcher does."""
+    processes = [start(job) for job in jobs]
+    waiting = {process.sentinel: process for process in processes}
+    while waiting:
+        ended = multiprocessing.connection.wait(list(waiting), timeout=MOST_SECONDS)
+        for sentinel in ended:
+            process = waiting.pop(sentinel)  # type: ignore[call-overload]
+            process.join()
+        if not ended or any(process.exitcode for process in processes if process.exitcode is not None):
+            for process in waiting.values():
+                process.kill()
+    return tuple(process.exitcode for process in processes)

@@ -1,0 +1,71 @@
+"""Small records, the same for every test."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gruppo.runs import RolloutRow, lines, prompt_id, record
+
+CONFIG = {"learning_rate": 1e-6, "num_generations": 2}
+
+
+def row(number: int = 0, **changes: Any) -> RolloutRow:
+    prompt = f"{number}+1="
+    values: dict[str, Any] = dict(
+        update=number,
+        split="train",
+        row=number,
+        group=number // 2,
+        prompt_id=prompt_id(prompt),
+        prompt=prompt,
+        prompt_tokens=[number, 10],
+        completion=f" {number + 1}",
+        completion_tokens=[20 + number, 2],
+        logps=[-0.5, -0.25],
+        entropies=[0.5, 0.125],
+        rewards={"right": 1.0, "short": None},
+        reward_kinds={"right": "score", "short": "abstain"},
+        reward=1.0,
+        advantage=0.5,
+        stop="eos",
+        truncated=False,
+    )
+    return RolloutRow(**{**values, **changes})
+
+
+def train(recorder: record.RunRecorder, first: int, last: int) -> None:
+    """Record the updates from `first` to `last`."""
+    for update in range(first, last + 1):
+        recorder.rollouts([row(update), row(update + 1)])
+        recorder.metrics(update, {"loss": update / 8, "reward": 0.5})
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """What is in a folder: names and bytes."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
+
+
+def stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal records are equal in their bytes then."""
+    for module in (lines, record):
+        monkeypatch.setattr(module, "now", lambda: "2026-01-01T00:00:00.000+00:00")
+
+
+class FullDisk:
+    """A disk with room for so many bytes, and then the error of this number. Tests make room again, or a little."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int, number: int):
+        self.room = room
+        self.refused = 0
+        real = lines.os.write
+
+        def write(file: int, data: Any) -> int:
+            if self.room <= 0:
+                self.refused += 1
+                raise OSError(number, "full")
+            written = real(file, bytes(data)[: self.room])
+            self.room -= written
+            return written
+
+        monkeypatch.setattr(lines.os, "write", write)
