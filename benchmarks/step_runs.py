@@ -28,6 +28,7 @@ Save = Callable[[dict[str, Any]], None]
 
 # What a step's record says about the work itself, from what the trainer logs.
 LOGGED = ("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "num_tokens")
+LOGGED += ("record/seconds", "audit/seconds")
 # Parts of a step whose medians a record shows.
 SECONDS = ("step", "collect", "generation", "logps", "rewards", "update", "optimizer")
 GIB = 2**30

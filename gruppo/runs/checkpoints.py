@@ -171,7 +171,10 @@ def _step(checkpoint: Path) -> tuple[int, str]:
 
 
 def newest_good(run: Path, *, run_id: str | None = None) -> Choice:
-    """The newest checkpoint without problems; with `run_id`, not one that another run has left there."""
+    """The newest checkpoint without problems.
+
+    With `run_id`, not one that another run has left there, or that has no manifest.
+    """
     rejected: list[tuple[Path, list[str]]] = []
     for checkpoint in checkpoints(run):
         found = _stranger(checkpoint, run_id) or problems(checkpoint)
@@ -186,8 +189,12 @@ def _stranger(checkpoint: Path, run_id: str | None) -> list[str]:
         content = manifest(checkpoint)
     except CheckpointError:  # `problems` says so
         return []
-    owner = content.about.get("run_id") if content else None
-    if run_id is None or owner is None or owner == run_id:
+    if run_id is None:
+        return []
+    if content is None:
+        return ["it has no manifest, and the run in this folder writes one: name the checkpoint if you trust it"]
+    owner = content.about.get("run_id")
+    if owner is None or owner == run_id:
         return []
     return [f"it is of another run ({owner}), this one is {run_id}"]
 

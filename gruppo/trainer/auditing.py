@@ -92,7 +92,7 @@ class Audits:
         return not findings
 
     def updated(self, parameters: Collection[nn.Parameter], **facts: Any) -> dict[str, float]:
-        """After the optimizer's step, see `RunAudits.after_update`; returns what is to be logged."""
+        """After the optimizer's step, see `RunAudits.after_update`; returns what is to be averaged in the log."""
         if not self.on:
             return {}
         with self.timed():
@@ -101,9 +101,13 @@ class Audits:
                 self.probe = WeightProbe(parameters)
             if not self.skipped:
                 self.auditor.report(self.run.after_update(changed_share=changed, **facts))
-        metrics = self.auditor.metrics()
-        metrics["audit/seconds"], self.seconds, self.skipped = self.seconds, 0.0, False
+        metrics = {"audit/seconds": self.seconds}
+        self.seconds, self.skipped = 0.0, False
         return metrics
+
+    def found(self) -> dict[str, float]:
+        """Findings since the last call, to be added up in the log."""
+        return self.auditor.metrics()
 
     def totals(self) -> dict[str, float]:
         """Counts of the run so far, for the log."""

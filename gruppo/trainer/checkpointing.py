@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
@@ -92,7 +91,6 @@ class Checkpointing(Watching):
             "processes": self.accelerator.num_processes,
             "parts": gather_states(self._parts()),
             "loop": {
-                "loss": float(self._tr_loss),
                 "last_logged": self._globalstep_last_logged,
                 "earlier_runs": self._earlier_runs,
                 "asked_elsewhere": self._asked_elsewhere,
@@ -102,7 +100,8 @@ class Checkpointing(Watching):
             },
             "queue": None if queue is None else queue.values["queue"],
         }
-        return RunState(values, {**({} if queue is None else queue.tensors), **self.audits.tensors()})
+        loss = {"loss": self._tr_loss.detach().clone()}  # as a tensor: the device need not be waited for
+        return RunState(values, {**({} if queue is None else queue.tensors), **self.audits.tensors(), **loss})
 
     def _restore(self, state: RunState) -> None:
         """Go on from what was remembered; the loss follows when Trainer has set it to 0."""
@@ -121,9 +120,9 @@ class Checkpointing(Watching):
     def _restore_loss(self) -> None:
         """Called before the first update: Trainer has set its sums to 0 by then."""
         if self._resumed is not None:
-            loop, self._resumed = self._resumed.values["loop"], None
-            self._tr_loss += torch.tensor(loop["loss"], device=self._tr_loss.device) - self._tr_loss
-            self._globalstep_last_logged = loop["last_logged"]
+            state, self._resumed = self._resumed, None
+            self._tr_loss.copy_(state.tensors["loss"])
+            self._globalstep_last_logged = state.values["loop"]["last_logged"]
 
     def _mark_boundary(self) -> None:
         """Remember the run as it is before an update, where that may be abandoned."""
@@ -265,8 +264,9 @@ class Checkpointing(Watching):
 
     def _should_stop(self) -> bool:
         """Whether a signal reached any process, or too many updates in a row were skipped."""
-        requested = self.stopper.enabled and any_process(self.accelerator, self.stopper.requested is not None)
-        return requested or self.audits.bad_updates.should_stop
+        if self.stopper.enabled and any_process(self.accelerator, self.stopper.requested is not None):
+            self.stopper.request()  # all stop together, whichever of them it reached
+        return self.stopper.requested is not None or self.audits.bad_updates.should_stop
 
     # ---- loading
 

@@ -41,6 +41,14 @@ class Resuming(Checkpointing):
             self.record_event("finished")
         return output
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's, which would make one more update in a run that is resumed after its last."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            self._load_rng_state(kwargs.get("resume_from_checkpoint"))
+        else:
+            super()._run_epoch(*args, **kwargs)
+
     def _raise_reason_to_stop(self) -> None:
         """The end of a run that did not come to its own."""
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"

@@ -57,6 +57,10 @@ class Stopper:
             flush=True,
         )
 
+    def request(self) -> None:
+        """Stop because another process was asked to."""
+        self.requested = self.requested or signal.SIGTERM
+
     @contextmanager
     def abandonable(self) -> Iterator[None]:
         """In here `check` abandons what is under way."""

@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from gruppo.algo.loss import UpdateSize
 from gruppo.trainer.metrics import any_process
@@ -110,11 +111,13 @@ class Watching(Updating):
             self._update_ended = False
             self.metrics.add("train", self._audit_update() | {"record/seconds": self._record_seconds})
             self._record_seconds = 0.0
-            self.metrics.values["train"].update({name: [total] for name, total in self.audits.totals().items()})
+            values = self.metrics.values["train"]
+            values.update({name: [sum(values[name]) + count] for name, count in self.audits.found().items()})
+            values.update({name: [total] for name, total in self.audits.totals().items()})
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _audit_update(self) -> dict[str, float]:
-        """After the optimizer's step: what is to be logged."""
+        """After the optimizer's step: what is to be averaged in the log."""
         if not self.audits.on:
             return {}
         values = self.metrics.values["train"]
@@ -130,7 +133,10 @@ class Watching(Updating):
                 **rows,
             }
         self._batches_at_hand = ()
-        return self.audits.updated(list(self.model.parameters()), **facts)
+        parameters = list(self.model.parameters())
+        # Fused optimizers write weights without a note in their versions, by which a sampler is seen to be behind.
+        increment_version([parameter for parameter in parameters if parameter.requires_grad])
+        return self.audits.updated(parameters, **facts)
 
     def _rows_at_hand(self) -> dict[str, Any]:
         """How many rows of the update have an advantage, and how old the oldest are."""

@@ -13,6 +13,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
+import transformers
+
 from tests.resume import evidence
 from tests.resume.moments import Stop
 
@@ -64,6 +67,8 @@ def run(case: str, folder: Path, **orders: Any) -> Outcome:
     """Train the configuration `case` in folder/run, or go on with what is there; `orders` as in `Job`."""
     from tests.resume.cases import CASES
 
+    if CASES[case].processes > 1 and transformers.__version__.startswith("5.17."):
+        pytest.skip("transformers 5.17 cannot resume on several CPU processes")
     folder.mkdir(parents=True, exist_ok=True)
     count = CASES[case].processes
     jobs = [Job(case, str(folder), rank, count, **orders) for rank in range(count)]
@@ -153,9 +158,9 @@ def _together(jobs: list[Job]) -> tuple[int, ...]:
     while waiting:
         ended = multiprocessing.connection.wait(list(waiting), timeout=MOST_SECONDS)
         for sentinel in ended:
-            process = waiting.pop(sentinel)  # type: ignore[call-overload]
-            process.join()
-        if not ended or any(process.exitcode for process in processes if process.exitcode is not None):
+            waiting.pop(sentinel).join()  # type: ignore[call-overload]
+        if not ended or any(process.exitcode for process in processes):
             for process in waiting.values():
                 process.kill()
+        assert ended, f"nothing happened for {MOST_SECONDS} s: {[job.log.read_text()[-2000:] for job in jobs]}"
     return tuple(process.exitcode for process in processes)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -16,15 +17,21 @@ from tests.resume.test_kills import Straight
 
 pytestmark = pytest.mark.medium
 
-AFTER_SIX = Stop("optimizer", 7)  # checkpoints 4 and 6 are there
 
-
-def killed_after_six(folder: Path, case: str = "grpo") -> Path:
-    """The folder of a run that was killed after its third checkpoint."""
-    run(case, folder, stop=AFTER_SIX)
+@pytest.fixture(scope="module")
+def once_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed after its third checkpoint."""
+    folder = tmp_path_factory.mktemp("killed")
+    run("grpo", folder, stop=Stop("optimizer", 7))
     checkpoints = sorted(path.name for path in (folder / "run").glob("checkpoint-*"))
     assert checkpoints == ["checkpoint-4", "checkpoint-6"]
     return folder / "run"
+
+
+@pytest.fixture
+def killed(once_killed: Path, tmp_path: Path) -> Path:
+    """A copy of its folder, as tmp_path/run."""
+    return Path(shutil.copytree(once_killed, tmp_path / "run"))
 
 
 # ---- damage
@@ -65,17 +72,16 @@ def leave_half_of_it(checkpoint: Path) -> None:
     "damage", [truncate, flip_a_bit, remove_a_file, empty_the_manifest, remove_the_manifest, leave_half_of_it]
 )
 def test_a_damaged_checkpoint_is_passed_over(
-    damage: Callable[[Path], None], straight: Straight, tmp_path: Path
+    damage: Callable[[Path], None], straight: Straight, killed: Path, tmp_path: Path
 ) -> None:
-    checkpoint = killed_after_six(tmp_path) / "checkpoint-6"
-    damage(checkpoint)
+    damage(killed / "checkpoint-6")
     resumed = run("grpo", tmp_path, resume=True).checked()
     assert "checkpoint-6" in resumed.log, "it says which one was passed over"
     assert_same(straight("grpo"), resumed)
 
 
-def test_the_damaged_one_by_name_is_refused(tmp_path: Path) -> None:
-    checkpoint = killed_after_six(tmp_path) / "checkpoint-6"
+def test_the_damaged_one_by_name_is_refused(killed: Path, tmp_path: Path) -> None:
+    checkpoint = killed / "checkpoint-6"
     flip_a_bit(checkpoint)
     refused = run("grpo", tmp_path, resume=True, checkpoint=checkpoint)
     assert refused.exits == (1,)
@@ -83,10 +89,9 @@ def test_the_damaged_one_by_name_is_refused(tmp_path: Path) -> None:
     assert "optimizer.pt" in refused.log
 
 
-def test_no_good_checkpoint_is_left(tmp_path: Path) -> None:
-    folder = killed_after_six(tmp_path)
+def test_no_good_checkpoint_is_left(killed: Path, tmp_path: Path) -> None:
     for number in (4, 6):
-        flip_a_bit(folder / f"checkpoint-{number}")
+        flip_a_bit(killed / f"checkpoint-{number}")
     refused = run("grpo", tmp_path, resume=True)
     assert refused.exits == (1,)
     assert "CheckpointError" in refused.log
@@ -94,12 +99,11 @@ def test_no_good_checkpoint_is_left(tmp_path: Path) -> None:
     assert "checkpoint-6" in refused.log
 
 
-def test_a_plain_checkpoint_loads(tmp_path: Path) -> None:
+def test_a_plain_checkpoint_loads(killed: Path, tmp_path: Path) -> None:
     """What transformers.Trainer itself writes, and nothing else."""
-    folder = killed_after_six(tmp_path)
     plain = {"config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng_state.pth"}
     plain |= {"scheduler.pt", "tokenizer.json", "tokenizer_config.json", "trainer_state.json", "training_args.bin"}
-    for path in (folder / "checkpoint-6").iterdir():
+    for path in (killed / "checkpoint-6").iterdir():
         if path.name not in plain:
             path.unlink()
     resumed = run("grpo", tmp_path, resume=True).checked()
@@ -110,8 +114,7 @@ def test_a_plain_checkpoint_loads(tmp_path: Path) -> None:
 # ---- other settings
 
 
-def test_another_setting_is_named_and_refused(tmp_path: Path) -> None:
-    killed_after_six(tmp_path)
+def test_another_setting_is_named_and_refused(killed: Path, tmp_path: Path) -> None:
     changed = {"learning_rate": 2e-3}
     refused = run("grpo", tmp_path, resume=True, changes=changed)
     assert refused.exits == (1,)
@@ -146,12 +149,11 @@ def test_two_runs_in_one_folder(straight: Straight, tmp_path: Path) -> None:
     assert_same(straight("grpo"), Outcome.of([Job("grpo", str(tmp_path))], (0,)))
 
 
-def test_the_lock_of_a_killed_run_is_taken_over(tmp_path: Path) -> None:
-    folder = killed_after_six(tmp_path)
-    owner = json.loads((folder / "lock").read_text())["pid"]
+def test_the_lock_of_a_killed_run_is_taken_over(killed: Path, tmp_path: Path) -> None:
+    owner = json.loads((killed / "lock").read_text())["pid"]
     resumed = run("grpo", tmp_path, resume=True).checked()
     assert re.search(rf"{owner}\b.* was left by a process that is gone", resumed.log)
-    assert not (folder / "lock").exists()
+    assert not (killed / "lock").exists()
 
 
 # ---- no room
@@ -172,13 +174,12 @@ def test_a_full_disk(straight: Straight, tmp_path: Path) -> None:
 # ---- other runs
 
 
-def test_a_new_run_in_the_folder_of_an_old_one(tmp_path: Path) -> None:
+def test_a_new_run_in_the_folder_of_an_old_one(killed: Path, tmp_path: Path) -> None:
     """Checkpoints that an earlier run left there are not taken for those of the new one, and do not drive them out."""
     anew = {"seed": 7}
     expected = run("grpo", tmp_path / "alone", changes=anew).checked()
-    killed_after_six(tmp_path)
     run("grpo", tmp_path, changes=anew, stop=Stop("optimizer", 4))
-    assert (tmp_path / "run" / "checkpoint-2").exists(), "of the new run"
+    assert (killed / "checkpoint-2").exists(), "of the new run"
     resumed = run("grpo", tmp_path, changes=anew, resume=True).checked()
     assert resumed.reached[0]["optimizer"] == [2, 3, 4, 5, 6], "gone on from checkpoint 2"
     assert_same(expected, resumed)

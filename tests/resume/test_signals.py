@@ -14,16 +14,17 @@ pytestmark = pytest.mark.medium
 SAVED_AND_LEFT = 75
 
 
-@pytest.mark.parametrize("case", ["grpo", "slices"])
 @pytest.mark.parametrize(
-    ("moment", "count", "number"),
+    ("case", "moment", "count", "number"),
     [
-        ("rollout", 5, signal.SIGTERM),
-        ("scoring", 3, signal.SIGTERM),
-        ("backward", 3, signal.SIGTERM),
-        ("optimizer", 3, signal.SIGINT),
-        ("saving", 12, signal.SIGTERM),
-        ("scoring", 1, signal.SIGINT),
+        ("grpo", "scoring", 1, signal.SIGINT),  # before there is anything to lose
+        ("grpo", "rollout", 5, signal.SIGTERM),
+        ("slices", "scoring", 3, signal.SIGTERM),  # in an update that began with rows of the generation before
+        ("grpo", "backward", 3, signal.SIGTERM),
+        ("slices", "backward", 3, signal.SIGINT),
+        ("grpo", "optimizer", 3, signal.SIGINT),
+        ("iterations", "saving", 12, signal.SIGTERM),
+        ("second-epoch", "rollout", 9, signal.SIGTERM),  # the first of the second epoch
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )

@@ -1,16 +1,22 @@
 """Failures that say nothing are injected into real runs and seen; healthy runs have nothing to be seen."""
 
-import logging
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.errors import AuditError
 from gruppo.runs.read import Run
-from tests.trainer.failures import FAILURES, Failure
-from tests.trainer.runs import logs
+from gruppo.trainer import core
+from tests.helpers import prompts
+from tests.tools.scripted import random_caller
+from tests.trainer.failures import FAILURES, After, Failure, reorder, spread_out
+from tests.trainer.runs import logs, make
+from tests.trainer.test_dynamic_sampling import dynamic
 
 EACH_FAILURE = pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
 
@@ -76,3 +82,173 @@ def test_nothing_is_said_with_audit_off(
     assert {event["event"] for event in Run(tmp_path).events()} <= {"started", "finished", "failed"}
     assert not [key for line in logs(trainer) for key in line if key.startswith(("audit/", "prompts/"))]
     assert not (tmp_path / "bad_updates").exists()
+
+
+def test_findings_between_two_logs_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = FAILURES["one_gradient_is_1000_times_the_usual"]
+    trainer = failure.trainer(tmp_path, monkeypatch, max_steps=24, logging_steps=4)
+    trainer.train()
+    assert findings(tmp_path) == {"exploding_gradient": 1}
+    assert [line.get("audit/exploding_gradient") for line in logs(trainer)] == [None] * 5 + [1]
+
+
+# ---- tokens and rows between the rollout and the loss
+
+
+def lose_a_token(tensors: dict[str, Any]) -> dict[str, Any]:
+    mask = tensors["completion_mask"].clone()
+    mask[0, 0] = 0
+    return tensors | {"completion_mask": mask}
+
+
+def lose_a_row(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: value if value.dim() == 0 else value[1:] for name, value in tensors.items()}
+
+
+def repeat_a_row(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: value if value.dim() == 0 else torch.cat([value, value[:1]]) for name, value in tensors.items()}
+
+
+BOOKS_ALWAYS_RAISE = pytest.mark.parametrize("audit", ["warn", "error"])
+
+
+@BOOKS_ALWAYS_RAISE
+@pytest.mark.parametrize("change", [lose_a_token, lose_a_row, repeat_a_row])
+@pytest.mark.parametrize("place", ["shuffle_sequence_dict", "trim", "split_tensor_dict"])
+def test_what_is_lost_on_the_way_to_the_update_raises(
+    place: str, change: Any, audit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = getattr(core, place)
+
+    def changed(*args: Any) -> Any:
+        result = function(*args)
+        return [change(result[0]), *result[1:]] if isinstance(result, list) else change(result)
+
+    monkeypatch.setattr(core, place, changed)
+    trainer = make(tmp_path, GRPOTrainer, parity_check="off", audit=audit)
+    with pytest.raises(AuditError, match="token_books: The books of the micro-batches of a generation"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert findings(tmp_path) == {"token_books": 1}
+
+
+@BOOKS_ALWAYS_RAISE
+@pytest.mark.parametrize("change", [lose_a_token, lose_a_row, repeat_a_row])
+@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=lambda s: next(iter(s)))
+def test_a_batch_that_changes_while_it_waits_raises(
+    settings: dict[str, Any], change: Any, audit: str, tmp_path: Path
+) -> None:
+    trainer = make(tmp_path, GRPOTrainer, parity_check="off", audit=audit, **settings)
+    trainer.add_callback(After(1, lambda: trainer._queue.append(change(trainer._queue.pop()))))
+    with pytest.raises(AuditError, match="token_books: The books of an update"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert findings(tmp_path) == {"token_books": 1}
+
+
+# ---- the books of prompts
+
+
+@pytest.mark.parametrize("dataset_size", [8, 7], ids=["even", "ragged"])
+def test_the_books_balance_at_the_end_of_each_epoch(dataset_size: int, tmp_path: Path) -> None:
+    trainer = make(
+        tmp_path,
+        GRPOTrainer,
+        dataset=prompts(dataset_size),
+        parity_check="off",
+        audit="error",
+        max_steps=-1,
+        num_train_epochs=3,
+    )
+    trainer.train()
+    left_over = dataset_size % 2
+    assert trainer.audits.books.close(before=3) == []
+    assert trainer.audits.books.metrics() == {
+        "prompts/seen": 3 * (dataset_size - left_over),
+        "prompts/skipped": 3 * left_over,
+        "prompts/repeated": 0,
+    }
+    last = logs(trainer, "prompts/seen")[-1]
+    assert (last["prompts/seen"], last["prompts/skipped"]) == (3 * (dataset_size - left_over), 2 * left_over)
+    assert not findings(tmp_path)
+
+
+def test_the_books_balance_with_prompts_that_dynamic_sampling_replaces(tmp_path: Path) -> None:
+    trainer = dynamic(tmp_path, [1, 4], dataset=prompts(7), audit="error", max_steps=7, parity_check="off")
+    trainer.train()
+    books = trainer.audits.books
+    assert books.seen == trainer.prompt_cursor.consumed == 3 * 6 + 3, "14 that have spread, of four in six"
+    assert (books.repeated, books.skipped) == (0, 3), "the seventh prompt of each of the epochs that are over"
+    assert not findings(tmp_path)
+
+
+def test_a_prompt_left_out_of_a_ragged_epoch_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reorder(monkeypatch, lambda order: [order[1], *order[1:]])
+    trainer = make(tmp_path, GRPOTrainer, dataset=prompts(7), parity_check="off", max_steps=4)
+    trainer.train()
+    skipped = next(event for event in Run(tmp_path).events() if event.get("check") == "prompt_skipped")
+    assert skipped["values"] == {"epoch": 0.0, "skipped": 2.0, "expected": 1.0}
+
+
+# ---- nothing to be seen
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+def adapter() -> Any:
+    return pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+HEALTHY: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "dynamic sampling": lambda: {"dynamic_sampling": True},
+    "num_iterations": lambda: {"num_iterations": 2},
+    "steps_per_generation": lambda: {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    "LoRA": lambda: {"peft_config": adapter()},
+    "top_k": lambda: {"top_k": 5},
+    "temperature": lambda: {"temperature": 0.7, "model": spread_out()},
+    "bf16": lambda: {"bf16": True},
+    "beta": lambda: {"beta": 0.1},
+    "transformers": lambda: {"rollout_backend": "transformers"},
+    "padded": lambda: {"packed_update": False},
+}
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+@pytest.mark.parametrize("settings", HEALTHY.values(), ids=HEALTHY)
+def test_a_healthy_run_has_no_finding(
+    settings: Callable[[], dict[str, Any]], trainer_class: Any, tmp_path: Path
+) -> None:
+    trainer = make(
+        tmp_path, trainer_class, **({"parity_check": "off", "max_steps": 10, "audit": "error"} | settings())
+    )
+    trainer.train()
+    assert trainer.state.global_step == 10
+    assert not findings(tmp_path)
+    assert not counted(trainer)
+    assert all(line["audit/seconds"] >= 0 for line in logs(trainer))
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+def test_a_healthy_run_with_tools_has_no_finding(trainer_class: Any, tmp_path: Path) -> None:
+    trainer = random_caller(
+        tmp_path,
+        "add",
+        {"a": 1, "b": 2},
+        trainer_class=trainer_class,
+        arguments={"tools": [add]},
+        audit="error",
+        max_steps=10,
+    )
+    trainer.train()
+    assert sum(line["tools/call_frequency"] for line in logs(trainer, "tools/call_frequency"))
+    assert not findings(tmp_path)
+    assert not counted(trainer)

@@ -528,8 +528,8 @@ def test_a_generation_that_is_sampled_anew_may_need_more_or_fewer_prompts(
     assert resumed.groups[0] == [0, 4, 5, 3]
     assert resumed.groups[0] != straight.groups[0]
     assert resumed.groups[1:] == straight.groups[1:]
-    saved = json.loads((tmp_path / "resumed" / "checkpoint-2" / "run_state-00000.json").read_text())["parts"]["prompts"]
-    assert saved == {"generation_began_at": 0, "consumed": straight.groups[1][0]}
+    saved = json.loads((tmp_path / "resumed" / "checkpoint-2" / "run_state-00000.json").read_text())
+    assert saved["parts"]["prompts"] == {"generation_began_at": 0, "consumed": straight.groups[1][0]}
 
 
 @pytest.mark.parametrize("trainer_class", [WatchedGRPO, WatchedRLOO])

@@ -65,3 +65,35 @@ def test_packs_do_not_wait_for_the_device(recipe: str, tmp_path: Path, monkeypat
     monkeypatch.setattr(trainer, "_run_packs", run_packs)
     trainer.train()
     assert len(packs) > 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": None}, {"num_iterations": 2, "beta": 0.04}], ids=str)
+@pytest.mark.parametrize(("trainer", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
+def test_a_resumed_run_has_the_bits_of_a_straight_one(
+    trainer: Any, config: Any, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torch's deterministic algorithms, in the middle of a generation."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+    def run(folder: Path, resume: Any = None) -> dict[str, torch.Tensor]:
+        args = base_args(folder, use_cpu=False, max_steps=6, steps_per_generation=2, save_strategy="steps")
+        made = trainer(
+            model=tiny_model(),
+            reward_funcs=length_reward,
+            args=config(**(args | {"save_steps": 3, "learning_rate": 1e-3} | settings)),
+            train_dataset=prompts(16),
+            processing_class=tiny_tokenizer(),
+        )
+        made.train(resume_from_checkpoint=resume)
+        assert made.backend.name == "builtin"
+        return {name: weight.detach().cpu() for name, weight in made.model.state_dict().items()}
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        straight = run(tmp_path)
+        resumed = run(tmp_path, resume=str(tmp_path / "checkpoint-3"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert straight["lm_head.weight"].ne(tiny_model().lm_head.weight).any()
+    for name, weight in straight.items():
+        assert torch.equal(weight, resumed[name]), name

@@ -1,0 +1,190 @@
+"""Updates whose loss or gradient is not finite: they never reach the weights, their rows are kept, and five are enough."""
+
+import copy
+import json
+import math
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gruppo import GRPOTrainer, RLOOTrainer
+from gruppo.errors import AuditError
+from gruppo.runs.checkpoints import problems
+from gruppo.runs.read import Run
+from tests.trainer.failures import by_place, change_loss
+from tests.trainer.runs import Weights, logs, make
+
+Spoil = Callable[[Any, Collection[int], pytest.MonkeyPatch], None]
+
+
+def spoil_loss(trainer: Any, updates: Collection[int], patch: pytest.MonkeyPatch) -> None:
+    """NaN in the loss of these updates, counted from 0."""
+    change_loss(patch, lambda loss: loss * (math.nan if trainer.state.global_step in updates else 1.0))
+
+
+def spoil_gradient(trainer: Any, updates: Collection[int], patch: pytest.MonkeyPatch) -> None:
+    """Infinity in one element of one gradient."""
+
+    def spoil(gradient: Tensor) -> Tensor:
+        spoiled = gradient.clone()
+        spoiled[0] = math.inf if trainer.state.global_step in updates else spoiled[0]
+        return spoiled
+
+    trainer.model.model.norm.weight.register_hook(spoil)
+
+
+def spoiled(folder: Path, patch: pytest.MonkeyPatch, updates: Collection[int], spoil: Spoil, **settings: Any) -> Any:
+    trainer = make(
+        folder, settings.pop("trainer_class", GRPOTrainer), rewards=by_place, parity_check="off", **settings
+    )
+    spoil(trainer, updates, patch)
+    return trainer
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in Run(folder).events() if event["event"] == kind]
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Optimizer(Weights):
+    """Keeps copies of the optimizer's state, too, as it is when each update begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[dict[str, Any]] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        super().on_step_begin(args, state, control, **kwargs)
+        self.states.append(copy.deepcopy(optimizer.state_dict()["state"]))
+
+
+EACH_WAY = pytest.mark.parametrize("spoil", [spoil_loss, spoil_gradient])
+
+
+@EACH_WAY
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"packed_update": False}, {"optim": "adamw_torch", "weight_decay": 0.1}, {"max_grad_norm": 0.0}],
+    ids=["packed", "padded", "not fused", "not clipped"],
+)
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+def test_a_broken_update_touches_neither_weights_nor_optimizer(
+    trainer_class: Any, settings: dict[str, Any], spoil: Spoil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Optimizer()
+    trainer = spoiled(
+        tmp_path, monkeypatch, {2}, spoil, trainer_class=trainer_class, callbacks=[seen], max_steps=4, **settings
+    )
+    trainer.train()
+    assert not same(seen.before[1], seen.before[2]), "the update before it"
+    assert same(seen.before[2], seen.before[3]), "the broken one"
+    assert not same(seen.before[3], trainer.model.state_dict()), "the update after it"
+    before, after = seen.states[2], seen.states[3]
+    assert before.keys() == after.keys()
+    assert before
+    for number, values in before.items():
+        assert same(values, after[number])
+
+
+@EACH_WAY
+def test_the_rows_of_a_broken_update_are_kept(
+    spoil: Spoil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = spoiled(
+        tmp_path, monkeypatch, {1}, spoil, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2
+    )
+    trainer.train()
+    (event,) = events(tmp_path, "update_skipped")
+    assert (event["update"], event["rows"]) == (1, "bad_updates/update-00000001-0000.safetensors")
+    rows = load_file(tmp_path / event["rows"])
+    recorded = Run(tmp_path).rollouts(["completion_tokens", "advantage"], updates=[1]).to_pylist()
+    kept = [
+        (ids[mask.bool()].tolist(), advantage.item())
+        for part in ("0", "1")
+        for ids, mask, advantage in zip(
+            rows[f"{part}/completion_ids"], rows[f"{part}/completion_mask"], rows[f"{part}/advantages"], strict=True
+        )
+    ]
+    assert sorted(kept) == sorted((row["completion_tokens"], row["advantage"]) for row in recorded)
+    with safe_open(str(tmp_path / event["rows"]), "pt") as file:
+        facts = json.loads(file.metadata()["gruppo"])
+    assert facts["update"] == 1
+    assert not all(math.isfinite(float(facts[name])) for name in ("loss", "grad_norm"))
+    assert [line.get("audit/skipped_updates", 0) for line in logs(trainer)] == [0, 1, 1]
+    assert [record for record in caplog.records if "is left out" in record.getMessage()]
+
+
+def test_few_of_many_broken_updates_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = spoiled(tmp_path, monkeypatch, range(24), spoil_loss, max_steps=24, max_bad_updates=25)
+    trainer.train()
+    assert len(list((tmp_path / "bad_updates").iterdir())) == 20
+    assert [event["rows"] is None for event in events(tmp_path, "update_skipped")] == [False] * 20 + [True] * 4
+
+
+@EACH_WAY
+def test_five_in_a_row_end_the_run_with_a_checkpoint(
+    spoil: Spoil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Weights()
+    trainer = spoiled(tmp_path, monkeypatch, range(2, 99), spoil, callbacks=[seen], max_steps=20)
+    checkpoint = tmp_path / "checkpoint-7"
+    with pytest.raises(AuditError, match="5 updates in a row") as error:
+        trainer.train()
+    assert str(checkpoint) in str(error.value)
+    assert trainer.state.global_step == 7
+    assert problems(checkpoint) == []
+    assert same(seen.before[2], trainer.model.state_dict()), "the weights of the last good update"
+    assert all(
+        torch.equal(weight, seen.before[2][name])
+        for name, weight in load_file(checkpoint / "model.safetensors").items()
+    )
+    assert [event["bad_updates"] for event in events(tmp_path, "stopped")] == [5]
+    assert len(events(tmp_path, "update_skipped")) == 5
+
+
+def test_four_in_a_row_and_a_good_one_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = {1, 2, 3, 4, 6, 7, 8, 9}
+    trainer = spoiled(tmp_path, monkeypatch, bad, spoil_gradient, max_steps=11)
+    trainer.train()
+    assert trainer.state.global_step == 11
+    assert not events(tmp_path, "stopped")
+    assert [event["update"] for event in events(tmp_path, "update_skipped")] == sorted(bad)
+    assert logs(trainer)[-1]["audit/skipped_updates"] == len(bad)
+
+
+def test_a_run_that_was_stopped_goes_on_once_it_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"max_bad_updates": 2, "max_steps": 6}
+    with pytest.raises(AuditError), monkeypatch.context() as patch:
+        spoiled(tmp_path, patch, range(2, 99), spoil_loss, **settings).train()
+    trainer = make(tmp_path, GRPOTrainer, rewards=by_place, parity_check="off", **settings)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 6
+    assert trainer.audits.bad_updates.total == 2
+    assert not trainer.audits.bad_updates.should_stop
+
+
+def test_with_error_the_first_one_ends_the_run_and_the_weights_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Weights()
+    trainer = spoiled(tmp_path, monkeypatch, {1}, spoil_gradient, callbacks=[seen], audit="error", max_steps=3)
+    with pytest.raises(AuditError, match="nonfinite_gradient: The gradient of the update is"):
+        trainer.train()
+    assert same(seen.before[1], trainer.model.state_dict())
+    assert len(events(tmp_path, "update_skipped")) == 1
+
+
+def test_with_off_a_broken_update_reaches_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = spoiled(tmp_path, monkeypatch, {0}, spoil_gradient, audit="off", max_steps=1)
+    trainer.train()
+    assert trainer.model.model.norm.weight.isnan().any()
+    assert not (tmp_path / "bad_updates").exists()
