@@ -51,3 +51,12 @@ def test_the_snippet_prints_what_the_readme_says(
 @pytest.mark.parametrize("target", re.findall(r"\]\(([^)]+)\)", README))
 def test_links_lead_somewhere(target: str) -> None:
     assert (Path(__file__).parents[1] / target).exists()
+
+
+def test_every_test_that_a_document_names_exists() -> None:
+    root = Path(__file__).parents[1]
+    for document in (root / "docs").glob("*.md"):
+        for path, name in re.findall(r"`((?:tests|benchmarks)/[\w/.]+)(?:::(\w+))?`", document.read_text("utf-8")):
+            assert (root / path).exists(), f"{document.name} names {path}"
+            if name:
+                assert f"def {name}(" in (root / path).read_text("utf-8"), f"{document.name} names {path}::{name}"
