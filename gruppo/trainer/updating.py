@@ -52,7 +52,7 @@ class Updating(Collecting):
     _update_seconds: float  # so far, of rollout and passes
     _pass_seconds = 0.0  # of the passes alone
     _sending_gradients = False
-    _drift_at_hand: Mapping[str, float | None] = MappingProxyType({})  # of the update that just ended
+    _means_at_hand: Mapping[str, float | None] = MappingProxyType({})  # of the update that just ended
 
     def update_size(self, batches: Sequence[dict[str, Any]]) -> UpdateSize:
         """Rows, loss tokens and micro-batches over all processes."""
@@ -348,8 +348,11 @@ class Updating(Collecting):
             f"{DRIFT}/max": Max(torch.where(counts_BT, drift, torch.nan)),
         }
 
-    def _drift(self, means: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float | None]:
-        """Mean, largest and ratio of the differences between the sampler's log-probs and the trainer's."""
+    def _audited_means(self, means: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float | None]:
+        """Of the update's loss tokens: entropy, and the differences between the sampler's log-probs and the trainer's.
+
+        None where there are no such tokens.
+        """
 
         def mean(key: str) -> float | None:
             total, tokens = (sum(part) for part in zip(*means.get(key, [(0.0, 0.0)]), strict=True))
@@ -357,6 +360,7 @@ class Updating(Collecting):
 
         known = self.metrics.values["train"].get(f"{DRIFT}/max")
         return {
+            "entropy": mean("entropy"),
             "drift_mean": mean(f"{DRIFT}/mean"),
             "drift_max": known[-1] if known and not math.isnan(known[-1]) else None,
             "drift_ratio": mean(DRIFT_RATIO),
@@ -370,7 +374,7 @@ class Updating(Collecting):
         self.ledger.took(self._pass_seconds + waited)
         self.metrics.add("train", self.ledger.metrics() | {"step_time": self._update_seconds + waited})
         self._update_seconds = self._pass_seconds = 0.0
-        self._drift_at_hand = self._drift(means)
+        self._means_at_hand = self._audited_means(means)
         if self.entropy_control.enabled:
             self.entropy_control.update(means.get("_chosen_entropy", []))
             self.metrics.add("train", {"entropy_coef": self.entropy_control.coef})

@@ -126,10 +126,9 @@ class Watching(Updating):
             facts = {
                 "grad_norm": self._grad_norm if math.isfinite(self._grad_norm) else None,
                 "learning_rate": self._get_learning_rate(),
-                "entropy": _last(values.get("entropy")),
                 "mean_length": _last(values.get("completions/mean_length")),
                 "allowed_age": self._allowed_age,
-                **self._drift_at_hand,
+                **self._means_at_hand,
                 **rows,
             }
         self._batches_at_hand = ()

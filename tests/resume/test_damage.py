@@ -99,14 +99,19 @@ def test_no_good_checkpoint_is_left(killed: Path, tmp_path: Path) -> None:
     assert "checkpoint-6" in refused.log
 
 
-def test_a_plain_checkpoint_loads(killed: Path, tmp_path: Path) -> None:
+PLAIN = {"config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt"}
+PLAIN |= {"tokenizer.json", "tokenizer_config.json", "trainer_state.json", "training_args.bin"}
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["found", "named"])
+def test_a_plain_checkpoint_loads(named: bool, killed: Path, tmp_path: Path) -> None:
     """What transformers.Trainer itself writes, and nothing else."""
-    plain = {"config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "rng_state.pth"}
-    plain |= {"scheduler.pt", "tokenizer.json", "tokenizer_config.json", "trainer_state.json", "training_args.bin"}
-    for path in (killed / "checkpoint-6").iterdir():
-        if path.name not in plain:
+    folder = tmp_path / "elsewhere"
+    checkpoint = Path(shutil.copytree(killed / "checkpoint-6", folder / "run" / "checkpoint-6"))
+    for path in checkpoint.iterdir():
+        if path.name not in PLAIN:
             path.unlink()
-    resumed = run("grpo", tmp_path, resume=True).checked()
+    resumed = run("grpo", folder, resume=True, checkpoint=checkpoint if named else None).checked()
     assert resumed.evidence["process 0"]["updates"] == 7
     assert resumed.reached[0]["optimizer"] == [6], "one update was left to make"
 

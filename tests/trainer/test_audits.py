@@ -216,14 +216,14 @@ HEALTHY: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("settings", HEALTHY.values(), ids=HEALTHY)
 def test_a_healthy_run_has_no_finding(
     settings: Callable[[], dict[str, Any]], trainer_class: Any, tmp_path: Path
 ) -> None:
-    trainer = make(
-        tmp_path, trainer_class, **({"parity_check": "off", "max_steps": 10, "audit": "error"} | settings())
-    )
+    usual = {"parity_check": "off", "max_steps": 10, "audit": "error"}
+    trainer = make(tmp_path, trainer_class, **(usual | settings()))
     trainer.train()
     assert trainer.state.global_step == 10
     assert not findings(tmp_path)

@@ -46,7 +46,7 @@ def test_default_precision_trains(trainer: Any, config: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize("recipe", sorted({*RECIPES} - {"top_entropy"}))  # which has to know its threshold
 def test_packs_do_not_wait_for_the_device(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host gives the device the next pack while it works on the last one."""
-    trainer = make_trainer(recipe, tmp_path, use_cpu=False, max_tokens_per_micro_batch=64, parity_check="off")
+    trainer = make_trainer(recipe, tmp_path, use_cpu=False, max_tokens_per_micro_batch=16, parity_check="off")
     packs = []
 
     def loss_without_waiting(*args: Any, **kwargs: Any) -> torch.Tensor:
