@@ -67,6 +67,7 @@ class Checkpointing(Watching):
     _retry_at: int | None = None  # the update after which to save again, when the disk was full
     _pause = 1
     _run_id = ""
+    _random_state_due: str | None = None  # the checkpoint whose random state is still to be restored
     _position: dict[str, Any] | None = None
 
     # ---- what a process remembers

@@ -53,8 +53,10 @@ class Collecting(Sampling):
         self._note_rows(generation.rollouts, batch.zero_advantage_B.tolist())
         self._record_rows(generation, batch, advantages.rewards_B)
         if self.mode == "train":
+            # A group with one scored row has a spread of NaN, and a batch may have spread where no group has.
+            moved_share = (advantages.advantages_B != 0).float().mean().item()
             self.audits.scored(
-                spread_share=1 - frac_zero_std(advantages.std_B).item(),
+                spread_share=min(1 - frac_zero_std(advantages.std_B).item(), moved_share),
                 unscorable_share=advantages.rewards_B.isnan().float().mean().item(),
             )
         return batch

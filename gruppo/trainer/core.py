@@ -153,7 +153,6 @@ class PolicyTrainer(KnownNames, Resuming):
         self._queue: deque[dict[str, Any]] = deque()
         self._step = 0
         self._earlier_runs = 0  # calls of train() before this one
-        self._random_state_due: str | None = None  # the checkpoint whose random state is still to be restored
         self._update_seconds = 0.0
 
         self.stopper = Stopper(enabled=args.save_on_signal, alone=self.accelerator.num_processes == 1)

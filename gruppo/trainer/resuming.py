@@ -45,9 +45,12 @@ class Resuming(Checkpointing):
         """Trainer's, which would make one more update in a run that is resumed after its last."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
-            self._load_rng_state(kwargs.get("resume_from_checkpoint"))
         else:
             super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._load_rng_state(self._random_state_due)  # of a run that was over: no update has done it
+        return super()._finalize_training(*args, **kwargs)
 
     def _raise_reason_to_stop(self) -> None:
         """The end of a run that did not come to its own."""
@@ -55,7 +58,8 @@ class Resuming(Checkpointing):
         if self.stopper.requested is not None and self.state.global_step < self.state.max_steps:
             name = self.stopper.requested.name
             self.record_event("stopped", signal=name)
-            logger.warning(f"Stopped by {name} after update {self.state.global_step}, saved in {folder}.")
+            saved = f"saved in {folder}" if folder.exists() else "as the checkpoint that it was resumed from has it"
+            logger.warning(f"Stopped by {name} after update {self.state.global_step}, {saved}.")
             raise SystemExit(STOPPED)
         if self.audits.bad_updates.should_stop:
             self.record_event("stopped", bad_updates=self.audits.bad_updates.in_a_row)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.resume.cases import CASES
 from tests.resume.harness import Outcome, assert_same, killed_and_resumed
-from tests.resume.moments import Stop
+from tests.resume.moments import MOMENTS, Stop
 
 Straight = Callable[[str], Outcome]
 
@@ -45,3 +45,12 @@ def test_killed_after_the_last_update(case: str, straight: Straight, tmp_path: P
     """While the checkpoint before the last two is removed: nothing is left to do but to say so."""
     last = len(straight(case).reached[0]["rotating"])
     assert_same(straight(case), killed_and_resumed(case, tmp_path, Stop("rotating", last)))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("case", CASES)
+def test_every_moment_is_reached(case: str, straight: Straight) -> None:
+    """A moment that is never seen is one at which nothing is ever killed."""
+    reached = straight(case).reached
+    assert set(reached[0]) == set(MOMENTS)
+    assert all({"rollout", "scoring", "backward", "optimizer"} <= set(moments) for moments in reached.values())

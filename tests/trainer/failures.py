@@ -259,8 +259,26 @@ def says_nothing(completions: list[Any], **kwargs: Any) -> list[None]:
     return [None] * len(completions)
 
 
+def one_of_two(completions: list[Any], **kwargs: Any) -> list[float | None]:
+    return [None if i % 2 else float(i) for i in range(len(completions))]
+
+
+def by_prompt(prompts: list[str], **kwargs: Any) -> list[float]:
+    return [float(prompt.strip("p:")) for prompt in prompts]
+
+
 @seen_by("no_signal", rewards=always_no, max_steps=PATIENCE)
 def a_reward_without_spread(trainer: Any, patch: pytest.MonkeyPatch) -> None:
+    """The reward is the failure."""
+
+
+@seen_by("no_signal", rewards=one_of_two, max_steps=PATIENCE)
+def a_reward_that_scores_one_of_each_group(trainer: Any, patch: pytest.MonkeyPatch) -> None:
+    """The reward is the failure."""
+
+
+@seen_by("no_signal", rewards=by_prompt, scale_rewards="batch", max_steps=PATIENCE)
+def a_reward_that_differs_between_groups_only(trainer: Any, patch: pytest.MonkeyPatch) -> None:
     """The reward is the failure."""
 
 

@@ -12,10 +12,10 @@ from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.errors import AuditError
 from gruppo.runs.read import Run
 from gruppo.trainer import core
-from tests.helpers import prompts
+from tests.helpers import prompts, tiny_gpt2, tiny_model
 from tests.tools.scripted import random_caller
 from tests.trainer.failures import FAILURES, After, Failure, reorder, spread_out
-from tests.trainer.runs import logs, make
+from tests.trainer.runs import SaveAt, logs, make
 from tests.trainer.test_dynamic_sampling import dynamic
 
 EACH_FAILURE = pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
@@ -37,7 +37,13 @@ def counted(trainer: Any) -> Counter[str]:
     apart = {"audit/seconds", "audit/skipped_updates"}
     totals: Counter[str] = Counter()
     for line in logs(trainer):
-        totals.update({key[6:]: value for key, value in line.items() if key.startswith("audit/") and key not in apart})
+        totals.update(
+            {
+                key.removeprefix("audit/"): value
+                for key, value in line.items()
+                if key.startswith("audit/") and key not in apart
+            }
+        )
     return totals
 
 
@@ -176,6 +182,29 @@ def test_the_books_balance_with_prompts_that_dynamic_sampling_replaces(tmp_path:
     assert not findings(tmp_path)
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}, {"dynamic_sampling": True}], ids=str)
+def test_the_books_of_a_resumed_run_are_those_of_a_straight_one(settings: dict[str, Any], tmp_path: Path) -> None:
+    def trainer(folder: str, **more: Any) -> Any:
+        usual = {"dataset": prompts(7), "parity_check": "off", "audit": "error", "max_steps": 11}
+        return make(tmp_path / folder, GRPOTrainer, **(usual | settings | more))
+
+    straight, resumed = trainer("straight"), trainer("resumed")
+    straight.train()
+    trainer("resumed", callbacks=[SaveAt(5)]).train()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 11
+    assert resumed.audits.books.metrics() == straight.audits.books.metrics()
+    assert resumed.audits.books.skipped
+    assert not findings(tmp_path / "resumed")
+
+
+def test_every_run_of_a_trainer_keeps_books_of_its_own(tmp_path: Path) -> None:
+    trainer = make(tmp_path, GRPOTrainer, parity_check="off", audit="error", max_steps=3)
+    for _ in range(2):
+        trainer.train()
+        assert trainer.audits.books.metrics() == {"prompts/seen": 6, "prompts/skipped": 0, "prompts/repeated": 0}
+
+
 def test_a_prompt_left_out_of_a_ragged_epoch_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reorder(monkeypatch, lambda order: [order[1], *order[1:]])
     trainer = make(tmp_path, GRPOTrainer, dataset=prompts(7), parity_check="off", max_steps=4)
@@ -213,6 +242,11 @@ HEALTHY: dict[str, Callable[[], dict[str, Any]]] = {
     "beta": lambda: {"beta": 0.1},
     "transformers": lambda: {"rollout_backend": "transformers"},
     "padded": lambda: {"packed_update": False},
+    "dropout": lambda: {"model": tiny_gpt2()},
+    "bfloat16 weights": lambda: {"model": tiny_model().bfloat16()},
+    "updates without a loss token": lambda: {"mask_truncated_completions": True},
+    "a stream": lambda: {"dataset": prompts(8).to_iterable_dataset()},
+    "evaluation": lambda: {"eval_dataset": prompts(4), "eval_strategy": "steps", "eval_steps": 3},
 }
 
 
