@@ -41,7 +41,7 @@ test-slow: $(VENV)/.ready
 	touch $@
 
 # What does not touch transformers need not run twice.
-PLAIN := algo kernels grading sandbox
+PLAIN := algo audit kernels grading runs sandbox
 test-compat: .venv-tf517/.ready
 	.venv-tf517/bin/pytest -m "not slow and not medium" -n 2 -q $(PLAIN:%=--ignore=tests/%)
 

@@ -5,7 +5,7 @@
     RewardError(ValueError)      a reward function broke its contract (wrong length or type), or too many failed
     RolloutError(RuntimeError)   a rollout backend broke its contract (lost a completion, returned nothing)
     PackingError(RuntimeError)   a model does something that packed rows cannot do (an attention mask of its own)
-    CheckpointError(RuntimeError)  a checkpoint that is damaged, or was made with other settings
+    CheckpointError(ValueError)  a checkpoint that is damaged, or was made with other settings
     RunLockedError(RuntimeError) another process writes into the same output folder
     AuditError(RuntimeError)     a check of every update found something that would spoil the run silently
     ParityError(RuntimeError)    the fast path of an update differs from the slow one by more than rounding
@@ -55,7 +55,7 @@ class PackingError(RuntimeError):
     """A model does something that packed rows cannot do."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ValueError):
     """A checkpoint is damaged, or was made with other settings."""
 
 

@@ -22,7 +22,7 @@ class PromptBooks:
     Prompts are taken in the order of the stream, so that an epoch is over as soon as a prompt of a later one was
     taken, and its books are closed. Those of the epoch under way stay open when a run ends. Prompts of epochs before
     `first_epoch` are only counted: a run that goes on in the middle of epoch 2, without the books of what came before,
-    sets it to 3.
+    sets it to 3. What an epoch leaves out because it was ended on purpose (`end_early`) is only counted, too.
 
     Example, five prompts in generations of two:
         books = PromptBooks(5, left_over=1)
@@ -39,6 +39,7 @@ class PromptBooks:
         self.seen = self.skipped = self.repeated = 0  # over all epochs; skipped: of the closed ones
         self._closed = first_epoch  # epochs before this one are
         self._open: dict[int, NDArray[np.uint8]] = {}  # how often each prompt was taken, by epoch
+        self._ended_early: set[int] = set()  # of the epochs that are not closed
 
     def take(self, indices: Sequence[int], epoch: int | Sequence[int]) -> list[Finding]:
         """Enter prompts (one index for each, not for each of its completions), with the epoch of all, or of each."""
@@ -53,12 +54,18 @@ class PromptBooks:
             findings += self._enter(number, index_P[known_P & (epoch_P == number)])
         return findings + self.close(before=int(epoch_P.max()))
 
+    def end_early(self, epoch: int) -> None:
+        """Somebody wants this epoch to be over: the prompts that are left of it are nobody's mistake."""
+        if epoch >= self._closed:
+            self._ended_early.add(epoch)
+
     def close(self, before: int) -> list[Finding]:
         """Close the books of every epoch before this one; at the end of epoch 2, `close(before=3)`."""
         findings = []
         for epoch in range(self._closed, before if self.prompts is not None else 0):
             findings += self._balance(epoch, self._open.pop(epoch, self._nothing_taken()))
         self._closed = max(self._closed, before)
+        self._ended_early = {epoch for epoch in self._ended_early if epoch >= self._closed}
         return findings
 
     def _nothing_taken(self) -> NDArray[np.uint8]:
@@ -80,7 +87,7 @@ class PromptBooks:
     def _balance(self, epoch: int, counts: NDArray[np.uint8]) -> list[Finding]:
         missing = np.flatnonzero(counts == 0)
         self.skipped += len(missing)
-        if len(missing) == self.left_over:
+        if len(missing) == self.left_over or epoch in self._ended_early:
             return []
         return [
             Finding(
@@ -121,7 +128,7 @@ class PromptBooks:
         """Numbers, and one uint8 tensor `counts` (open epochs, prompts)."""
         counts = np.stack(list(self._open.values())) if self._open else np.zeros((0, self.prompts or 0), np.uint8)
         totals = {"seen": self.seen, "skipped": self.skipped, "repeated": self.repeated}
-        places = {"first_epoch": self.first_epoch, "closed": self._closed}
+        places = {"first_epoch": self.first_epoch, "closed": self._closed, "ended_early": sorted(self._ended_early)}
         return {**totals, **places, "epochs": list(self._open), "counts": torch.from_numpy(counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,9 +138,14 @@ class PromptBooks:
                 f"The checkpoint's run had {counts.shape[1]} prompts and this one has {self.prompts or 0}: which of "
                 "them an epoch has seen cannot be said. Resume with the same dataset."
             )
-        self.seen, self.skipped, self.repeated = (int(state[name]) for name in ("seen", "skipped", "repeated"))
+        self.load_totals(state)
         self.first_epoch, self._closed = int(state["first_epoch"]), int(state["closed"])
+        self._ended_early = set(state["ended_early"])
         self._open = {epoch: row.copy() for epoch, row in zip(state["epochs"], counts, strict=True)}
+
+    def load_totals(self, state: Mapping[str, Any]) -> None:
+        """Only what was counted: which prompts the epochs have seen is not known, or of no use."""
+        self.seen, self.skipped, self.repeated = (int(state[name]) for name in ("seen", "skipped", "repeated"))
 
 
 def _some(indices: NDArray[np.int64]) -> str:

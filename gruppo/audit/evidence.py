@@ -36,7 +36,7 @@ class Evidence:
         return True
 
     def state_dict(self) -> list[float]:
-        return self.sums
+        return list(self.sums)
 
     def load_state_dict(self, state: Sequence[float]) -> None:
         self.sums = list(state)

@@ -32,7 +32,7 @@ class Beginning:
         return mean(self.values)
 
     def state_dict(self) -> list[float]:
-        return self.values
+        return list(self.values)
 
     def load_state_dict(self, state: Sequence[float]) -> None:
         self.values = list(state)
@@ -132,22 +132,24 @@ class RunAudits:
         """Checks of an update that reached the weights.
 
         `drift_*`: |trainer − sampler| of log-probs, and exp(trainer − sampler), over the loss tokens whose rows were
-        sampled with the weights of this update. `moving_rows` have an advantage that is not 0, and loss tokens.
-        `oldest_rows` and `allowed_age` count updates. `changed_share` is what a WeightProbe says.
+        sampled with the weights of this update. `moving_rows` must have a gradient: an advantage that is not 0, loss
+        tokens, and nothing that clips or drops them. `oldest_rows` and `allowed_age` count updates. `changed_share` is
+        what a WeightProbe says.
         """
         return _found(
             update.drift(drift_mean, drift_max, drift_ratio) if drift_mean is not None else None,
-            *self._gradient(grad_norm, learning_rate, moving_rows, changed_share),
+            update.zero_gradient(grad_norm, moving_rows, entropy) if grad_norm is not None else None,
+            *self._gradient(grad_norm, learning_rate, changed_share),
             *self._collapse(entropy, mean_length),
             update.stale_rows(oldest_rows, allowed_age),
         )
 
     def _gradient(
-        self, grad_norm: float | None, learning_rate: float, moving_rows: int, changed_share: float | None
+        self, grad_norm: float | None, learning_rate: float, changed_share: float | None
     ) -> list[Finding | None]:
         if grad_norm is None:
             return []
-        found = [update.zero_gradient(grad_norm, moving_rows), update.exploding_gradient(grad_norm, self.norms.values)]
+        found = [update.exploding_gradient(grad_norm, self.norms.values)]
         self.norms.add(grad_norm)
         # An update without gradient or learning rate says nothing, and does not end a streak.
         if changed_share is not None and grad_norm and learning_rate and self.frozen.add(changed_share == 0):

@@ -20,6 +20,7 @@ from gruppo.audit.findings import Finding
 
 DRIFT = 0.1  # nats, mean of the absolute differences: bfloat16 gives about 0.02
 DRIFT_RATIO = (0.8, 1.25)  # mean of p_trainer / p_sampler, which is 1 but for noise: bfloat16 gives 1.00
+CERTAIN = 1e-4  # nats per token: what is certain to be written has no gradient
 EXPLODING = 100.0  # times the median of earlier norms
 FEWEST_NORMS = 20
 ENTROPY_LEFT, LEAST_ENTROPY = 0.01, 0.01  # of what it was; nats
@@ -65,10 +66,18 @@ def books(expected: Mapping[str, int], found: Mapping[str, int], where: str) -> 
     )
 
 
-def nonfinite(loss: float | None, grad_norm: float | None) -> list[Finding]:
-    """Checks `nonfinite_loss` and `nonfinite_gradient`: such an update must not reach the weights."""
+def nonfinite(loss: float | None, grad_norm: float | None, *, left_out: bool = True) -> list[Finding]:
+    """Checks `nonfinite_loss` and `nonfinite_gradient`: such an update must not reach the weights.
+
+    `left_out` is False where it could not be prevented.
+    """
+    outcome = (
+        "The update is left out."
+        if left_out
+        else "Its step was made before it could be left out: the weights may be spoiled, go back to a checkpoint."
+    )
     advice = (
-        "The update is left out. Look at rewards that are huge, at log-probs of -inf, at a learning rate that has "
+        f"{outcome} Look at rewards that are huge, at log-probs of -inf, at a learning rate that has "
         "already spoiled the weights, and at float16, which overflows where bfloat16 does not."
     )
     named = {"loss": loss, "gradient": grad_norm}
@@ -79,15 +88,15 @@ def nonfinite(loss: float | None, grad_norm: float | None) -> list[Finding]:
     ]
 
 
-def zero_gradient(grad_norm: float, moving_rows: int) -> Finding | None:
-    """A norm of exactly 0 although rows with advantages were run."""
-    if grad_norm != 0 or not moving_rows:
+def zero_gradient(grad_norm: float, moving_rows: int, entropy: float | None = None) -> Finding | None:
+    """A norm of exactly 0 although there were rows that must have a gradient, of a policy that is not certain."""
+    if grad_norm != 0 or not moving_rows or (entropy is not None and entropy < CERTAIN):
         return None
     return Finding(
         "zero_gradient",
-        f"The gradient is exactly 0, though {moving_rows} rows have an advantage. Either every one of their tokens is "
-        "clipped or masked (look at clip_ratio/region_mean and mask_truncated_completions), or the loss is cut off "
-        "from the weights: no parameter that needs a gradient, a detached output, a frozen adapter.",
+        "The gradient is exactly 0, though there are rows that were sampled with these very weights and have an "
+        "advantage. The loss is cut off from the weights: no parameter that needs a gradient, a detached output, a "
+        "frozen adapter, a loss of your own that masks everything.",
         {"rows": float(moving_rows)},
     )
 

@@ -26,19 +26,24 @@ class WeightProbe:
         trainable = [parameter for parameter in parameters if parameter.requires_grad and _local(parameter).numel()]
         chosen = chance.sample(trainable, min(tensors, len(trainable)))
         self._watched = [(parameter, _elements(_local(parameter), per_tensor, chance)) for parameter in chosen]
-        self._last = self._read()
+        self.last = self._read()
 
     def changed(self) -> float | None:
         """The share that differs since the last call, or since the probe was made; None if there is nothing to watch.
 
         It waits for the device once, for one number.
         """
-        if self._last is None:
+        before, self.last = self.last, self._read()
+        return self.changed_since(before)
+
+    def changed_since(self, before: Tensor | None) -> float | None:
+        """The share of what was read last that differs from `last` of an earlier probe of the same parameters.
+
+        None if there is no such thing.
+        """
+        if self.last is None or before is None or before.shape != self.last.shape:
             return None
-        now, before = self._read(), self._last
-        assert now is not None
-        self._last = now
-        return float((now != before.to(now.device)).float().mean())
+        return float((self.last != before.to(self.last.device)).float().mean())
 
     @torch.no_grad()
     def _read(self) -> Tensor | None:

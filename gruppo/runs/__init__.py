@@ -1,11 +1,15 @@
 """What a run leaves on disk, and how to read it. docs/run-folder.md describes the format.
 
 recorder ──► run folder ──► reader   record.py       writes: begin, resume, metrics, events, rollouts
+                                     identity.py     run.json: which run this is, and what it went on from
+                                     settings.py     config.yaml
                                      lines.py        files of JSON lines that a full disk only delays
                                      rollouts.py     a completion as a row, rows as a parquet table
                                      files.py        where those tables lie
+                                     earlier.py      what was in the way and must not be lost
                                      read.py         reads a folder, live or from a stranger
                                      checkpoints.py  checkpoints as atomic bundles
+                                     disk.py         whether an error means a full disk
                                      lock.py         one writer per folder
 """
 

@@ -3,25 +3,27 @@
     staged = stage(run, "checkpoint-40")       run/.saving-checkpoint-40: write everything into it
     publish(staged, {"step": 40})              hash, sync, manifest, and only then its real name
     rotate(run, keep=3)                        run/.deleting-checkpoint-10, then gone
+    put_aside([checkpoint], run/earlier/0001)  what another run, or another way from here, has left is kept
 
 A kill at any moment leaves under a real name only what is complete. What it leaves under the other two names is
 finished or undone by `clean_leftovers`, at the next start. Only one process may do this in a run folder at a time: the
 one that holds its lock (`lock.py`).
 """
 
-import errno
 import logging
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gruppo.errors import CheckpointError
 from gruppo.runs import manifests, plain
+from gruppo.runs.disk import is_disk_full
+from gruppo.runs.earlier import new_place
+from gruppo.runs.identity import origins
 from gruppo.runs.lines import fsync_folder
 from gruppo.runs.manifests import MANIFEST, Manifest, manifest
 
@@ -38,7 +40,9 @@ __all__ = [
     "newest_good",
     "problems",
     "publish",
+    "put_aside",
     "rotate",
+    "run_of",
     "stage",
 ]
 
@@ -65,6 +69,8 @@ def stage(run: Path, name: str) -> Path:
 def publish(staged: Path, about: Mapping[str, Any]) -> Path:
     """Give a staged folder its real name, once all of it is on the disk; returns where it is now.
 
+    One of that name is replaced if it is of the same run; one of another run moves to `earlier/`.
+
     Example: publish(stage(run, "checkpoint-40"), {"step": 40, "run_id": "…"}) == run / "checkpoint-40"
     """
     manifests.write(staged, manifests.describe(staged, about))
@@ -78,23 +84,40 @@ def discard(staged: Path) -> None:
 
 def _put_in_place(staged: Path) -> Path:
     """Two renames where the name is taken. Between them there is no checkpoint of that name: `_settle` knows."""
-    run, name = staged.parent, staged.name.removeprefix(SAVING)
-    final, old = run / name, run / f"{DELETING}{name}"
-    replaces = os.path.lexists(final)
-    if replaces:
-        _remove(old)
+    run, final = staged.parent, staged.with_name(staged.name.removeprefix(SAVING))
+    old = _way_out(staged, final) if os.path.lexists(final) else None
+    if old is not None:
         os.rename(final, old)
     try:
-        if replaces:
-            fsync_folder(run)
+        if old is not None:
+            _sync_move(old, run)
         os.rename(staged, final)
     except OSError:  # the run goes on, and may discard what it staged
-        if replaces:
+        if old is not None:
             os.rename(old, final)
         raise
     fsync_folder(run)
-    _remove(old)
+    _remove(_doomed(final))
     return final
+
+
+def _way_out(staged: Path, final: Path) -> Path:
+    """Where the one goes that is replaced: away if it is of the same run, else to where nothing is deleted."""
+    if run_of(final) != run_of(staged):
+        return new_place(final.parent) / final.name
+    _remove(_doomed(final))
+    return _doomed(final)
+
+
+def _doomed(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f"{DELETING}{checkpoint.name}")
+
+
+def _sync_move(target: Path, source: Path) -> None:
+    """Make a move outlive a crash: its new name first, so that there is one at any moment."""
+    fsync_folder(target.parent)
+    if target.parent != source:
+        fsync_folder(source)
 
 
 def _remove(path: Path) -> None:
@@ -127,7 +150,7 @@ def _settle(run: Path, name: str) -> list[str]:
     A complete `.saving-` one goes into place, whatever is there. Where it is not complete, the one that it was about
     to replace may have been moved aside already, and comes back.
     """
-    final, staged, old = run / name, run / f"{SAVING}{name}", run / f"{DELETING}{name}"
+    final, staged, old = run / name, run / f"{SAVING}{name}", _doomed(run / name)
     done = []
     if staged.is_dir() and (staged / MANIFEST).exists() and not problems(staged):
         _put_in_place(staged)
@@ -170,32 +193,43 @@ def _step(checkpoint: Path) -> tuple[int, str]:
     return int(match[1]), checkpoint.name
 
 
+def run_of(checkpoint: Path) -> str | None:
+    """The id of the run that a checkpoint is of; None if nobody can tell."""
+    try:
+        return _named_run(manifest(checkpoint))
+    except CheckpointError:
+        return None
+
+
+def _named_run(content: Manifest | None) -> str | None:
+    run_id = None if content is None else content.about.get("run_id")
+    return run_id if isinstance(run_id, str) and run_id else None
+
+
 def newest_good(run: Path, *, run_id: str | None = None) -> Choice:
     """The newest checkpoint without problems.
 
-    With `run_id`, not one that another run has left there, or that has no manifest.
+    With `run_id`, only one of that run, or the one that it went on from (as run.json has it).
     """
+    known = origins(run)
     rejected: list[tuple[Path, list[str]]] = []
     for checkpoint in checkpoints(run):
-        found = _stranger(checkpoint, run_id) or problems(checkpoint)
+        found = _stranger(checkpoint, run_id, known) or problems(checkpoint)
         if not found:
             return Choice(checkpoint, rejected)
         rejected.append((checkpoint, found))
     return Choice(None, rejected)
 
 
-def _stranger(checkpoint: Path, run_id: str | None) -> list[str]:
+def _stranger(checkpoint: Path, run_id: str | None, known: Collection[tuple[str | None, str]]) -> list[str]:
     try:
-        content = manifest(checkpoint)
+        owner = _named_run(manifest(checkpoint))
     except CheckpointError:  # `problems` says so
         return []
-    if run_id is None:
+    if run_id in (None, owner) or (owner, checkpoint.name) in known:
         return []
-    if content is None:
-        return ["it has no manifest, and the run in this folder writes one: name the checkpoint if you trust it"]
-    owner = content.about.get("run_id")
-    if owner is None or owner == run_id:
-        return []
+    if owner is None:
+        return ["it has no manifest that names its run, as this run's have: name the checkpoint if you trust it"]
     return [f"it is of another run ({owner}), this one is {run_id}"]
 
 
@@ -216,13 +250,24 @@ def problems(checkpoint: Path, *, thorough: bool = True) -> list[str]:
 # ---- removing
 
 
-def rotate(run: Path, keep: int | None, spare: Collection[Path] = ()) -> list[Path]:
+def put_aside(checkpoints: Sequence[Path], archive: Path) -> None:
+    """Move checkpoints into a folder of `earlier/`, where nothing looks for them and nothing is deleted.
+
+    Example: put_aside([run / "checkpoint-40"], run / "earlier" / "0001")
+    """
+    archive.mkdir(parents=True, exist_ok=True)
+    for checkpoint in checkpoints:
+        os.rename(checkpoint, archive / checkpoint.name)
+        _sync_move(archive / checkpoint.name, checkpoint.parent)
+
+
+def rotate(run: Path, keep: int | None, spare: Collection[Path] = (), *, run_id: str | None = None) -> list[Path]:
     """Remove the oldest checkpoints until `keep` are left (None or 0: all stay); returns those removed.
 
     Those in `spare` stay, and so do the newest, the newest that looks good and the one that was saved last: after a
-    resume from an older checkpoint these need not be the same.
+    resume from an older checkpoint these need not be the same. With `run_id`, those of other runs stay, uncounted.
     """
-    found = checkpoints(run)
+    found = [path for path in checkpoints(run) if run_id is None or run_of(path) == run_id]
     if keep is None or keep <= 0 or len(found) <= keep:
         return []
     good = next((path for path in found if not problems(path, thorough=False)), found[0])
@@ -230,64 +275,16 @@ def rotate(run: Path, keep: int | None, spare: Collection[Path] = ()) -> list[Pa
     kept = {path.resolve() for path in (found[0], good, saved_last, *spare)}
     excess = [path for path in reversed(found) if path.resolve() not in kept][: len(found) - keep]
     for path in excess:
-        aside = run / f"{DELETING}{path.name}"
-        _remove(aside)
-        os.rename(path, aside)
+        _remove(_doomed(path))
+        os.rename(path, _doomed(path))
         fsync_folder(run)
-        _remove(aside)
+        _remove(_doomed(path))
     return excess
 
 
 def _saved_at(checkpoint: Path) -> float:
     path = checkpoint / MANIFEST
     return (path if path.exists() else checkpoint).stat().st_mtime
-
-
-# ---- full disks
-
-# What torch.save raises when a write fails: which error it was is lost.
-LOST_WRITES = ("PytorchStreamWriter failed", "unexpected pos", "iostream error")
-FULL = (errno.ENOSPC, errno.EDQUOT)
-ROOM = 1 << 20  # bytes
-
-
-def is_disk_full(error: BaseException, folder: Path | None = None) -> bool:
-    """Whether a full disk or quota is behind an error.
-
-    torch does not say why it could not write; with `folder`, whether there is room is tried out there. Ask before the
-    half-written files are removed.
-    """
-    chain = list(_chain(error, set()))
-    if any(isinstance(each, OSError) and each.errno in FULL for each in chain):
-        return True
-    texts = [str(each) for each in chain]
-    if any("no space left" in text.lower() or "quota exceeded" in text.lower() for text in texts):
-        return True
-    lost = any(sign in text for text in texts for sign in LOST_WRITES)
-    return lost and folder is not None and not _has_room(folder)
-
-
-def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
-    """An error, what it came from, and what those came from."""
-    if error is None or id(error) in seen:
-        return
-    seen.add(id(error))
-    yield error
-    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    for each in (error.__cause__, error.__context__, *members):
-        yield from _chain(each, seen)
-
-
-def _has_room(folder: Path) -> bool:
-    # Writing is the one question that a quota answers as well.
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(ROOM))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error.errno not in FULL
-    return True
 
 
 # ---- settings

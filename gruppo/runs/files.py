@@ -3,6 +3,7 @@
 import os
 import re
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,18 +69,27 @@ class RolloutFolder:
         """Whole tables of this process."""
         return sum(file.whole and file.rank == self._rank for file in rollout_files(self.folder))
 
-    def cut(self, number: int, gone: int | None = None) -> int:
+    def cut(self, number: int, gone: int | None = None, keep: Path | None = None) -> int:
         """Remove this process's tables from `number` on, and those of ranks from `gone` on; half-written ones go too.
 
-        Returns how many tables of any process lie beyond `number`.
+        With `keep`, the whole tables of all ranks move into that folder instead. Returns how many tables of any
+        process lie beyond `number`.
         """
-        beyond = 0
+        beyond = [file for file in rollout_files(self.folder) if file.whole and file.number >= number]
+        if keep is not None and beyond:
+            self._move(beyond, keep)
         for file in rollout_files(self.folder):
-            beyond += file.whole and file.number >= number
             ours = file.rank == self._rank or (gone is not None and file.rank >= gone)
             if ours and (file.number >= number or not file.whole):
                 file.path.unlink(missing_ok=True)
-        return beyond
+        return len(beyond)
+
+    def _move(self, files: Sequence[RolloutFile], folder: Path) -> None:
+        folder.mkdir()
+        for file in files:
+            os.rename(file.path, folder / file.path.name)
+        for changed in (folder, folder.parent, self.folder):
+            fsync_folder(changed)
 
     def close(self) -> None:
         self._waiting.clear()

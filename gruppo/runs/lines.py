@@ -107,6 +107,34 @@ def write_file(path: Path, data: Any, *, durable: bool = True) -> None:
         fsync_folder(path.parent)
 
 
+class WholeFiles:
+    """Small files that are written as a whole. Those that could not be written wait, with their last content."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Path, bytes] = {}
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that wait."""
+        return [path.name for path in self._waiting]
+
+    def put(self, path: Path, data: bytes) -> None:
+        """Add a file; `flush` writes it."""
+        self._waiting[path] = data
+
+    def flush(self) -> None:
+        for path, data in list(self._waiting.items()):
+            write_file(path, data)
+            del self._waiting[path]
+
+    def close(self) -> None:
+        self._waiting.clear()
+
+
 class LineFile:
     """A file of JSON lines, appended one whole line at a time.
 
@@ -117,6 +145,7 @@ class LineFile:
         self.path = path
         self.dropped = 0  # lines that found no place while they waited
         self._file: int | None = None
+        self._due = False  # there was no room even for an empty file: the next `flush` makes it
         self._written = 0
         self._waiting: deque[bytes] = deque()
         self._torn = False  # the first that waits is the rest of a line whose beginning is in the file
@@ -132,6 +161,7 @@ class LineFile:
         return len(self._waiting)
 
     def open(self) -> None:
+        self._due = True
         try:
             # O_APPEND: a line is one write at the end, so that readers see whole lines.
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -141,17 +171,26 @@ class LineFile:
                     f"{self.path} is a link. The record is not written through links: remove it"
                 ) from error
             raise
+        self._due = False
         self._written = os.fstat(self._file).st_size
 
-    def cut(self, length: int | None = None) -> tuple[int, int]:
-        """Drop what lies beyond `length` bytes, and the half line at the end; how many bytes and lines that were."""
-        file = self._opened()
+    def cut(self, length: int | None = None, keep: Path | None = None) -> tuple[int, int]:
+        """Drop what lies beyond `length` bytes, and the half line at the end; how many bytes and lines that were.
+
+        With `keep`, its whole lines are in that file before they are gone here.
+        """
+        if self._file is None:  # nothing was ever written
+            return 0, 0
+        file = self._file
         end = self._end_of_lines(self._written if length is None else min(length, self._written))
-        lines, place = 0, end
+        lines, place, tail = 0, end, bytearray()
         while chunk := os.pread(file, _CHUNK, place):
             lines += chunk.count(b"\n")
             place += len(chunk)
+            tail += chunk if keep is not None else b""
         removed = self._written - end
+        if lines and keep is not None:
+            write_file(keep, tail[: tail.rfind(b"\n") + 1])
         if removed:
             os.ftruncate(file, end)
             self._written, self._dirty = end, True
@@ -165,6 +204,10 @@ class LineFile:
             self.dropped += 1
 
     def flush(self) -> None:
+        if not self._waiting:
+            return
+        if self._due:
+            self.open()
         file = self._opened()
         while self._waiting:
             line = self._waiting[0]
@@ -187,7 +230,8 @@ class LineFile:
             os.close(self._file)
             self._file = None
         self._waiting.clear()
-        self._torn, self.dropped = False, 0
+        self._torn = self._due = self._dirty = False
+        self._written = self.dropped = 0
 
     def _opened(self) -> int:
         if self._file is None:

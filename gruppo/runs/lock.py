@@ -11,6 +11,7 @@ process, started at that time, still runs on this machine.
 import contextlib
 import errno
 import json
+import logging
 import os
 import platform
 import stat
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from gruppo.errors import RunLockedError
+from gruppo.runs.disk import FULL
 
 try:
     import fcntl
@@ -29,6 +31,8 @@ except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Owner", "RunLock"]
+
+logger = logging.getLogger(__name__)
 
 NAME = "lock"
 NO_FLOCK = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
@@ -162,13 +166,22 @@ class RunLock:
                 os.close(handle)
                 return None
             found = _read(handle)  # again: only now it cannot change
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, content, 0)
+            self._sign(handle, content)
         except BaseException:
             os.close(handle)
             raise
         self._handle = handle
         return found
+
+    def _sign(self, handle: int, content: bytes) -> None:
+        """Say who holds the lock. It is held without that: a full disk only keeps others from knowing by whom."""
+        try:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, content, 0)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            logger.warning(f"No room on the disk of {self.folder}: the lock is held, but does not say by whom.")
 
     def _take_without_flock(self, content: bytes) -> bytes | None:
         """The same by names alone: making a link fails if the name is taken, so one of several wins."""
@@ -177,15 +190,15 @@ class RunLock:
         if owner is not None and owner.may_run():
             raise self._refusal(found)
         own = self._path.with_name(f"{NAME}.{os.getpid()}.{id(self):x}")
-        own.write_bytes(content)
         try:
+            own.write_bytes(content)
             if found is not None and not self._move_away(found):
                 return None
             self._name(own, content)
         except FileExistsError:
             return None
         finally:
-            own.unlink()
+            own.unlink(missing_ok=True)
         return found or b""
 
     def _name(self, own: Path, content: bytes) -> None:

@@ -110,9 +110,9 @@ def manifest(checkpoint: Path) -> Manifest | None:
     path = checkpoint / MANIFEST
     if not os.path.lexists(path):
         return None
+    if not stat.S_ISREG(os.lstat(path).st_mode):  # a pipe would be waited for, a link may lead anywhere
+        raise CheckpointError(f"{MANIFEST} is not a plain file")
     try:
-        if not stat.S_ISREG(os.lstat(path).st_mode):  # a pipe would be waited for, a link may lead anywhere
-            raise CheckpointError(f"{MANIFEST} is not a plain file")
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error

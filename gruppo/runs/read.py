@@ -15,13 +15,13 @@ from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
 from gruppo.errors import DataError
 from gruppo.runs.files import rollout_files
-from gruppo.runs.record import FORMAT
+from gruppo.runs.identity import FORMAT
 from gruppo.runs.rollouts import COLUMNS, FORMAT_KEY, REWARD, REWARD_KIND
 from gruppo.runs.rollouts import FORMAT as TABLE_FORMAT
+from gruppo.runs.settings import read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +50,9 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The settings of the run."""
         try:
-            settings = yaml.safe_load(self._text("config.yaml"))
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise DataError(f"{self.folder / 'config.yaml'} is not plain YAML: {error}") from error
-        if not isinstance(settings, dict):
-            raise DataError(f"{self.folder / 'config.yaml'} holds no settings")
-        return settings
+            return read_settings(self._text("config.yaml"))
+        except ValueError as error:
+            raise DataError(f"{self.folder / 'config.yaml'} cannot be used: {error}") from error
 
     @property
     def environment(self) -> dict[str, Any]:

@@ -1,36 +1,31 @@
 """Writes the record of a run into its folder while it trains."""
 
-import errno
 import json
 import logging
 import math
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from gruppo.runs.disk import FULL
+from gruppo.runs.earlier import archive_record, new_place
 from gruppo.runs.files import RolloutFolder
-from gruppo.runs.lines import LineFile, fsync_folder, now, plain, write_file
+from gruppo.runs.identity import FORMAT, origin, position_run, read_json, recorded_run
+from gruppo.runs.lines import LineFile, WholeFiles, now, plain
 from gruppo.runs.rollouts import RolloutRow, encode, to_table
+from gruppo.runs.settings import read_settings, settings_text
+
+__all__ = ["RunRecorder", "recorded_run"]
 
 logger = logging.getLogger(__name__)
-
-FORMAT = 1  # of the run folder
-
-# What a record consists of. `run.json` comes first: a folder without it holds no record.
-PARTS = ("run.json", "config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "rollouts")
-
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunRecorder:
     """The record of a run: who it is, its metrics, what happened, and every completion.
 
     Rank 0 writes everything; other ranks write their own rollouts and ignore the rest. A full disk never stops a run:
-    what cannot be written waits in memory.
+    what cannot be written waits in memory. With `keeps=False` only run.json is written, which names the run.
 
     Example:
         recorder = RunRecorder(Path("runs/demo"))
@@ -39,15 +34,19 @@ class RunRecorder:
         position = recorder.sync()     # goes into the checkpoint; `resume` takes it
     """
 
-    def __init__(self, folder: Path, *, rank: int = 0, world: int = 1, rollouts: bool = True):
+    def __init__(self, folder: Path, *, rank: int = 0, world: int = 1, rollouts: bool = True, keeps: bool = True):
         self.folder = Path(folder)
         self.run_id: str | None = None
+        self.archive: Path | None = None  # where begin or resume moved what was in the way
         self._rank = rank
         self._world = world
-        self._keeps_rollouts = rollouts
+        self._keeps = keeps
+        self._keeps_rollouts = rollouts and keeps
+        self._whole = WholeFiles()
         self._metrics = LineFile(self.folder / "metrics.jsonl")
         self._events = LineFile(self.folder / "events.jsonl")
         self._tables = RolloutFolder(self.folder / "rollouts", rank)
+        self._starts: list[Any] = []  # of environment.json
         self._number = 0  # of the next generation
         self._files = 0  # tables of this rank that are, or will be, in the folder
         self._position: Mapping[str, Any] | None = None  # that ranks other than 0 go on from
@@ -55,21 +54,27 @@ class RunRecorder:
 
     # Starting
 
-    def begin(self, *, config: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
-        """Start the record of a new run; that of an earlier one moves to `earlier/`. Returns the run's id (rank 0)."""
+    def begin(
+        self, *, config: Mapping[str, Any], environment: Mapping[str, Any], continues: Mapping[str, Any] | None = None
+    ) -> str:
+        """Start the record of a new run; that of an earlier one moves to `earlier/`. Returns the run's id (rank 0).
+
+        `continues`: the checkpoint of another run that this one goes on from, see `identity.py`.
+        """
         if self._rank != 0:
             return ""
         self.close()
         self.folder.mkdir(parents=True, exist_ok=True)
-        archive = _archive(self.folder)
+        self.archive = archive_record(self.folder)
         self._number, self._files = 0, 0
-        self._write_config(config)
-        self._add_environment(environment)
         self.run_id = secrets.token_hex(8)
-        self._write_json("run.json", {"format": FORMAT, "run_id": self.run_id, "started": now()})
-        self._metrics.open()
-        self._events.open()
-        self.event("started", run_id=self.run_id, earlier_record=archive)
+        self._put_config(config)
+        self._add_start(environment)
+        info = {"format": FORMAT, "run_id": self.run_id, "started": now()}
+        self._put_json(self.folder / "run.json", {**info, "continues": [] if continues is None else [continues]})
+        self._write()
+        self._open()
+        self.event("started", run_id=self.run_id, earlier_record=self._archive_name())
         return self.run_id
 
     def join(self, run_id: str) -> None:
@@ -79,12 +84,19 @@ class RunRecorder:
             self._follow()
 
     def resume(
-        self, *, config: Mapping[str, Any], environment: Mapping[str, Any], position: Mapping[str, Any] | None
+        self,
+        *,
+        config: Mapping[str, Any],
+        environment: Mapping[str, Any],
+        position: Mapping[str, Any] | None,
+        checkpoint: Path | None = None,
+        branch: bool = False,
     ) -> None:
         """Go on from `position`, which `sync` returned when the checkpoint was made; what came after it is cut.
 
-        If the folder does not hold the record that the position is of, a new one begins. Other ranks go on when they
-        have both this and `join`.
+        If the folder does not hold the record that the position is of, a new one begins, and remembers `checkpoint`.
+        With `branch`, what is cut moves into `archive`, a new folder in `earlier/` that is there in any case. Other
+        ranks go on when they have both this and `join`.
         """
         if self._rank != 0:
             self._position = position
@@ -92,30 +104,51 @@ class RunRecorder:
             return
         self.close()
         found = recorded_run(self.folder)
+        source = origin(self.folder, checkpoint, position_run(position))
+        name = None if source is None else source["checkpoint"]
         if position is None or found != position["run_id"]:
-            self.begin(config=config, environment=environment)
-            reason = _why_new(position, found)
-            self.event("resumed", record="new", reason=reason, found_run=found, checkpoint_run=_run_of(position))
+            self.begin(config=config, environment=environment, continues=source)
+            if branch:
+                self._branch(name)
+            self.event(
+                "resumed",
+                record="new",
+                checkpoint=name,
+                archive=self._archive_name(),
+                reason=_why_new(position, found),
+                found_run=found,
+                checkpoint_run=position_run(position),
+            )
             return
-        self.run_id = found
-        self._metrics.open()
-        self._events.open()
+        self.run_id, self.archive = found, None
+        if branch:
+            self._branch(name)
+        self._open()
         self._events.cut()
-        missing = self._cut(position)
-        changed = self._changed_settings(config)
-        if changed:
-            self._write_config(config)
+        missing = self._cut(position, name)
+        if changed := self._changed_settings(config):
             self.event("config_changed", settings=changed)
-        self._add_environment(environment)
+        self._put_config(config)
+        self._add_start(environment)
+        self._write()
         if missing:
             logger.warning("The record in %s is incomplete: %s", self.folder, "; ".join(missing))
             self.event("record_incomplete", missing=missing)
+
+    def plan(self, plan: Mapping[str, Any]) -> None:
+        """Note in environment.json how this start of the run does its work, once that is decided."""
+        if self._rank == 0 and self._keeps:
+            if self.run_id is None:
+                raise RuntimeError("The record has no run yet: call begin or resume first")
+            self._starts[-1] = {**self._starts[-1], "plan": plan}
+            self._put_json(self.folder / "environment.json", {"starts": self._starts})
+            self._write()
 
     # Recording
 
     def metrics(self, update: int, values: Mapping[str, float | None], *, kind: str = "train") -> None:
         """One line of metrics. NaN and the infinities become null, and `nonfinite` lists their names."""
-        if self._rank != 0:
+        if self._rank != 0 or not self._keeps:
             return
         numbers = {name: _number(value) for name, value in values.items()}
         nonfinite = [name for name, value in numbers.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -128,7 +161,7 @@ class RunRecorder:
 
     def event(self, kind: str, /, *, update: int | None = None, **fields: Any) -> None:
         """One line about something that happened; fields that are not JSON become text."""
-        if self._rank == 0:
+        if self._rank == 0 and self._keeps:
             self._events.append(_joined({"time": now(), "event": kind, "update": update}, fields))
             self._write()
 
@@ -171,7 +204,9 @@ class RunRecorder:
         lost = self._metrics.waiting + self._events.waiting, self._tables.waiting
         if any(lost):
             logger.warning("The disk is still full: %d lines and %d tables of rollouts are lost", *lost)
-        for store in (self._metrics, self._events, self._tables):
+        if self._whole.waiting:
+            logger.warning("The disk is still full: %s could not be written", ", ".join(self._whole.names))
+        for store in (self._whole, self._metrics, self._events, self._tables):
             store.close()
         self.run_id = self._full_since = None
 
@@ -184,14 +219,38 @@ class RunRecorder:
         if here:
             self._tables.cut(self._number)
 
-    def _cut(self, position: Mapping[str, Any]) -> list[str]:
+    def _open(self) -> None:
+        """Open the files of lines; without a record, only what is there and has to be cut."""
+        for file in (self._metrics, self._events) if self._keeps else (self._metrics,):
+            try:
+                if self._keeps or file.path.exists():
+                    file.open()
+            except OSError as error:
+                self._accept(error)
+
+    def _branch(self, checkpoint: str | None) -> None:
+        """A place for what came after a checkpoint that the run goes back to, and a note that says so."""
+        if self.archive is None:
+            self.archive = new_place(self.folder)
+        why = "The run went on from an older checkpoint. This is what it had done after that one."
+        note = {"time": now(), "run_id": self.run_id, "checkpoint": checkpoint, "why": why}
+        self._put_json(self.archive / "note.json", note)
+        self._write()
+
+    def _archive_name(self) -> str | None:
+        return None if self.archive is None else self.archive.relative_to(self.folder).as_posix()
+
+    def _cut(self, position: Mapping[str, Any], checkpoint: str | None) -> list[str]:
         """Remove what was recorded after the position, and say what is missing before it."""
         wanted, self._number = position["metrics_bytes"], position["rollouts"]
-        metrics_bytes, metrics_lines = self._metrics.cut(wanted)
-        tables = self._tables.cut(self._number, gone=self._world)
+        keep_lines, keep_tables = (self.archive and self.archive / name for name in ("metrics.jsonl", "rollouts"))
+        metrics_bytes, metrics_lines = self._metrics.cut(wanted, keep_lines)
+        tables = self._tables.cut(self._number, gone=self._world, keep=keep_tables)
         self.event(
             "resumed",
             record="continued",
+            checkpoint=checkpoint,
+            archive=self._archive_name(),
             metrics_bytes_cut=metrics_bytes,
             metrics_lines_cut=metrics_lines,
             rollout_files_cut=tables,
@@ -210,10 +269,10 @@ class RunRecorder:
         """Names of the settings that differ from the recorded ones."""
         new = plain(config, finite=False)
         try:
-            old = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
-            old = None
-        if not isinstance(old, dict):
+            old = read_settings((self.folder / "config.yaml").read_text(encoding="utf-8"))
+        except FileNotFoundError:  # the run was not recorded before: nothing to differ from
+            return []
+        except (OSError, ValueError):
             return sorted(new)
         # As text, because NaN differs from itself.
         return sorted(name for name in {*old, *new} if repr(old.get(name, ...)) != repr(new.get(name, ...)))
@@ -222,7 +281,8 @@ class RunRecorder:
 
     def _write(self) -> None:
         """Write what waits. A full disk postpones it; when that is over, an event says so."""
-        stores = (self._metrics, self._events, self._tables) if self._rank == 0 else (self._tables,)
+        own = (self._whole, self._metrics, self._events) if self._rank == 0 else ()
+        stores: tuple[WholeFiles | LineFile | RolloutFolder, ...] = (*own, self._tables)
         for store in stores:
             try:
                 store.flush()
@@ -242,7 +302,7 @@ class RunRecorder:
 
     def _accept(self, error: OSError) -> None:
         """Go on without room on the disk; raise what else is wrong."""
-        if error.errno not in _DISK_FULL:
+        if error.errno not in FULL:
             raise error
         if self._full_since is None:
             self._full_since = now()
@@ -251,52 +311,26 @@ class RunRecorder:
                 self.folder,
             )
 
-    def _write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        write_file(self.folder / name, (json.dumps(plain(value), ensure_ascii=False, indent=2) + "\n").encode("utf-8"))
+    def _put_json(self, path: Path, value: Mapping[str, Any]) -> None:
+        self._whole.put(path, (json.dumps(plain(value), ensure_ascii=False, indent=2) + "\n").encode("utf-8"))
 
-    def _write_config(self, config: Mapping[str, Any]) -> None:
-        text = yaml.safe_dump(plain(config, finite=False), sort_keys=False, allow_unicode=True)
-        write_file(self.folder / "config.yaml", text.encode("utf-8"))
+    def _put_config(self, config: Mapping[str, Any]) -> None:
+        if self._keeps:
+            self._whole.put(self.folder / "config.yaml", settings_text(config).encode("utf-8"))
 
-    def _add_environment(self, environment: Mapping[str, Any]) -> None:
-        starts = _read_json(self.folder / "environment.json").get("starts")
-        starts = starts if isinstance(starts, list) else []
-        self._write_json("environment.json", {"starts": [*starts, {**environment, "time": now()}]})
-
-
-def _archive(folder: Path) -> str | None:
-    """Move the record of an earlier run out of the way; where to, or None if there was none."""
-    parts = [name for name in PARTS if os.path.lexists(folder / name)]
-    if not parts:
-        return None
-    (folder / "earlier").mkdir(exist_ok=True)
-    numbers = [int(name) for name in os.listdir(folder / "earlier") if name.isdecimal()]
-    place = folder / "earlier" / f"{max(numbers, default=0) + 1:04d}"
-    place.mkdir()
-    for name in parts:
-        os.rename(folder / name, place / name)
-    for changed in (place, place.parent, folder):
-        fsync_folder(changed)
-    return place.relative_to(folder).as_posix()
+    def _add_start(self, environment: Mapping[str, Any]) -> None:
+        if self._keeps:
+            self._starts = [*_earlier_starts(self.folder), {**environment, "time": now()}]
+            self._put_json(self.folder / "environment.json", {"starts": self._starts})
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """An object from a file; empty if there is none, or nothing that can be read."""
+def _earlier_starts(folder: Path) -> list[Any]:
+    """What environment.json has, unless it was changed into something that cannot be written again."""
+    starts = read_json(folder / "environment.json").get("starts")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def recorded_run(folder: Path) -> str | None:
-    """The id of the run whose record, in this format, is in a folder."""
-    info = _read_json(folder / "run.json")
-    return info["run_id"] if info.get("format") == FORMAT and isinstance(info.get("run_id"), str) else None
-
-
-def _run_of(position: Mapping[str, Any] | None) -> str | None:
-    return None if position is None else position["run_id"]
+        return plain(starts) if isinstance(starts, list) else []
+    except RecursionError:
+        return []
 
 
 def _why_new(position: Mapping[str, Any] | None, found: str | None) -> str:

@@ -33,6 +33,7 @@ class Audits:
         self.bad_updates = BadUpdates(self.max_bad_updates)
         self.books = PromptBooks(None)  # counts prompts, and knows nothing of epochs
         self.probe: WeightProbe | None = None
+        self._weights_before: Tensor | None = None  # what the probe of a run that is gone on with read last
         self.skipped = False  # the update at hand
 
     @property
@@ -50,7 +51,7 @@ class Audits:
     # ---- prompts
 
     def keep_books(self, prompts: int | None, left_over: int = 0) -> None:
-        """Keep books of the epochs of a dataset of this size, from here on."""
+        """Keep books of the epochs of a dataset of this size, from here on; None: only count."""
         self.books = PromptBooks(prompts, left_over)
 
     def took(self, indices: Sequence[tuple[int, int]]) -> None:
@@ -59,6 +60,10 @@ class Audits:
             with self.timed():
                 epochs, places = zip(*indices, strict=True)
                 self.auditor.report(self.books.take(places, epochs))
+
+    def epoch_ended_early(self, epoch: int) -> None:
+        """On purpose: the prompts that it leaves out are no finding."""
+        self.books.end_early(epoch)
 
     # ---- a generation
 
@@ -81,11 +86,11 @@ class Audits:
 
     # ---- an update
 
-    def is_finite(self, loss: float, grad_norm: float) -> bool:
+    def is_finite(self, loss: float, grad_norm: float | None, *, left_out: bool = True) -> bool:
         """Whether an update may reach the weights; if not, it counts as a bad one."""
         if not self.on:
             return True
-        findings = nonfinite(loss, grad_norm)
+        findings = nonfinite(loss, grad_norm, left_out=left_out)
         self.skipped = bool(findings)
         self.bad_updates.note(self.skipped)
         self.auditor.report(findings)
@@ -96,14 +101,18 @@ class Audits:
         if not self.on:
             return {}
         with self.timed():
-            changed = None if self.probe is None else self.probe.changed()
-            if self.probe is None:  # what it compares with is the weights after this update
-                self.probe = WeightProbe(parameters)
+            changed = self._changed_share(parameters)
             if not self.skipped:
                 self.auditor.report(self.run.after_update(changed_share=changed, **facts))
         metrics = {"audit/seconds": self.seconds}
         self.seconds, self.skipped = 0.0, False
         return metrics
+
+    def _changed_share(self, parameters: Collection[nn.Parameter]) -> float | None:
+        if self.probe is not None:
+            return self.probe.changed()
+        self.probe = WeightProbe(parameters)  # the weights before a run's first update are not known
+        return self.probe.changed_since(self._weights_before)
 
     def found(self) -> dict[str, float]:
         """Findings since the last call, to be added up in the log."""
@@ -128,6 +137,7 @@ class Audits:
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"auditor": self.auditor, "run": self.run, "bad_updates": self.bad_updates}
         books = {name: value for name, value in self.books.state_dict().items() if name != "counts"}
+        books["kept"] = self.on and self.books.prompts is not None
         return {name: part.state_dict() for name, part in state.items()} | {"books": books}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -138,9 +148,15 @@ class Audits:
 
     def tensors(self) -> dict[str, Tensor]:
         """What of the state is no JSON."""
-        return {"prompt_counts": self.books.state_dict()["counts"]}
+        known = {} if self.probe is None or self.probe.last is None else {"weights_read": self.probe.last}
+        return {"prompt_counts": self.books.state_dict()["counts"], **known}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """After `load_state_dict`."""
-        if "prompt_counts" in tensors:
+        self._weights_before = tensors.get("weights_read")
+        if not self._books_to_load["kept"]:
+            self.keep_books(None)  # which prompts the epoch has seen is not known
+        if self.books.prompts is None or not self.on:
+            self.books.load_totals(self._books_to_load)
+        else:
             self.books.load_state_dict({**self._books_to_load, "counts": tensors["prompt_counts"]})

@@ -5,34 +5,30 @@ writes it holds the state of every process (see `state.py`), so that a resumed r
 have done, bit for bit: the micro-batches that wait, the plans, the counters behind the random numbers, the metrics
 that wait to be logged, and a blended reference.
 
-    train                 lock the folder, choose and check a checkpoint, listen for signals      (resuming.py)
+    train                   lock the folder, choose and check a checkpoint, listen for signals      (resuming.py)
     _prepare_for_training   Trainer loads weights, optimizer and schedule; then the states, then the record goes on
-    run_state             what one process remembers, taken before every update
-    _save_checkpoint      write beside, check in, rename, remove old ones
+    run_state               what one process remembers, taken before every update
+    _save_checkpoint        write beside, check in, rename, remove old ones
 """
 
 import logging
-import shutil
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
+from safetensors.torch import save_model
 from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from gruppo.policy.adapters import is_peft_model, reload_trained_adapter
 from gruppo.runs import checkpoints
-from gruppo.runs.record import RunRecorder
-from gruppo.runs.secrets import without_secrets
 from gruppo.trainer.environment import environment_of
-from gruppo.trainer.metrics import any_process, from_main
-from gruppo.trainer.settings import settings_of
+from gruppo.trainer.metrics import any_process
 from gruppo.trainer.state import RandomState, RunState, gather_states, give_states, pack_queue, unpack_queue
 from gruppo.trainer.watching import Watching
 
@@ -67,6 +63,9 @@ class Checkpointing(Watching):
     _retry_at: int | None = None  # the update after which to save again, when the disk was full
     _pause = 1
     _run_id = ""
+    _changes: Sequence[str] = ()  # settings that differ from those of the checkpoint at hand
+    _settings_now: dict[str, Any]  # as the run began: a callback may change some
+    _plan_recorded = False
     _random_state_due: str | None = None  # the checkpoint whose random state is still to be restored
     _position: dict[str, Any] | None = None
 
@@ -96,26 +95,45 @@ class Checkpointing(Watching):
                 "earlier_runs": self._earlier_runs,
                 "asked_elsewhere": self._asked_elsewhere,
                 "changed": dict(self._changed),
+                "generation": _simple(self.backend.config.to_dict()),
                 "parity_checked_at": self._parity_checked_at,
                 "reuses_engine_logps": self.reuses_engine_logps,
             },
             "queue": None if queue is None else queue.values["queue"],
         }
-        loss = {"loss": self._tr_loss.detach().clone()}  # as a tensor: the device need not be waited for
-        return RunState(values, {**({} if queue is None else queue.tensors), **self.audits.tensors(), **loss})
+        tensors = {"loss": self._tr_loss.detach().clone(), "reward_weights": self.reward_weights}
+        tensors |= self.audits.tensors()  # the device need not be waited for
+        return RunState(values, tensors if queue is None else tensors | queue.tensors)
 
     def _restore(self, state: RunState) -> None:
-        """Go on from what was remembered; the loss follows when Trainer has set it to 0."""
+        """Go on from everything that was remembered."""
         loop = state.values["loop"]
         give_states(self._parts(), state.values["parts"])
         self.audits.load_tensors(state.tensors)
         for name, value in loop["changed"].items():
             setattr(self, name, value)
-        self._earlier_runs, self._asked_elsewhere = loop["earlier_runs"], loop["asked_elsewhere"]
+        config = self.backend.config
+        for name, value in loop["generation"].items():
+            if getattr(config, name, None) != value:
+                setattr(config, name, value)
+        self.reward_weights = state.tensors["reward_weights"].to(self.reward_weights)
         self._parity_checked_at = loop["parity_checked_at"]
         self.reuses_engine_logps = loop["reuses_engine_logps"]
         if state.values["queue"] is not None:
             self._queue = unpack_queue(state, self.accelerator.device)
+        self._restore_counts(state)
+
+    def _restore_part(self, state: RunState) -> None:
+        """Go on from what holds with other settings or processes; the generation under way is sampled anew."""
+        common = ("entropy", "metrics", "reward_counts", "reward_breaker", "prompts")
+        give_states({name: part for name, part in self._parts().items() if name in common}, state.values["parts"])
+        self.audits.keep_books(None)  # which prompts the epoch has seen may mean something else now
+        self._restore_counts(state)
+
+    def _restore_counts(self, state: RunState) -> None:
+        """Of the run; the loss follows when Trainer has set it to 0."""
+        loop = state.values["loop"]
+        self._earlier_runs, self._asked_elsewhere = loop["earlier_runs"], loop["asked_elsewhere"]
         self._resumed = state
 
     def _restore_loss(self) -> None:
@@ -123,6 +141,7 @@ class Checkpointing(Watching):
         if self._resumed is not None:
             state, self._resumed = self._resumed, None
             self._tr_loss.copy_(state.tensors["loss"])
+            self._total_loss_scalar -= float(self._tr_loss)  # at the end it is the mean over this call's updates
             self._globalstep_last_logged = state.values["loop"]["last_logged"]
 
     def _mark_boundary(self) -> None:
@@ -173,7 +192,8 @@ class Checkpointing(Watching):
             self._push_from_checkpoint(str(run / name))
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            checkpoints.rotate(run, self.args.save_total_limit, [] if best is None else [Path(best)])
+            spare = [] if best is None else [Path(best)]
+            checkpoints.rotate(run, self.args.save_total_limit, spare, run_id=self._run_id)
 
     def _write_parts(self, model: nn.Module, run: Path, folder: Path) -> None:
         """Everything that belongs to a checkpoint, this process's share of it."""
@@ -204,7 +224,7 @@ class Checkpointing(Watching):
             "run_id": self._run_id,
             "step": self.state.global_step,
             "position": self._position,
-            "settings": self._settings(),
+            "settings": self._settings_now,
             "versions": environment_of(self.args)["versions"],
         }
 
@@ -244,7 +264,7 @@ class Checkpointing(Watching):
     def _put_off(self, staged: Path) -> None:
         """Training goes on with the last good checkpoint; saving is tried again after a while."""
         if self.args.should_save:
-            shutil.rmtree(staged, ignore_errors=True)
+            checkpoints.discard(staged)
         self._retry_at, self._pause = self.state.global_step + self._pause, min(2 * self._pause, LONGEST_PAUSE)
         if self.accelerator.is_main_process:
             logger.warning(
@@ -252,90 +272,44 @@ class Checkpointing(Watching):
                 f"not written, earlier ones are untouched. Training goes on; saving is tried again after update "
                 f"{self._retry_at}. Free some room."
             )
-        self.record_event("disk_full", what="checkpoint", retry_at=self._retry_at)
+        self.record_event("checkpoint_put_off", retry_at=self._retry_at)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's, after an update or an epoch, with the reasons of ours to save and to stop."""
+        """Trainer's, after an update and again at the end of an epoch, with our own reasons to save and to stop."""
+        control, epoch_is_over = self.control, self._epoch_is_over
         if self._retry_at is not None and self.state.global_step >= self._retry_at:
-            self.control.should_save = True
+            control.should_save = True
         if self._should_stop():
-            self.control.should_save = self.control.should_training_stop = True
+            control.should_training_stop = True
+            if self._update_ended != epoch_is_over:  # after what is due at the end of the epoch, if this is one
+                control.should_save = True
+            elif not self._update_ended:  # the epoch was left in its middle, and what belongs to its end is not due
+                control.should_log = control.should_evaluate = control.should_save = False
+        self._record_plan()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._note_random_state()
 
+    @property
+    def _epoch_is_over(self) -> bool:
+        steps = self._micro_steps_per_epoch
+        if not steps:
+            return False
+        return self.state.global_step % math.ceil(steps / self.args.gradient_accumulation_steps) == 0
+
     def _should_stop(self) -> bool:
-        """Whether a signal reached any process, or too many updates in a row were skipped."""
+        """Whether a signal reached any process, too many updates in a row were skipped, or rewards failed."""
         if self.stopper.enabled and any_process(self.accelerator, self.stopper.requested is not None):
             self.stopper.request()  # all stop together, whichever of them it reached
-        return self.stopper.requested is not None or self.audits.bad_updates.should_stop
+        failed = self.reward_breaker.stopped_at is not None
+        return self.stopper.requested is not None or self.audits.bad_updates.should_stop or failed
 
-    # ---- loading
+    def _record_plan(self) -> None:
+        """Once it is made, which takes a generation."""
+        if self.recorder is not None and not self._plan_recorded:
+            self._plan_recorded = True
+            self.recorder.plan({"rollout": self.backend.state_dict(), "update": self.planner.state_dict()})
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self._saved_at = self._retry_at = self._resumed = self._boundary = self._random = None
-        if resume_from_checkpoint is None:
-            self._note_random_state()
-        else:
-            self._load_states(Path(resume_from_checkpoint))
-        self._start_record(None if resume_from_checkpoint is None else Path(resume_from_checkpoint))
-        return prepared
 
-    def _load_states(self, folder: Path) -> None:
-        """The parts of a checkpoint that Trainer does not know; a plain one has none."""
-        state = RunState.load(folder, self.accelerator.process_index)
-        if state is None:
-            self.entropy_control.load(folder)
-            self.audits.keep_books(None)  # which prompts the epoch has seen is not known
-        elif state.values["processes"] == self.accelerator.num_processes:
-            self._restore(state)
-        else:
-            logger.warning(
-                f"{folder} was written by {state.values['processes']} processes and is read by "
-                f"{self.accelerator.num_processes}: plans are made anew, and so is the generation that was under way."
-            )
-        if (folder / REFERENCE).exists() and self.ref_model is not None and self.args.sync_ref_model:
-            load_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REFERENCE))
-        for callback in self.callback_handler.callbacks:
-            if hasattr(callback, "read_state"):
-                callback.read_state(folder)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        policy = self.accelerator.unwrap_model(model or self.model)
-        if is_peft_model(policy):
-            reload_trained_adapter(policy, resume_from_checkpoint)
-
-    def _settings(self) -> dict[str, Any]:
-        """What a resumed run must have in common with this one."""
-        policy = self.accelerator.unwrap_model(self.model)
-        tools = sorted(getattr(tool, "__name__", str(tool)) for tool in self.tools)
-        return settings_of(
-            self.args, policy, self.train_dataset, self.reward_func_names, tools, self.accelerator.num_processes
-        )
-
-    # ---- the record
-
-    def _start_record(self, checkpoint: Path | None) -> None:
-        """Begin the record of a run, or go on with the one that the checkpoint is of."""
-        self.recorder = None
-        if self.args.record == "off":
-            return
-        folder = Path(self._get_output_dir(trial=getattr(self, "_trial", None)))
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        recorder = RunRecorder(folder, rank=rank, world=world, rollouts=self.args.record == "all")
-        position = None
-        if checkpoint is not None and (manifest := checkpoints.manifest(checkpoint)) is not None:
-            position = manifest.about.get("position")
-        about = {
-            "config": without_secrets(self.args.to_dict() | self._settings()),
-            "environment": environment_of(self.args) | {"plan": self.planner.state_dict()},
-        }
-        if checkpoint is None:
-            recorder.begin(**about)
-        else:
-            recorder.resume(position=position, **about)
-        self._run_id = from_main(self.accelerator, recorder.run_id)
-        if rank:
-            recorder.join(self._run_id)
-        self.recorder = recorder
+def _simple(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Those settings of a generation config that JSON gives back as they were."""
+    return {name: value for name, value in config.items() if value is None or type(value) in (bool, int, float, str)}

@@ -68,12 +68,20 @@ class Collecting(Sampling):
         used = self.backend.weights_version if self._asked else None
         self.audits.sampled(
             rollouts,
-            temperature=self.temperature if self._asked else 1.0,
+            temperature=self._drawn_temperature,
             shaped=not self._asked or bool(biased_sampling(self.args)),
             vocabulary=policy.get_input_embeddings().weight.shape[0] or policy.config.get_text_config().vocab_size,
             end_ids=self.eos_token_ids,
             weights=None if used is None else (used, weights_version(policy)),
         )
+
+    @property
+    def _drawn_temperature(self) -> float:
+        """0 where greedy decoding is asked for, so that equal completions are no wonder; 1 if nobody knows."""
+        if not self._asked:
+            return 1.0
+        config = self.backend.config
+        return self.temperature if config.do_sample and config.top_k != 1 else 0.0
 
     def _record_rows(self, generation: Scored, batch: TrainBatch, rewards_N: Tensor) -> None:
         if self.recorder is None or self.args.record != "all":

@@ -241,9 +241,12 @@ class PolicyTrainer(KnownNames, Resuming):
         self._random_state_due = kwargs.get("resume_from_checkpoint")
         if self._random_state_due is not None:
             self._earlier_runs = 0  # it is the first run that goes on
+        evaluates_first = self.args.eval_on_start
+        self.args.eval_on_start = evaluates_first and self._random_state_due is None  # a resumed run has done it
         try:
             output = super()._inner_training_loop(*args, **kwargs)
         finally:
+            self.args.eval_on_start = evaluates_first
             self._earlier_runs += 1
             if self.toolset is not None:
                 self.toolset.close()

@@ -13,6 +13,9 @@ import torch
 PACKAGES = ("gruppo", "torch", "transformers", "accelerate", "datasets", "peft", "triton", "numpy")
 
 
+SOURCE = Path(__file__).parents[2]  # a checkout, or where packages are installed
+
+
 @cache
 def versions() -> dict[str, str]:
     found = {}
@@ -42,7 +45,7 @@ def environment_of(args: Any) -> dict[str, Any]:
     return {
         "versions": versions(),
         "commit": commit_of(str(Path.cwd())),
-        "gruppo_commit": commit_of(str(Path(__file__).parent)),
+        "gruppo_commit": commit_of(str(SOURCE)) if (SOURCE / ".git").exists() else None,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -1,6 +1,7 @@
 """What a run shows and writes: logs, completion tables, checkpoints, the model card."""
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,9 @@ class Reporting(Trainer):
             logs.update(self.metrics.take("train"))
         super().log(logs, start_time)
         if self.recorder is not None:
+            start = time.perf_counter()
             self.recorder.metrics(self.state.global_step, logs, kind=self._kind_of(logs))
+            self._record_seconds += time.perf_counter() - start
         if self.args.log_completions and self.accelerator.is_main_process:
             self._show_completions()
 

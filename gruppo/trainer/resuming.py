@@ -6,14 +6,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_model
+
 from gruppo.errors import AuditError, CheckpointError, RunLockedError
+from gruppo.policy.adapters import is_peft_model, reload_trained_adapter
 from gruppo.runs import checkpoints
 from gruppo.runs.lock import RunLock
-from gruppo.runs.record import recorded_run
-from gruppo.trainer.checkpointing import Checkpointing
+from gruppo.runs.record import RunRecorder, recorded_run
+from gruppo.runs.secrets import without_secrets
+from gruppo.trainer.checkpointing import REFERENCE, Checkpointing
+from gruppo.trainer.environment import environment_of
 from gruppo.trainer.metrics import from_main
-from gruppo.trainer.settings import changed, common
-from gruppo.trainer.stopping import STOPPED, StopRequested
+from gruppo.trainer.settings import changed, common, keeps_the_queue, settings_of
+from gruppo.trainer.state import RunState
+from gruppo.trainer.stopping import STOPPED, STOPPED_UNSAVED, StopRequested
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +27,15 @@ logger = logging.getLogger(__name__)
 class Resuming(Checkpointing):
     """The part of the trainer that begins and ends runs."""
 
+    _resumed_from: str | None = None
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's `train`, alone in its folder, from a checkpoint that was checked, with an orderly end on signals.
 
         `resume_from_checkpoint`: a folder, or True for the newest good checkpoint in output_dir.
         """
         with self._alone_in_folder(), self.stopper.listening():
+            self._settings_now = self._settings()
             checkpoint = self._choose(resume_from_checkpoint)
             try:
                 output = super().train(checkpoint, *args, **kwargs)
@@ -49,22 +58,46 @@ class Resuming(Checkpointing):
             super()._run_epoch(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, without what it removes at the end: checkpoints are rotated when one is written."""
         self._load_rng_state(self._random_state_due)  # of a run that was over: no update has done it
-        return super()._finalize_training(*args, **kwargs)
+        if self._retry_at is not None:
+            self._save_checkpoint(self.model_wrapped, None)
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
 
     def _raise_reason_to_stop(self) -> None:
         """The end of a run that did not come to its own."""
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        if self.stopper.requested is not None and self.state.global_step < self.state.max_steps:
-            name = self.stopper.requested.name
-            self.record_event("stopped", signal=name)
-            saved = f"saved in {folder}" if folder.exists() else "as the checkpoint that it was resumed from has it"
-            logger.warning(f"Stopped by {name} after update {self.state.global_step}, {saved}.")
-            raise SystemExit(STOPPED)
+        step, ended = self.state.global_step, self.state.global_step >= self.state.max_steps
+        folder = Path(self.args.output_dir) / f"checkpoint-{step}"
+        if self.stopper.requested is not None and ended:
+            logger.warning(f"{self.stopper.requested.name} came in the last update: the run has ended by itself.")
+        elif self.stopper.requested is not None:
+            self._raise_stopped(self.stopper.requested.name, folder)
+        if self._retry_at is not None:
+            raise CheckpointError(
+                f"The disk of {self.args.output_dir} is full: the checkpoint of update {step}, the last one, could "
+                "not be written. Free some room and resume from the one before it."
+            )
         if self.audits.bad_updates.should_stop:
             self.record_event("stopped", bad_updates=self.audits.bad_updates.in_a_row)
             raise AuditError(self.audits.why_stopped(str(folder)))
         self._raise_if_rewards_failed()
+
+    def _raise_stopped(self, name: str, folder: Path) -> None:
+        """Exit, with a code that says whether nothing was lost."""
+        step, began = self.state.global_step, Path(self._resumed_from or "").name
+        self.record_event("stopped", signal=name)
+        if self._saved_at == step:
+            logger.warning(f"Stopped by {name} after update {step}, saved in {folder}.")
+        elif began == folder.name:
+            logger.warning(f"Stopped by {name} before another update was made: go on from {self._resumed_from}.")
+        else:
+            logger.error(f"Stopped by {name} after update {step}, which could NOT be saved.")
+            raise SystemExit(STOPPED_UNSAVED)
+        raise SystemExit(STOPPED)
 
     @contextmanager
     def _alone_in_folder(self) -> Iterator[None]:
@@ -78,7 +111,8 @@ class Resuming(Checkpointing):
                     logger.warning(f"{folder}: {stale}")
                 for sentence in checkpoints.clean_leftovers(folder):
                     logger.warning(f"{folder}: {sentence}")
-            except RunLockedError as refused:
+            except (RunLockedError, OSError) as refused:
+                lock.release()
                 error = str(refused)
         if (error := from_main(self.accelerator, error)) is not None:
             raise RunLockedError(error)
@@ -95,20 +129,21 @@ class Resuming(Checkpointing):
 
     def _choose(self, asked: Any) -> str | None:
         """The checkpoint to go on from, which is whole and was made with these settings; one process decides."""
+        self._resumed_from, self._changes = None, ()
         if asked is None or asked is False:
             return None
-        found: tuple[str | None, str | None] = (None, None)
+        found: tuple[str | None, Any] = (None, None)
         if self.accelerator.is_main_process:
             try:
                 path = self._newest_good() if asked is True else self._checked(Path(asked))
-                self._check_settings(path)
-                found = (str(path), None)
-            except (CheckpointError, ValueError) as error:
+                found = (str(path), self._check_settings(path))
+            except CheckpointError as error:
                 found = (None, str(error))
-        path_or_none, message = from_main(self.accelerator, found)
-        if message is not None:
-            raise CheckpointError(message)
-        return path_or_none
+        self._resumed_from, said = from_main(self.accelerator, found)
+        if self._resumed_from is None:
+            raise CheckpointError(said)
+        self._changes = said
+        return self._resumed_from
 
     def _newest_good(self) -> Path:
         folder = Path(self.args.output_dir)
@@ -131,17 +166,21 @@ class Resuming(Checkpointing):
         if wrong := checkpoints.problems(path):
             choice = checkpoints.newest_good(path.parent)
             other = "" if choice.path is None else f" The newest one that is whole is {choice.path}."
-            raise CheckpointError(f"The checkpoint {path} is damaged: {' '.join(wrong)}{other}")
+            raise CheckpointError(
+                f"The checkpoint {path} is damaged: {' '.join(wrong)}{other} If you know better, remove its "
+                f"{checkpoints.MANIFEST}: it then counts as a plain one."
+            )
         return path
 
-    def _check_settings(self, path: Path) -> None:
-        """Refuse a checkpoint of another run, with the name of everything that differs."""
+    def _check_settings(self, path: Path) -> list[str]:
+        """The names of settings that differ from the checkpoint's; refuse it if they may not."""
         manifest = checkpoints.manifest(path)
         if manifest is None:
-            return  # a plain checkpoint says nothing about them
-        saved, now = common(manifest.about.get("settings") or {}, self._settings())
+            return []  # a plain checkpoint says nothing about them
+        saved, now = common(manifest.about.get("settings") or {}, self._settings_now)
         found = checkpoints.differences(saved, now, ignore=())
-        names = changed([line.partition(":")[0] for line in found], self.args.resume_allow_changes)
+        differing = [line.partition(":")[0] for line in found]
+        names = changed(differing, self.args.resume_allow_changes)
         if refused := [line for line in found if line.partition(":")[0] in names]:
             listed = "\n".join(f"  {line}" for line in refused)
             raise CheckpointError(
@@ -150,3 +189,93 @@ class Resuming(Checkpointing):
             )
         if found:
             logger.warning(f"Resuming with other settings than {path} was made with: {'; '.join(found)}")
+        return differing
+
+    # ---- loading
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self._saved_at = self._retry_at = self._resumed = self._boundary = self._random = None
+        if resume_from_checkpoint is None:
+            self._note_random_state()
+        else:
+            self._load_states(Path(resume_from_checkpoint))
+        self._start_record(None if resume_from_checkpoint is None else Path(resume_from_checkpoint))
+        return prepared
+
+    def _load_states(self, folder: Path) -> None:
+        """The parts of a checkpoint that Trainer does not know; a plain one has none."""
+        main = RunState.load(folder, 0)  # all processes judge by it, so that they agree
+        if main is None:
+            self.entropy_control.load(folder)
+            self.audits.keep_books(None)  # which prompts the epoch has seen is not known
+        elif main.values["processes"] != self.accelerator.num_processes or not keeps_the_queue(self._changes):
+            if self.accelerator.is_main_process:
+                logger.warning(
+                    f"{folder} was written by another number of processes, or with other settings: plans are made "
+                    "anew, and the generation that was under way is sampled anew."
+                )
+            self._restore_part(main)
+        else:
+            state = RunState.load(folder, self.accelerator.process_index)
+            assert state is not None
+            self._restore(state)
+        if (folder / REFERENCE).exists() and self.ref_model is not None and self.args.sync_ref_model:
+            load_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REFERENCE))
+        for callback in self.callback_handler.callbacks:
+            if hasattr(callback, "read_state"):
+                callback.read_state(folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        policy = self.accelerator.unwrap_model(model or self.model)
+        if is_peft_model(policy):
+            reload_trained_adapter(policy, resume_from_checkpoint)
+
+    def _settings(self) -> dict[str, Any]:
+        """What a resumed run must have in common with this one."""
+        policy = self.accelerator.unwrap_model(self.model)
+        tools = sorted(getattr(tool, "__name__", str(tool)) for tool in self.tools)
+        return settings_of(
+            self.args, policy, self.train_dataset, self.reward_func_names, tools, self.accelerator.num_processes
+        )
+
+    # ---- the record
+
+    def _start_record(self, checkpoint: Path | None) -> None:
+        """Begin the record of a run, or go on with the one that the checkpoint is of."""
+        self.recorder = None
+        folder = Path(self._get_output_dir(trial=getattr(self, "_trial", None)))
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        kept = {"keeps": self.args.record != "off", "rollouts": self.args.record == "all"}
+        recorder = RunRecorder(folder, rank=rank, world=world, **kept)
+        about = {
+            "config": without_secrets(self.args.to_dict() | self._settings_now),
+            "environment": without_secrets(environment_of(self.args)),
+        }
+        if checkpoint is None:
+            recorder.begin(**about)
+        else:
+            self._continue_record(recorder, checkpoint, about)
+        self._run_id = from_main(self.accelerator, recorder.run_id)
+        if rank:
+            recorder.join(self._run_id)
+        self.recorder = recorder
+
+    def _continue_record(self, recorder: RunRecorder, checkpoint: Path, about: dict[str, Any]) -> None:
+        """Go on from where the checkpoint is; what came after it, if that was saved too, is put aside."""
+        manifest = checkpoints.manifest(checkpoint)
+        position = None if manifest is None else manifest.about.get("position")
+        newer = self._newer_ones(checkpoint, recorder.folder)
+        recorder.resume(position=position, checkpoint=checkpoint, branch=bool(newer), **about)
+        if newer and recorder.archive is not None and self.accelerator.is_main_process:
+            checkpoints.put_aside(newer, recorder.archive)
+
+    def _newer_ones(self, checkpoint: Path, folder: Path) -> list[Path]:
+        """Checkpoints of the same run with more updates, if it was saved into this folder."""
+        own = checkpoints.run_of(checkpoint)
+        if own is None or checkpoint.resolve().parent != folder.resolve():
+            return []
+        found = checkpoints.checkpoints(folder)  # the highest number first
+        names = [path.name for path in found]
+        return [path for path in found[: names.index(checkpoint.name)] if checkpoints.run_of(path) == own]

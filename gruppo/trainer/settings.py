@@ -11,6 +11,9 @@ from typing import Any
 from datasets import Dataset
 from torch import nn
 
+from gruppo.runs.lines import plain
+from gruppo.runs.secrets import without_secrets
+
 # Settings that change nothing about the weights that come out: where things go, what is shown and when it is saved,
 # and how the machine is used.
 HARMLESS = {
@@ -35,6 +38,11 @@ HARMLESS_PREFIXES = (
     "ddp_",
 )
 LENGTHS = ("max_steps", "num_train_epochs")
+OF_THE_OPTIMIZER = {
+    *LENGTHS,
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay"),
+    *("max_grad_norm", "optim", "optim_args", "max_tokens_per_micro_batch", "gradient_checkpointing"),
+}
 
 
 def settings_of(
@@ -43,7 +51,7 @@ def settings_of(
     """Everything that decides what a run computes, as JSON; dotted names say where a difference is."""
     settings = {name: value for name, value in args.to_dict().items() if not _is_harmless(name, args)}
     weights = list(model.parameters())
-    return json.loads(json.dumps(settings, default=str)) | {
+    return without_secrets(plain(settings)) | {
         "model": {
             "class": type(model).__name__,
             "parameters": sum(p.numel() for p in weights),
@@ -57,9 +65,18 @@ def settings_of(
 
 
 def _is_harmless(name: str, args: Any) -> bool:
+    if name == "num_train_epochs" and args.max_steps > 0:
+        return True
     if name in LENGTHS:  # a schedule that does not know its end may be made longer
-        return str(args.lr_scheduler_type).rpartition(".")[2].lower() in ("constant", "schedulertype.constant")
+        schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+        warmup_of_length = 0 < (getattr(args, "warmup_ratio", None) or args.warmup_steps or 0) < 1
+        return schedule in ("constant", "constant_with_warmup", "inverse_sqrt") and not warmup_of_length
     return name in HARMLESS or name.startswith(HARMLESS_PREFIXES)
+
+
+def keeps_the_queue(names: Sequence[str]) -> bool:
+    """Whether completions that were sampled before these settings changed are still what they should be."""
+    return all(name in OF_THE_OPTIMIZER or name.startswith("adam_") for name in names)
 
 
 def fingerprint(dataset: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ packs, between updates. What an update has done so far is dropped, the state bef
 with a code of its own, so that a scheduler knows that the run wants to go on. A second signal exits at once.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -13,7 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-STOPPED = 75  # the exit code, EX_TEMPFAIL of sysexits.h: try again later
+# Exit codes, those of sysexits.h: try again later (EX_TEMPFAIL), and: that could not be written (EX_IOERR).
+STOPPED, STOPPED_UNSAVED = 75, 74
+logger = logging.getLogger(__name__)
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -36,15 +40,21 @@ class Stopper:
     def listening(self) -> Iterator[None]:
         """In here signals end the run in order; only the main thread can listen."""
         self.requested = None
-        if not self.enabled or threading.current_thread() is not threading.main_thread():
+        if not self.enabled:
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("save_on_signal=True has no effect: only the main thread of a program hears signals.")
+            yield
+            return
+        # What is ignored stays so: a job in the background of a shell does not hear the interrupts of another.
+        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._note) for number in heard}
         try:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was set in C
 
     def _note(self, number: int, frame: Any) -> None:
         if self.requested is not None:

@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from gruppo.algo.loss import UpdateSize
+from gruppo.audit.findings import heard
+from gruppo.runs import checkpoints
 from gruppo.trainer.metrics import any_process
 from gruppo.trainer.updating import Updating
 from gruppo.types import TrainBatch
 
 logger = logging.getLogger(__name__)
 
-MOST_KEPT = 20  # broken updates whose rows are kept
+MOST_KEPT = 20  # broken updates of a run whose rows are kept
 LOSS_TOKENS = "loss_tokens"  # of a micro-batch when it was cut, to be compared with when it is used
 
 
@@ -31,6 +34,14 @@ class Watching(Updating):
     _loss_at_hand: Tensor | float = 0.0
     _grad_norm = math.nan
     _update_ended = False
+    _run_id: str  # "" without a record
+
+    # ---- the books of prompts
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if resume_from_checkpoint is not None and self.args.ignore_data_skip:
+            self.audits.keep_books(None)  # it goes on at the beginning of the epoch, and sees prompts again on purpose
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     # ---- the books of tokens
 
@@ -67,38 +78,55 @@ class Watching(Updating):
         if not self.audits.on:
             return grad_norm
         with self.audits.timed():
-            self._grad_norm, loss = float(grad_norm), float(self._loss_at_hand)
-            if self.accelerator.scaler is not None:  # float16: it looks for itself, and leaves the step out
-                known = (loss, 0.0)
-            else:
-                known = (loss, self._grad_norm)
-            healthy = all(map(math.isfinite, known))
-            if any_process(self.accelerator, not healthy):
-                self._keep_broken_update(loss)
-                if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
+            # DeepSpeed may not know a norm, and has made its step in the backward pass. A scaler of float16 looks at
+            # the gradients itself, leaves the step out, and wants to find them as they were.
+            too_late = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+            ours = not too_late and self.accelerator.scaler is None
+            self._grad_norm = math.nan if too_late else float(grad_norm)
+            loss, norm = self._mean_of_processes([float(self._loss_at_hand), self._grad_norm if ours else 0.0])
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                self._keep_broken_update(loss, **({"prevented": False} if too_late else {}))
+                if ours:
                     model.zero_grad(set_to_none=True)  # an optimizer leaves weights without a gradient as they are
-                if healthy:
-                    known = (math.nan, self._grad_norm)  # it was another process's
-            self.audits.is_finite(*known)
+            self.audits.is_finite(loss, norm, left_out=not too_late)
         return grad_norm
 
-    def _keep_broken_update(self, loss: float) -> None:
+    def _mean_of_processes(self, numbers: Sequence[float]) -> list[float]:
+        """Not finite if the number of any process is not, so that all processes do the same."""
+        if self.accelerator.num_processes == 1:
+            return list(numbers)
+        local = torch.tensor(numbers, device=self.accelerator.device)
+        means: list[float] = self.accelerator.reduce(local, reduction="mean").tolist()
+        return means
+
+    def _keep_broken_update(self, loss: float, **more: Any) -> None:
         """Write the rows of an update whose loss or gradient is not finite, so that it can be looked into."""
+        facts = {"loss": str(loss), "grad_norm": str(self._grad_norm)}
         folder = Path(self.args.output_dir) / "bad_updates"
-        name = f"update-{self.state.global_step:08d}-{self.accelerator.process_index:04d}"
-        kept = None
-        if not folder.is_dir() or len(list(folder.glob("*.safetensors"))) < MOST_KEPT:
-            folder.mkdir(parents=True, exist_ok=True)
-            tensors = {
-                f"{i}/{key}": value.detach().cpu().clone()
-                for i, batch in enumerate(self._batches_at_hand)
-                for key, value in batch.items()
-                if isinstance(value, Tensor)
-            }
-            facts = {"update": self.state.global_step, "loss": str(loss), "grad_norm": str(self._grad_norm)}
-            save_file(tensors, folder / f"{name}.safetensors", metadata={"gruppo": json.dumps(facts)})
-            kept = f"bad_updates/{name}.safetensors"
-        self.record_event("update_skipped", loss=str(loss), grad_norm=str(self._grad_norm), rows=kept)
+        run, rank = (f"-{self._run_id}" if self._run_id else ""), f"{self.accelerator.process_index:04d}"
+        path = folder / f"update{run}-{self.state.global_step:08d}-{rank}.safetensors"
+        kept = len(list(folder.glob(f"update{run}-{'[0-9]' * 8}-{rank}.safetensors"))) < MOST_KEPT
+        kept = kept and self._write_rows(path, {"update": self.state.global_step, **facts})
+        self.record_event("update_skipped", **facts, rows=f"bad_updates/{path.name}" if kept else None, **more)
+
+    def _write_rows(self, path: Path, facts: dict[str, Any]) -> bool:
+        """Write the micro-batches at hand; False if there is no room for them."""
+        tensors = {
+            f"{i}/{key}": value.detach().cpu().clone()
+            for i, batch in enumerate(self._batches_at_hand)
+            for key, value in batch.items()
+            if isinstance(value, Tensor)
+        }
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, path, metadata={"gruppo": json.dumps(facts)})
+        except (OSError, SafetensorError) as error:
+            if not checkpoints.is_disk_full(error, path.parent):
+                raise
+            path.unlink(missing_ok=True)
+            logger.warning(f"No room for the rows of update {facts['update']}, which was not finite: {error}")
+            return False
+        return True
 
     # ---- updates that happened
 
@@ -111,10 +139,24 @@ class Watching(Updating):
             self._update_ended = False
             self.metrics.add("train", self._audit_update() | {"record/seconds": self._record_seconds})
             self._record_seconds = 0.0
+            self._share_findings()
             values = self.metrics.values["train"]
             values.update({name: [sum(values[name]) + count] for name, count in self.audits.found().items()})
             values.update({name: [total] for name, total in self.audits.totals().items()})
+        if self.control.should_epoch_stop:
+            self.audits.epoch_ended_early(self._epoch)
         super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _share_findings(self) -> None:
+        """Once per update: the main process writes down what the others found, and all count it."""
+        own = self.audits.auditor.take_unshared()
+        if not self.audits.on or not any_process(self.accelerator, bool(own)) or self.accelerator.num_processes == 1:
+            return
+        for process, finding in heard(gather_object([own]), self.accelerator.process_index):
+            self.audits.auditor.hear(finding)
+            self.record_event(
+                "audit", check=finding.check, message=finding.message, values=finding.values, process=process
+            )
 
     def _audit_update(self) -> dict[str, float]:
         """After the optimizer's step: what is to be averaged in the log."""
@@ -138,13 +180,27 @@ class Watching(Updating):
         return self.audits.updated(parameters, **facts)
 
     def _rows_at_hand(self) -> dict[str, Any]:
-        """How many rows of the update have an advantage, and how old the oldest are."""
+        """How many rows of the update must have a gradient, and how old the oldest are."""
         batches = [TrainBatch.from_dict(batch) for batch in self._batches_at_hand if "completion_mask" in batch]
-        known = [batch for batch in batches if batch.advantages is not None]
-        moving = sum((~batch.zero_advantage_B & batch.loss_mask_BT.any(1)).sum() for batch in known)
+        moving = sum(self._must_move(batch).sum() for batch in batches)
         sampled = [batch.sampled_at.min() for batch in batches if batch.sampled_at is not None]
         oldest = int(torch.stack(sampled).min()) if sampled else self.state.global_step - 1
         return {"moving_rows": int(moving), "oldest_rows": self.state.global_step - 1 - oldest}
+
+    def _must_move(self, batch: TrainBatch) -> Tensor:
+        """Bool (B,): rows that must have a gradient.
+
+        They were sampled with the weights of this very update, so that the ratio is 1 and nothing is clipped; and
+        nothing drops their tokens.
+        """
+        tokens_BT = batch.loss_mask_BT.bool()
+        drops_tokens = getattr(self.args, "top_entropy_quantile", 1.0) < 1
+        drops_rows = getattr(self.args, "off_policy_mask_threshold", None) is not None
+        if drops_tokens or drops_rows or batch.advantages is None or batch.sampled_at is None:
+            return torch.zeros_like(tokens_BT.any(1))
+        if batch.importance_sampling_ratio is not None:
+            tokens_BT = tokens_BT & (batch.importance_sampling_ratio != 0)
+        return (batch.sampled_at == self.state.global_step - 1) & ~batch.zero_advantage_B & tokens_BT.any(1)
 
     @property
     def _allowed_age(self) -> int:

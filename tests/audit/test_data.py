@@ -65,6 +65,20 @@ def test_an_epoch_that_was_left_out_altogether():
     assert (finding.check, finding.values["epoch"]) == ("prompt_skipped", 1)
 
 
+def test_an_epoch_that_is_ended_on_purpose():
+    books = PromptBooks(4)
+    books.take([0, 1], 0)
+    books.end_early(0)
+    books.end_early(2)
+    books = resumed(books, prompts=4)
+    assert books.take([3], 1) == []
+    assert totals(books)["skipped"] == 2
+    books.end_early(0)  # it is over
+    assert checks(books.take([0], 2)) == ["prompt_skipped"], "epoch 1 was not"
+    assert books.take([0], 3) == []
+    assert totals(books)["skipped"] == 2 + 3 + 3
+
+
 def test_prompts_that_do_not_exist():
     books = PromptBooks(3)
     (finding,) = books.take([0, 3, -1], 0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gruppo.audit import Auditor, Finding
+from gruppo.audit import Auditor, Finding, heard
 from gruppo.errors import AuditError
 
 
@@ -67,3 +67,45 @@ def test_metrics_count_since_the_last_call_and_survive_a_checkpoint():
     for each in (auditor, resumed):
         assert each.metrics() == {"audit/empty": 1.0, "audit/drift": 0.0}
         assert each.counts == {"empty": 3, "drift": 1}
+
+
+EMPTY, DRIFT, OTHER_DRIFT = Finding("empty", "nothing"), Finding("drift", "far off"), Finding("drift", "farther off")
+
+
+@pytest.mark.parametrize(
+    ("by_process", "of_process_0", "of_process_1"),
+    [
+        ([[], []], [], []),
+        ([[], [EMPTY]], [(1, EMPTY)], []),
+        ([[DRIFT], [DRIFT]], [], []),  # a number that both have
+        ([[DRIFT], [EMPTY, DRIFT]], [(1, EMPTY)], []),
+        ([[DRIFT], [OTHER_DRIFT]], [(1, OTHER_DRIFT)], [(0, DRIFT)]),
+        ([[EMPTY], [EMPTY, EMPTY]], [(1, EMPTY)], []),  # two rounds of sampling
+        ([[], [EMPTY], [EMPTY, DRIFT]], [(1, EMPTY), (2, DRIFT)], [(2, DRIFT)]),
+    ],
+)
+def test_what_other_processes_found(by_process, of_process_0, of_process_1):
+    assert heard(by_process, 0) == of_process_0
+    assert heard(by_process, 1) == of_process_1
+
+
+def test_nan_is_nan_in_every_process():
+    """Objects that come from another process are no longer the same, and NaN equals only the same."""
+    by_process = [[Finding("nonfinite_loss", "is nan", {"loss": float("nan")})] for _ in range(2)]
+    assert heard(by_process, 0) == []
+
+
+def test_all_processes_have_the_same_counts(caplog):
+    found = [[DRIFT], [EMPTY, DRIFT], [OTHER_DRIFT]]
+    auditors = [Auditor("warn") for _ in found]
+    for auditor, findings in zip(auditors, found, strict=True):
+        auditor.report(findings)
+    caplog.clear()
+    shared = [auditor.take_unshared() for auditor in auditors]
+    assert shared == found
+    for rank, auditor in enumerate(auditors):
+        for _, finding in heard(shared, rank):
+            auditor.hear(finding)
+        assert auditor.take_unshared() == [], "what was heard is not passed on"
+        assert auditor.metrics() == {"audit/drift": 2.0, "audit/empty": 1.0}
+    assert not caplog.records, "the process that found it has said so"

@@ -136,6 +136,20 @@ def test_a_beginning_that_is_not_a_number_is_not_one():
     assert checks(audits.after_update(**{**HEALTHY, "entropy": 0.001})) == ["entropy_collapse"]
 
 
+def test_a_state_does_not_change_with_the_run():
+    audits = RunAudits()
+    states = []
+    for entropy in (1.0, 2.0):
+        audits.after_update(**{**HEALTHY, "entropy": entropy})
+        audits.surprise.check(
+            Tokens(World(0, power=2.0).generation()), vocabulary=VOCABULARY, temperature=1.0, shaped=False
+        )
+        states.append(audits.state_dict())
+        if len(states) == 1:
+            saved = json.dumps(states[0])
+    assert json.dumps(states[0]) == saved != json.dumps(states[1])
+
+
 def test_a_resumed_run_finds_what_the_other_finds():
     """Everything that is remembered is in the state, which is plain JSON."""
     straight, world = RunAudits(), World(0, sharpness=2.0, power=1.5)

@@ -58,10 +58,18 @@ def test_nonfinite(loss, norm, checks):
     assert [finding.check for finding in nonfinite(loss, norm)] == checks
 
 
+def test_what_became_of_an_update_is_said():
+    assert "is left out" in nonfinite(math.nan, None)[0].message
+    (finding,) = nonfinite(math.nan, None, left_out=False)
+    assert "is left out" not in finding.message
+    assert "go back to a checkpoint" in finding.message
+
+
 def test_zero_gradient():
     assert update.zero_gradient(1e-12, 8) is None
     assert update.zero_gradient(0.0, 0) is None, "nothing was to be learned"
-    assert found(update.zero_gradient(0.0, 8)) == "zero_gradient"
+    assert found(update.zero_gradient(0.0, 8)) == found(update.zero_gradient(0.0, 8, 0.1)) == "zero_gradient"
+    assert update.zero_gradient(0.0, 8, 1e-7) is None, "a policy that is certain"
 
 
 def test_exploding_gradient():
@@ -176,6 +184,21 @@ def test_the_probe_picks_the_same_elements_every_time():
             for parameter in net.parameters():
                 parameter.view(-1)[::2] += 1
     assert probes[0].changed() == probes[1].changed()
+
+
+def test_a_probe_goes_on_from_what_another_read():
+    net = model(dtype=torch.bfloat16)
+    first = WeightProbe(net.parameters()).last
+    assert first.dtype == torch.bfloat16
+    assert WeightProbe(net.parameters()).changed_since(first) == 0.0
+    with torch.no_grad():
+        for layer in net[:10]:
+            layer.weight.add_(1.0)
+    second = WeightProbe(net.parameters())
+    assert second.changed_since(None) is None
+    assert second.changed_since(first[1:]) is None, "of other parameters"
+    assert 0 < second.changed_since(first) < 1
+    assert WeightProbe([]).changed_since(first) is None
 
 
 def test_the_probe_follows_a_parameter_whose_memory_moves():

@@ -84,7 +84,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     build: Callable[..., Any] = plain
     processes: int = 1
-    after: int = 0
+    after: int = 2
 
     def trainer(self, folder: Path, **changes: Any) -> Any:
         return self.build(folder, **{**SAVING, **self.settings, **changes})

@@ -344,3 +344,36 @@ def test_other_things_are_refused_at_once(tmp_path, anywhere, make):
     make(tmp_path / "lock")
     with pytest.raises(RunLockedError, match="not a plain file"):
         RunLock(tmp_path).acquire()
+
+
+# ---- full disks
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_on_a_full_disk_the_lock_is_held_without_a_name(tmp_path, monkeypatch, caplog, number):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse(number))
+        with RunLock(tmp_path):
+            assert (tmp_path / "lock").read_bytes() == b""
+            with pytest.raises(RunLockedError, match="in use by another process"):
+                RunLock(tmp_path).acquire()
+    assert "No room on the disk" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_cannot_be_written_for_another_reason_is_not_held(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse(errno.EIO))
+        with pytest.raises(OSError, match="Input/output"):
+            RunLock(tmp_path).acquire()
+    assert RunLock(tmp_path).acquire() is None
+
+
+def test_without_flock_a_full_disk_refuses_and_leaves_nothing(tmp_path, monkeypatch):
+    """There only what the file says keeps others out."""
+    monkeypatch.setattr(fcntl, "flock", refuse(errno.ENOTSUP))
+    monkeypatch.setattr(Path, "write_bytes", refuse(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space"):
+        RunLock(tmp_path).acquire()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert (tmp_path / "lock").stat().st_size == 0

@@ -1,5 +1,6 @@
 """What the recorder writes: a fresh run, going on after a checkpoint, several ranks."""
 
+import itertools
 import json
 import math
 import os
@@ -191,6 +192,65 @@ def test_changed_settings_are_named(tmp_path: Path) -> None:
     (event,) = [event for event in Run(tmp_path).events() if event["event"] == "config_changed"]
     assert event["settings"] == ["beta", "learning_rate"]
     assert Run(tmp_path).config["learning_rate"] == 2e-6
+
+
+def bomb(first: str, rest: str) -> str:
+    """Ten lines of YAML, each nine times as large as the one before."""
+    pairs = itertools.pairwise("abcdefghij")
+    return f"a: &a {first}\n" + "".join(f"{n}: &{n} {rest % ', '.join(['*' + p] * 9)}\n" for p, n in pairs)
+
+
+STRANGE = {
+    "cut off": "a: " + "[" * 50_000,
+    "deep": "a: " + "[" * 500 + "]" * 500,
+    "lists": bomb("[x, x]", "[%s]"),
+    "merges": bomb("{x: 1, y: 2}", "{<<: [%s]}"),
+    "numbers for names": "1: 2",
+    "a list": "- 1",
+    "a number that is too long": "a: 0x" + "f" * 9000,
+    "no text": "\xff",
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("text", STRANGE.values(), ids=STRANGE.keys())
+def test_settings_that_a_stranger_wrote_have_changed(tmp_path: Path, text: str) -> None:
+    recorder = begun(tmp_path)
+    position = recorder.sync()
+    recorder.close()
+    (tmp_path / "config.yaml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=r"config\.yaml"):
+        Run(tmp_path).config  # noqa: B018
+    RunRecorder(tmp_path).resume(config=CONFIG, environment={}, position=position)
+    (event,) = [event for event in Run(tmp_path).events() if event["event"] == "config_changed"]
+    assert event["settings"] == sorted(CONFIG)
+    assert Run(tmp_path).config == CONFIG
+
+
+def test_an_environment_that_cannot_be_written_again_is_replaced(tmp_path: Path) -> None:
+    recorder = begun(tmp_path)
+    position = recorder.sync()
+    recorder.close()
+    (tmp_path / "environment.json").write_text('{"starts": ' + "[" * 600 + "]" * 600 + "}")
+    RunRecorder(tmp_path).resume(config=CONFIG, environment={"python": "3.12"}, position=position)
+    (start,) = Run(tmp_path).environment["starts"]
+    assert start["python"] == "3.12"
+
+
+def test_the_plan_belongs_to_the_last_start(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    with pytest.raises(RuntimeError, match="begin"):
+        recorder.plan({})
+    recorder.begin(config=CONFIG, environment={"python": "3.12"})
+    recorder.plan({"rows": 4})
+    resumed = RunRecorder(tmp_path)
+    resumed.resume(config=CONFIG, environment={}, position=recorder.sync())
+    for rows in (7, 8):
+        resumed.plan({"rows": rows})
+    RunRecorder(tmp_path, rank=1, world=2).plan({"rows": 99})
+    starts = Run(tmp_path).environment["starts"]
+    assert [start["plan"] for start in starts] == [{"rows": 4}, {"rows": 8}]
+    assert starts[0]["python"] == "3.12"
 
 
 def test_a_position_of_another_run_begins_anew(tmp_path: Path) -> None:

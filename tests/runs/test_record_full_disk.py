@@ -45,6 +45,76 @@ def test_everything_is_there_when_there_is_room_again(
     assert Run(recorder.folder).events()[-1]["event"] == "resumed"
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("room", [0, 1, 100])
+def test_a_run_begins_on_a_full_disk(
+    tmp_path: Path, room: int, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FullDisk(monkeypatch, room, number)
+    recorder = RunRecorder(tmp_path)
+    run_id = recorder.begin(config=CONFIG, environment={"gpus": 1})
+    recorder.plan({"packed": True})
+    train(recorder, 1, 2)
+    assert not (tmp_path / "run.json").exists()
+    assert list(tmp_path.glob("*.tmp")) == []
+    disk.room = 1 << 30
+    train(recorder, 3, 3)
+    run = Run(tmp_path)
+    assert (run.info["run_id"], run.config) == (run_id, CONFIG)
+    (start,) = run.environment["starts"]
+    assert (start["gpus"], start["plan"]) == (1, {"packed": True})
+    assert [line["update"] for line in run.metrics()] == [1, 2, 3]
+    assert [event["event"] for event in run.events()] == ["started", "disk_full"]
+    assert caplog.text.count("No room on the disk") == 1
+
+
+def test_a_run_goes_on_on_a_full_disk(recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(recorder, 1, 2)
+    position = recorder.sync()
+    recorder.close()
+    disk = FullDisk(monkeypatch, 0, errno.ENOSPC)
+    resumed = RunRecorder(recorder.folder)
+    resumed.resume(config={**CONFIG, "beta": 0.5}, environment={"second": True}, position=position)
+    assert (resumed.run_id, Run(recorder.folder).config) == (position["run_id"], CONFIG), "whole, though old"
+    disk.room = 1 << 30
+    train(resumed, 3, 3)
+    run = Run(recorder.folder)
+    assert run.config == {**CONFIG, "beta": 0.5}
+    assert [start.get("second") for start in run.environment["starts"]] == [None, True]
+    assert [event["event"] for event in run.events()] == ["started", "resumed", "config_changed", "disk_full"]
+
+
+def test_no_room_for_new_files_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quota of files: not even an empty one can be made."""
+    real = lines.os.open
+
+    def refuse(path: Path, flags: int, *mode: int) -> int:
+        if flags & lines.os.O_CREAT:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return real(path, flags, *mode)
+
+    recorder = RunRecorder(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(lines.os, "open", refuse)
+        recorder.begin(config=CONFIG, environment={})
+        train(recorder, 1, 2)
+        assert list(tmp_path.iterdir()) == [tmp_path / "rollouts"]
+    recorder.close()
+    assert [line["update"] for line in Run(tmp_path).metrics()] == [1, 2]
+    assert Run(tmp_path).rollouts().num_rows == 4
+    assert [event["event"] for event in Run(tmp_path).events()] == ["started", "disk_full"]
+
+
+def test_files_that_never_found_room_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    FullDisk(monkeypatch, 0, errno.ENOSPC)
+    recorder = RunRecorder(tmp_path, keeps=False)
+    recorder.begin(config=CONFIG, environment={})
+    recorder.close()
+    assert "run.json could not be written" in caplog.text
+
+
 def test_a_torn_line_is_completed(recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FullDisk(monkeypatch, 10, errno.ENOSPC)
     recorder.metrics(1, {"loss": 1.0})
@@ -159,6 +229,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a file system cannot be mounted here")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_run_begins_on_a_disk_that_is_full(small_disk: Path) -> None:
+    (small_disk / "other").write_bytes(bytes(1 << 20))
+    recorder = RunRecorder(small_disk)
+    run_id = recorder.begin(config=CONFIG, environment={})
+    train(recorder, 1, 3)
+    assert not (small_disk / "run.json").exists()
+    (small_disk / "other").unlink()
+    recorder.close()
+    assert Run(small_disk).info["run_id"] == run_id
+    assert [line["update"] for line in Run(small_disk).metrics()] == [1, 2, 3]
 
 
 def test_a_disk_that_is_full(small_disk: Path) -> None:

@@ -1,5 +1,10 @@
 """Failures that say nothing are injected into real runs and seen; healthy runs have nothing to be seen."""
 
+import json
+import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +17,10 @@ from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.errors import AuditError
 from gruppo.runs.read import Run
 from gruppo.trainer import core
+from gruppo.types import TrainBatch
 from tests.helpers import prompts, tiny_gpt2, tiny_model
 from tests.tools.scripted import random_caller
-from tests.trainer.failures import FAILURES, After, Failure, reorder, spread_out
+from tests.trainer.failures import FAILURES, After, Failure, by_place, reorder, spread_out
 from tests.trainer.runs import SaveAt, logs, make
 from tests.trainer.test_dynamic_sampling import dynamic
 
@@ -211,6 +217,154 @@ def test_a_prompt_left_out_of_a_ragged_epoch_is_missed(tmp_path: Path, monkeypat
     trainer.train()
     skipped = next(event for event in Run(tmp_path).events() if event.get("check") == "prompt_skipped")
     assert skipped["values"] == {"epoch": 0.0, "skipped": 2.0, "expected": 1.0}
+
+
+# ---- what looks like a failure and was asked for
+
+
+def resumed_after(update: int, folder: Path, first: dict[str, Any], then: dict[str, Any]) -> Any:
+    """A run over two epochs of four updates that is gone on with after an update, under other settings."""
+    usual = {"parity_check": "off", "max_steps": 8, "resume_allow_changes": ["*"]}
+    make(folder, GRPOTrainer, callbacks=[SaveAt(update)], **(usual | first)).train()
+    trainer = make(folder, GRPOTrainer, **(usual | {"audit": "error"} | then))
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{update}"))
+    assert trainer.state.global_step == 8
+    return trainer
+
+
+def test_books_that_were_not_kept_are_not_gone_on_with(tmp_path: Path) -> None:
+    trainer = resumed_after(2, tmp_path, {"audit": "off"}, {})
+    assert trainer.audits.books.metrics() == {"prompts/seen": 12, "prompts/skipped": 0, "prompts/repeated": 0}
+
+
+def test_a_run_that_sees_the_epoch_again_on_purpose_has_no_books(tmp_path: Path) -> None:
+    trainer = resumed_after(2, tmp_path, *[{"ignore_data_skip": True}] * 2)
+    assert trainer.audits.books.prompts is None
+    assert trainer.audits.books.seen == 4 + 12
+
+
+def test_a_resumed_run_without_audits_needs_no_books(tmp_path: Path) -> None:
+    assert resumed_after(2, tmp_path, {}, {"audit": "off"}).audits.books.prompts == 8
+
+
+@pytest.mark.parametrize("settings", [{}, {"dynamic_sampling": True}], ids=str)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_epoch_that_is_stopped_on_purpose_is_no_finding(
+    accumulation: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = make(
+        tmp_path,
+        GRPOTrainer,
+        parity_check="off",
+        audit="error",
+        max_steps=8,
+        per_device_train_batch_size=4 // accumulation,
+        gradient_accumulation_steps=accumulation,
+        **settings,
+    )
+    trainer.add_callback(After(1, lambda: setattr(trainer.control, "should_epoch_stop", True)))
+    trainer.train()
+    # It is counted, though. Dynamic sampling goes on with the prompts that were left.
+    assert trainer.audits.books.skipped == (0 if settings else 6)
+    assert not findings(tmp_path)
+
+
+def test_the_epoch_after_one_that_was_stopped_is_looked_at_again(tmp_path: Path) -> None:
+    trainer = make(tmp_path, GRPOTrainer, parity_check="off", max_steps=9)
+    trainer.add_callback(After(1, lambda: setattr(trainer.control, "should_epoch_stop", True)))
+    trainer.add_callback(After(2, lambda: next(trainer._epoch_iterator)))
+    trainer.train()
+    assert [event["values"]["epoch"] for event in Run(tmp_path).events() if "check" in event] == [1]
+
+
+OFTEN = {"rewards": by_place, "num_iterations": 3, "max_completion_length": 2, "lr_scheduler_type": "constant"}
+LONG = {"per_device_train_batch_size": 16, "num_generations": 8, "max_completion_length": 20}
+GREEDY = {"generation_kwargs": {"do_sample": False}}
+
+AS_ASKED: dict[str, dict[str, Any]] = {
+    "clipped": {**OFTEN, "optim": "sgd", "learning_rate": 0.3},
+    "certain": {**OFTEN, "num_iterations": 1, "learning_rate": 10.0},
+    "top_entropy_quantile": {"top_entropy_quantile": 0.05},
+    "greedy": {**LONG, **GREEDY},
+    "greedy, transformers": {**LONG, **GREEDY, "rollout_backend": "transformers"},
+    "top_k 1": {**LONG, "top_k": 1},
+}
+
+
+@pytest.mark.parametrize("settings", AS_ASKED.values(), ids=AS_ASKED)
+def test_what_the_settings_explain_is_no_finding(settings: dict[str, Any], tmp_path: Path) -> None:
+    trainer = make(tmp_path, GRPOTrainer, parity_check="off", max_steps=9, **settings)
+    trainer.train()
+    assert not {"zero_gradient", "duplicates", "entropy"} & set(findings(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "moving"),
+    [
+        ({}, [True, True, False, False]),
+        ({"top_entropy_quantile": 0.5}, [False] * 4),
+        ({"off_policy_mask_threshold": 0.5}, [False] * 4),
+    ],
+    ids=str,
+)
+def test_rows_that_must_have_a_gradient(settings: dict[str, Any], moving: list[bool], tmp_path: Path) -> None:
+    """Of four rows, the third has no advantage and the fourth was sampled before."""
+    trainer = make(tmp_path, GRPOTrainer, **settings)
+    trainer.state.global_step = 6
+    ids = torch.ones(4, 3, dtype=torch.long)
+    batch = TrainBatch(
+        ids, ids, ids, ids, advantages=torch.tensor([1.0, -1.0, 0.0, 1.0]), sampled_at=torch.tensor([5, 5, 5, 4])
+    )
+    assert trainer._must_move(batch).tolist() == moving
+    batch.importance_sampling_ratio = torch.tensor([[1.0], [0.0], [1.0], [1.0]])
+    assert trainer._must_move(batch).tolist() == [moving[0], False, False, False]
+    batch.sampled_at = None
+    assert not trainer._must_move(batch).any(), "nobody knows"
+
+
+# ---- going on
+
+
+def test_a_resumed_run_finds_frozen_weights_where_the_straight_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = FAILURES["steps_are_rounded_away"]
+    straight = frozen.trainer(tmp_path / "straight", monkeypatch, max_steps=7)
+    straight.train()
+    frozen.trainer(tmp_path / "resumed", monkeypatch, max_steps=7, callbacks=[SaveAt(2)]).train()
+    resumed = frozen.trainer(tmp_path / "resumed", monkeypatch, max_steps=7)
+    resumed.train(resume_from_checkpoint=True)
+    expected = [None, None, None, 1, 1, 1, 0]  # the last one has a learning rate of 0
+    for trainer in (straight, resumed):
+        assert [line.get("audit/frozen_weights") for line in logs(trainer)] == expected
+
+
+# ---- several processes
+
+
+@pytest.mark.medium
+def test_what_another_process_finds_is_recorded_and_counted(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
+    subprocess.run(
+        [*launch, "-m", "tests.trainer.audits_two_processes", str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        check=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    zero, one = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert zero == one, "every process knows the same"
+    assert zero["counts"] == {"empty": 1, "nonfinite_loss": 1, "nonfinite_gradient": 1}
+    assert zero["logged"] == [{}, {"audit/empty": 1}, {"audit/empty": 0}]
+    assert zero["skipped"] == 1
+    assert all(map(math.isfinite, zero["weights"]))
+    seen = [event for event in Run(tmp_path).events() if event["event"] == "audit"]
+    assert [(event["check"], event.get("process")) for event in seen] == [
+        ("empty", 1),
+        ("nonfinite_loss", None),  # all processes know it
+        ("nonfinite_gradient", None),
+    ]
+    assert len(list((tmp_path / "bad_updates").iterdir())) == 2, "the rows of both"
 
 
 # ---- nothing to be seen

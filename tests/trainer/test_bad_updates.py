@@ -1,6 +1,7 @@
 """Updates whose loss or gradient is not finite: the weights never see them, their rows are kept, five are enough."""
 
 import copy
+import errno
 import json
 import math
 from collections.abc import Callable, Collection
@@ -9,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,6 +21,7 @@ from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.errors import AuditError
 from gruppo.runs.checkpoints import problems
 from gruppo.runs.read import Run
+from gruppo.trainer import watching
 from tests.trainer.failures import by_place, change_loss
 from tests.trainer.runs import Weights, logs, make
 
@@ -107,7 +112,7 @@ def test_the_rows_of_a_broken_update_are_kept(
     )
     trainer.train()
     (event,) = events(tmp_path, "update_skipped")
-    assert (event["update"], event["rows"]) == (1, "bad_updates/update-00000001-0000.safetensors")
+    assert (event["update"], event["rows"]) == (1, f"bad_updates/update-{trainer._run_id}-00000001-0000.safetensors")
     rows = load_file(tmp_path / event["rows"])
     recorded = Run(tmp_path).rollouts(["completion_tokens", "advantage"], updates=[1]).to_pylist()
     kept = [
@@ -131,6 +136,112 @@ def test_few_of_many_broken_updates_are_kept(tmp_path: Path, monkeypatch: pytest
     trainer.train()
     assert len(list((tmp_path / "bad_updates").iterdir())) == 20
     assert [event["rows"] is None for event in events(tmp_path, "update_skipped")] == [False] * 20 + [True] * 4
+
+
+def test_every_run_in_a_folder_keeps_rows_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "MOST_KEPT", 2)
+    for runs in (1, 2):
+        with monkeypatch.context() as patch:
+            spoiled(tmp_path, patch, {0, 1, 2}, spoil_loss, max_steps=4).train()
+        assert [event["rows"] is None for event in events(tmp_path, "update_skipped")] == [False, False, True]
+        assert len(list((tmp_path / "bad_updates").iterdir())) == 2 * runs
+
+
+def test_without_a_record_rows_are_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiled(tmp_path, monkeypatch, {1}, spoil_loss, max_steps=2, record="off").train()
+    (path,) = (tmp_path / "bad_updates").iterdir()
+    assert path.name.endswith("-00000001-0000.safetensors")
+
+
+FULL = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError(errno.EDQUOT, "Disk quota exceeded"),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.parametrize("error", FULL, ids=lambda error: type(error).__name__)
+def test_without_room_for_the_rows_the_run_goes_on(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(tensors: Any, path: Path, **kwargs: Any) -> None:
+        path.write_bytes(b"the beginning")
+        raise error
+
+    monkeypatch.setattr(watching, "save_file", refuse)
+    trainer = spoiled(tmp_path, monkeypatch, {1}, spoil_loss, max_steps=3)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert [event["rows"] for event in events(tmp_path, "update_skipped")] == [None]
+    assert not list((tmp_path / "bad_updates").iterdir())
+    assert "No room for the rows of update 1" in caplog.text
+
+
+def test_rows_that_cannot_be_written_for_another_reason_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_updates").write_text("a file in the place of the folder")
+    with pytest.raises(FileExistsError):
+        spoiled(tmp_path, monkeypatch, {1}, spoil_loss, max_steps=3).train()
+
+
+# ---- steps that are not ours to prevent
+
+
+def pretend(trainer: Any, patch: pytest.MonkeyPatch, **attributes: tuple[Any, Any]) -> None:
+    """While the trainer looks at an update, and only then: attributes of objects, by name."""
+    look = trainer._get_grad_norm
+
+    def pretending(*args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as for_now:
+            for name, (place, value) in attributes.items():
+                for_now.setattr(place, name, value)
+            return look(*args, **kwargs)
+
+    patch.setattr(trainer, "_get_grad_norm", pretending)
+
+
+def pretend_deepspeed(trainer: Any, patch: pytest.MonkeyPatch) -> None:
+    """It has made its step by then, and may not know a norm."""
+    pretend(
+        trainer,
+        patch,
+        distributed_type=(Accelerator, property(lambda accelerator: DistributedType.DEEPSPEED)),
+        _get_grad_norm=(transformers.Trainer, lambda *args, **kwargs: None),
+    )
+
+
+@pytest.mark.parametrize("spoil", [None, spoil_gradient])
+def test_deepspeed_looks_at_its_gradients_itself(
+    spoil: Spoil | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = spoiled(tmp_path, monkeypatch, {1}, spoil or (lambda *args: None), max_steps=2, audit="error")
+    pretend_deepspeed(trainer, monkeypatch)
+    trainer.train()
+    assert not events(tmp_path, "audit")
+
+
+def test_a_broken_loss_under_deepspeed_is_said_to_have_reached_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = spoiled(tmp_path, monkeypatch, {1}, spoil_loss, max_steps=2)
+    pretend_deepspeed(trainer, monkeypatch)
+    trainer.train()
+    (finding,) = events(tmp_path, "audit")
+    assert finding["check"] == "nonfinite_loss"
+    assert "Its step was made before it could be left out" in finding["message"]
+    assert [event["prevented"] for event in events(tmp_path, "update_skipped")] == [False]
+
+
+@EACH_WAY
+def test_a_scaler_of_float16_finds_the_gradients_as_they_were(
+    spoil: Spoil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = spoiled(tmp_path, monkeypatch, {1}, spoil, max_steps=2)
+    pretend(trainer, monkeypatch, scaler=(trainer.accelerator, object()))
+    trainer.train()
+    assert trainer.model.model.norm.weight.isnan().any(), "no scaler was there to leave the step out"
+    assert [event["check"] for event in events(tmp_path, "audit")] == ["nonfinite_loss"] * (spoil is spoil_loss)
 
 
 @EACH_WAY

@@ -1,0 +1,39 @@
+"""What is in the way of a run and must not be lost: it moves to `earlier/0001`, `earlier/0002`, …"""
+
+import os
+from pathlib import Path
+
+from gruppo.errors import DataError
+from gruppo.runs.lines import fsync_folder
+
+__all__ = ["PARTS", "archive_record", "new_place"]
+
+# What a record consists of. `run.json` comes first: a folder without it holds no record.
+PARTS = ("run.json", "config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "rollouts")
+
+
+def new_place(run: Path) -> Path:
+    """A new, empty folder in `earlier/`."""
+    earlier = run / "earlier"
+    if earlier.is_symlink():
+        raise DataError(f"{earlier} is a link. Nothing is moved out of the run folder: remove it")
+    earlier.mkdir(exist_ok=True)
+    numbers = [int(name) for name in os.listdir(earlier) if name.isdecimal()]
+    place = earlier / f"{max(numbers, default=0) + 1:04d}"
+    place.mkdir()
+    for changed in (earlier, run):
+        fsync_folder(changed)
+    return place
+
+
+def archive_record(run: Path) -> Path | None:
+    """Move the record of an earlier run out of the way; where to, or None if there was none."""
+    parts = [name for name in PARTS if os.path.lexists(run / name)]
+    if not parts:
+        return None
+    place = new_place(run)
+    for name in parts:
+        os.rename(run / name, place / name)
+    for changed in (place, run):
+        fsync_folder(changed)
+    return place
