@@ -59,7 +59,17 @@ def rows() -> dict[str, str]:
         f"({max(half):.0e} in bfloat16)",
         "tools": learned(results["tools"]["runs"]),
         "rewards": f"{results['rewards']['added_by_worker']:.0f} ms more than in process",
+        "soak": soaked(results["soak"]),
+        "recording": "{record:.1%} and {audit:.1%} of it".format(**results["recording"]["cases"]["demo"]["share"]),
     }
+
+
+def soaked(result: dict[str, Any]) -> str:
+    """What a long run with faults and kills left behind."""
+    growth = max(process["memory_growth"] for process in result["processes"])
+    left = sum(result["left"].values())
+    books = "books balance" if not result["problems"] else "; ".join(result["problems"])
+    return f"memory of a process grows by at most {growth:.1%} after its first tenth, {left} things left behind, {books}"
 
 
 def learned(runs: list[dict[str, Any]]) -> str:

@@ -282,7 +282,8 @@ class Checkpointing(Watching):
         if self._should_stop():
             control.should_training_stop = True
             if self._update_ended != epoch_is_over:  # after what is due at the end of the epoch, if this is one
-                control.should_save = True
+                news = control.should_log or control.should_evaluate
+                control.should_save = news or self._saved_at != self.state.global_step
             elif not self._update_ended:  # the epoch was left in its middle, and what belongs to its end is not due
                 control.should_log = control.should_evaluate = control.should_save = False
         self._record_plan()

@@ -141,7 +141,7 @@ def test_a_run_without_a_record_is_the_same_run(tmp_path: Path) -> None:
     killed(tmp_path, 3)
     killed(tmp_path, 5, resume=True, record="off", max_steps=4 + 2, resume_allow_changes=["max_steps"])
     resumed = run(tmp_path, resume=True, max_steps=6, resume_allow_changes=["max_steps"])
-    assert resumed._initial_global_step == 4
+    assert Path(resumed._resumed_from).name == "checkpoint-4"
 
 
 def test_a_new_run_does_not_go_on_from_an_old_one(tmp_path: Path) -> None:
@@ -192,7 +192,8 @@ def test_the_mean_loss_is_that_of_the_updates_of_the_call(tmp_path: Path) -> Non
     resumed = run(tmp_path / "killed", resume=True, **(settings | {"logging_steps": 5}))
     (end,) = logs(resumed, "train_loss")
     losses = [log["loss"] for log in logs(straight)]
-    assert end["train_loss"] == pytest.approx(sum(losses[3:]) / 2, rel=1e-4)
+    updates = 2 if hasattr(resumed, "_initial_global_step") else 5  # transformers before 5.19 divides by all
+    assert end["train_loss"] == pytest.approx(sum(losses[3:]) / updates, rel=1e-4)
     assert logs(resumed)[-1]["loss"] == pytest.approx(sum(losses) / 5, rel=1e-4)
 
 
