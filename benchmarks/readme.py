@@ -69,7 +69,7 @@ def soaked(result: dict[str, Any]) -> str:
     growth = max(process["memory_growth"] for process in result["processes"])
     left = sum(result["left"].values())
     books = "books balance" if not result["problems"] else "; ".join(result["problems"])
-    return f"memory of a process grows by at most {growth:.1%} after its first tenth, {left} things left behind, {books}"
+    return f"memory of a process grows by at most {growth:.1%} after its first tenth, {left} leaks, {books}"
 
 
 def learned(runs: list[dict[str, Any]]) -> str:
