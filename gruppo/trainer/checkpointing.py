@@ -177,7 +177,7 @@ class Checkpointing(Watching):
             self.store_flos()
         run, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
         name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        staged = run / f".saving-{name}"
+        staged = run / f"{checkpoints.SAVING}{name}"
         steps: tuple[Callable[[], Any], ...] = (
             lambda: self.args.should_save and checkpoints.stage(run, name),
             lambda: self._write_parts(model, run, staged),

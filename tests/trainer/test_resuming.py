@@ -293,3 +293,19 @@ def test_the_plan_is_in_the_record(tmp_path: Path) -> None:
     plan = Run(tmp_path).environment["starts"][-1]["plan"]
     assert plan["update"]["plan"] == trainer.planner.in_force.to_dict()
     assert plan["rollout"]["plan"]["rows"] > 0
+
+
+@pytest.mark.parametrize(
+    ("record", "written"),
+    [
+        ("all", {"config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "rollouts"}),
+        ("metrics", {"config.yaml", "environment.json", "metrics.jsonl", "events.jsonl"}),
+        ("off", set()),
+    ],
+)
+def test_what_is_recorded_is_what_was_asked_for(record: str, written: set[str], tmp_path: Path) -> None:
+    run(tmp_path, record=record, max_steps=2)
+    found = {path.name for path in tmp_path.iterdir()}
+    parts = {"config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "rollouts"}
+    assert found & parts == written
+    assert {"run.json", "checkpoint-2"} <= found
