@@ -22,6 +22,7 @@ from tests.resume.moments import Stop
 ROOT = Path(__file__).parents[2]
 PRELOADED = ["torch", "transformers", "peft", "pyarrow.parquet", "tests.resume.process"]
 MOST_SECONDS = 120
+SAVED_AND_LEFT = 75  # the exit code of a run that was asked to stop
 
 
 @dataclass(frozen=True)
@@ -152,14 +153,17 @@ def start(job: Job) -> Any:
 
 
 def _together(jobs: list[Job]) -> tuple[int, ...]:
-    """Run all processes; when one of them fails the others are killed, as a launcher does."""
+    """Run all processes; when one of them fails the others are killed, as a launcher does.
+
+    One that saved and left agreed on it with the others, which are given the time to leave too.
+    """
     processes = [start(job) for job in jobs]
     waiting = {process.sentinel: process for process in processes}
     while waiting:
         ended = multiprocessing.connection.wait(list(waiting), timeout=MOST_SECONDS)
         for sentinel in ended:
             waiting.pop(sentinel).join()  # type: ignore[call-overload]
-        if not ended or any(process.exitcode for process in processes):
+        if not ended or any(process.exitcode not in (None, 0, SAVED_AND_LEFT) for process in processes):
             for process in waiting.values():
                 process.kill()
         assert ended, f"nothing happened for {MOST_SECONDS} s: {[job.log.read_text()[-2000:] for job in jobs]}"

@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.resume.harness import assert_same, has_checkpoint, run
+from tests.resume.harness import SAVED_AND_LEFT, assert_same, has_checkpoint, run
 from tests.resume.moments import Stop
 from tests.resume.test_kills import Straight
 
 pytestmark = pytest.mark.medium
-
-SAVED_AND_LEFT = 75
 
 
 @pytest.mark.parametrize(
