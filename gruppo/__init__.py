@@ -34,6 +34,8 @@ _HOME = {
     "supports_tool_calling": "gruppo.data.templates",
     "check_reward": "gruppo.rewards.check",
     "python_tool": "gruppo.tools.python_tool",
+    "evaluate": "gruppo.evaluation.run",
+    "Benchmark": "gruppo.evaluation.types",
 }
 
 __all__ = sorted(_HOME)

@@ -25,6 +25,9 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": {"types", "errors", "grading"},
     "tools": {"types", "errors", "sandbox", "data"},
     "runs": {"types", "errors"},
+    "evaluation": {
+        *("types", "errors", "grading", "sandbox", "data", "policy", "engine", "rollout", "runs", "tools.python_tool"),
+    },
     "audit": {"types", "errors"},
     "trainer": {
         *("types", "errors", "plan", "algo", "config", "data", "policy", "rollout", "rewards", "tools"),

@@ -6,6 +6,7 @@ import what they need when they run, so that `gruppo --help` stays instant.
 
 import argparse
 import difflib
+import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
@@ -19,8 +20,16 @@ def demo(argv: list[str]) -> int:
     return run_demo(argv)
 
 
+def evaluate(argv: list[str]) -> int:
+    """Accuracy of a model on GSM8K, MATH, MGSM-zh, CMATH or a benchmark of your own."""
+    from gruppo.cli.evaluate import main as run_evaluation
+
+    return run_evaluation(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
+    "eval": evaluate,
 }
 
 
@@ -53,4 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command not in COMMANDS:
         nearest = difflib.get_close_matches(options.command, COMMANDS, n=1, cutoff=0.0)[0]
         parser.error(f"unknown command {options.command!r}; did you mean {nearest!r}?")
-    return COMMANDS[options.command](options.arguments)
+    from gruppo.errors import ConfigError, DataError, RunLockedError, SandboxError
+
+    try:
+        return COMMANDS[options.command](options.arguments)
+    except (ConfigError, DataError, RunLockedError, SandboxError) as error:  # it says what to do
+        print(f"gruppo {options.command}: {error}", file=sys.stderr)
+        return 2

@@ -40,6 +40,8 @@ ANOTHER = re.compile(r"^\s*(?:and\b|和)|\bor\b|或", re.IGNORECASE)
 PHRASE = re.compile(r" (?:after|for|from|in|within) (?=[0-9$])")  # "7 eggs are left after 3 days"
 HEADLINE = re.compile(r"\s{0,20}[0-9.]{1,10} [A-Z][a-z]")
 OUTPUT = "```output"
+OUTPUT_BLOCK = re.compile(r"```output([^`]*)```")
+NO_OUTPUT = "(no output)"
 FAILURE = re.compile(r"error|traceback|exception|timed? ?out", re.IGNORECASE)
 
 
@@ -237,10 +239,17 @@ def _program_output(text: str, ladder: Ladder) -> str | None:
         return None
     block = text[start + len(OUTPUT) :].partition("```")[0]
     lines = [line for line in block.splitlines() if line.strip()]
-    return lines[-1].strip() if lines and not FAILURE.search(block) else None
+    return lines[-1].strip() if lines and not _says_nothing(block) else None
+
+
+def _says_nothing(block: str) -> bool:
+    """Whether an output is an error message, or the remark that there was none."""
+    return block.strip() == NO_OUTPUT or FAILURE.search(block) is not None
 
 
 def _last_number(text: str, ladder: Ladder) -> str | None:
+    if ladder.tool_output:  # "line 3" of a traceback is no answer
+        text = OUTPUT_BLOCK.sub(lambda found: "" if _says_nothing(found[1]) else found[0], text)
     found = deque(numbers_in(_without_math_signs(text)), maxlen=1)
     return found[0] if found else None
 

@@ -35,6 +35,7 @@ main(*map(int, sys.argv[2:]))
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # a program prints its sets in the same order every time
     # One thread per library: threads count as processes, and each one reserves address space.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -159,7 +160,7 @@ def _launched(spec: Spec, stdin: str, limits: Limits) -> Iterator[_Jail]:
         own(lifeline_fd)
         with _closing(jail_status_fd, jail_lifeline_fd):
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-X", "utf8", "-c", BOOT, str(Path(__file__).parents[1])]
+                [sys.executable, "-P", "-s", "-S", "-X", "utf8", "-c", BOOT, str(Path(__file__).parents[1])]
                 + [str(fd) for fd in (spec_fd, jail_status_fd, jail_lifeline_fd)],
                 stdin=stdin_fd,
                 stdout=subprocess.PIPE,

@@ -135,6 +135,9 @@ OUTPUTS = [
     ("```output\n18", "18", Rule.OUTPUT),  # cut off
     ("It is 7.\n```output\nRuntime errors: NameError: x\n```", "7", Rule.LAST_NUMBER),
     ("It is 7.\n```output\n\n```", "7", Rule.LAST_NUMBER),
+    ("It is 7.\n```output\n(no output)\n```", "7", Rule.LAST_NUMBER),
+    ('It is 7.\n```output\nRuntime errors: File "", line 3\nZeroDivisionError\n```\n', "7", Rule.LAST_NUMBER),
+    ("```output\n9\n```\nIt is 7.\n```output\nTimeout after 10 s\n```", "7", Rule.LAST_NUMBER),
     ("```output\n18\n```\nThe answer is 7.", "7", Rule.SENTENCE),
 ]
 

@@ -183,3 +183,9 @@ def processes() -> list[tuple[int, str]]:
 def test_limits_must_make_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Limits(**wrong)
+
+
+def test_sets_are_printed_in_the_same_order_every_time() -> None:
+    sandbox = Sandbox(allow_unconfined=Sandbox.capabilities().missing)
+    printed = {sandbox.run("print({f'name {i}' for i in range(20)})").stdout for _ in range(3)}
+    assert len(printed) == 1

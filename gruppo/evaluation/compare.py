@@ -1,0 +1,162 @@
+"""Two models on the same problems: is one better, or is it chance?
+
+The scores are paired by problem. Much of what makes one accuracy differ from another is which problems are hard, and
+that is the same for both, so a paired test sees differences that two separate intervals hide.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gruppo.errors import ConfigError, DataError
+from gruppo.evaluation import statistics
+
+__all__ = ["Comparison", "McNemar", "compare"]
+
+Scores = Mapping[str, Sequence[float]]  # of each problem: one score for each attempt
+
+LEVEL = 1 - statistics.CONFIDENCE
+# Five coins fall on the same side with p = 0.0625: with fewer problems that differ nothing can be told at 95 %, but a
+# bootstrap of five equal differences has an interval that excludes 0.
+FEWEST = 6
+
+
+@dataclass(frozen=True)
+class McNemar:
+    """Problems that only one of two models has right, and the exact p-value."""
+
+    only_first: int
+    only_second: int
+    p_value: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found. Accuracies are from 0 to 1; the difference is second less first, in percentage points."""
+
+    names: tuple[str, str]
+    problems: int  # that both have
+    only_first: int  # problems that were left out because the second has no score for them
+    only_second: int
+    attempts: tuple[int, int]  # at the problems that both have
+    accuracies: tuple[float, float]
+    difference: float
+    interval: tuple[float, float]  # of the difference, 95 %
+    p_value: float  # of the bootstrap
+    differing: int  # problems whose scores differ
+    mcnemar: McNemar | None  # None: more than one attempt at a problem, or scores between 0 and 1
+    significant: bool
+    draws: int
+    seed: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        plain = asdict(self)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
+
+    def describe(self) -> str:
+        """Plain sentences for a terminal."""
+        (first, second), (before, after) = self.names, self.accuracies
+        low, high = self.interval
+        lines = [f"{first}: {before:.1%}. {second}: {after:.1%}. Both on {_problems(self.problems)}."]
+        if self.differing:
+            word = "higher" if self.difference > 0 else "lower"
+            change = f"{second} is {abs(self.difference):.2f} points {word}"
+        else:
+            change = "There is no difference"
+        lines.append(
+            f"{change} (95 % interval of the difference: {low:+.2f} to {high:+.2f} points; paired bootstrap over "
+            f"problems, {self.draws} draws, p = {self.p_value:.2g})."
+        )
+        if self.mcnemar is not None:
+            lines.append(
+                f"Right with {first} only: {self.mcnemar.only_first}; with {second} only: {self.mcnemar.only_second} "
+                f"(McNemar's exact test, p = {self.mcnemar.p_value:.2g})."
+            )
+        lines.append(self._verdict())
+        for name, count in ((first, self.only_first), (second, self.only_second)):
+            if count:
+                lines.append(f"Left out: {_problems(count)} with scores of {name} only.")
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if self.significant:
+            return "The difference is significant at 95 %."
+        if self.differing < FEWEST:
+            return (
+                f"Not significant at 95 %: {_problems(self.differing)} with different scores, and fewer than {FEWEST} "
+                "cannot tell."
+            )
+        return "Not significant at 95 %: it may be chance."
+
+
+def compare(
+    first: Scores,
+    second: Scores,
+    *,
+    names: tuple[str, str] = ("first", "second"),
+    draws: int = statistics.DRAWS,
+    seed: int = statistics.SEED,
+) -> Comparison:
+    """Compare the scores of two models, problem by problem: the ids that both have.
+
+    Scores are from 0 to 1: right or wrong for each attempt, or what `problem_scores` gives for pass@k and maj@k.
+    Several attempts at a problem are averaged, so the runs of several training seeds may be put together; how much
+    such runs vary among each other is not in the interval.
+
+    `significant` wants the 95 % interval of the difference to exclude 0 and at least six problems that differ; where
+    every problem was right or wrong once with each model, also p < 0.05 by McNemar's exact test.
+
+    Example, two problems more right and none less:
+        compare({"a": [0], "b": [0], "c": [1]}, {"a": [1], "b": [1], "c": [1]}).difference == 100 * 2 / 3
+    """
+    shared = [problem for problem in first if problem in second]
+    if not shared:
+        raise ConfigError(
+            f"The {len(first)} problems of {names[0]} and the {len(second)} of {names[1]} have no id in common; "
+            "compare two evaluations of the same benchmark."
+        )
+    before, after = ([_mean(problem, scores[problem]) for problem in shared] for scores in (first, second))
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    estimate = statistics.paired_bootstrap(differences, draws, seed)
+    once = all(
+        len(scores[problem]) == 1 and scores[problem][0] in (0, 1) for scores in (first, second) for problem in shared
+    )
+    test = _mcnemar(differences) if once else None
+    differing = sum(difference != 0 for difference in differences)
+    excludes = estimate.low > 0 or estimate.high < 0
+    return Comparison(
+        names=names,
+        problems=len(shared),
+        only_first=len(first) - len(shared),
+        only_second=len(second) - len(shared),
+        attempts=(sum(len(first[problem]) for problem in shared), sum(len(second[problem]) for problem in shared)),
+        accuracies=(math.fsum(before) / len(shared), math.fsum(after) / len(shared)),
+        difference=100 * estimate.mean,
+        interval=(100 * estimate.low, 100 * estimate.high),
+        p_value=estimate.p_value,
+        differing=differing,
+        mcnemar=test,
+        significant=excludes and differing >= FEWEST and (test is None or test.p_value < LEVEL),
+        draws=draws,
+        seed=seed,
+    )
+
+
+def _mcnemar(differences: Sequence[float]) -> McNemar:
+    only_first, only_second = sum(d < 0 for d in differences), sum(d > 0 for d in differences)
+    return McNemar(only_first, only_second, statistics.mcnemar(only_first, only_second))
+
+
+def _mean(problem: str, scores: Sequence[float]) -> float:
+    if not len(scores):
+        raise DataError(f"{problem!r} has no scores; leave problems out that were not attempted.")
+    wrong = [score for score in scores if not 0 <= score <= 1]
+    if wrong:
+        raise DataError(f"{problem!r} has a score of {wrong[0]}; scores are from 0 to 1.")
+    return math.fsum(scores) / len(scores)
+
+
+def _problems(count: int) -> str:
+    return f"{count} problem" if count == 1 else f"{count} problems"

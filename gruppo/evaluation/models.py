@@ -1,0 +1,179 @@
+"""The model to evaluate: a name, a folder, an adapter, or what a training run left."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+
+from gruppo.errors import ConfigError
+from gruppo.policy import loading
+from gruppo.policy.unwrap import inner_model
+from gruppo.rollout import builtin
+from gruppo.rollout.base import RolloutBackend
+from gruppo.rollout.hf import TransformersBackend
+from gruppo.runs.checkpoints import checkpoints, newest_good
+
+__all__ = ["Backend", "Subject", "load_subject", "make_backend", "weights_fingerprint"]
+
+Backend = Literal["auto", "builtin", "transformers"]
+
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "model*.safetensors.index.json")
+VALUES_PER_TENSOR = 256
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated: a model in evaluation mode with its tokenizer."""
+
+    name: str  # for tables and folders
+    source: str  # the name or folder that it was loaded from; empty for an object
+    model: Any
+    tokenizer: Any
+    dtype: str
+
+
+def load_subject(model: Any, tokenizer: Any = None, *, dtype: str = "auto", device: str | None = None) -> Subject:
+    """Load a model by name or folder, or take an object as it is.
+
+    A folder may hold a model, an adapter, or a training run: then its final model is taken, else the newest checkpoint
+    that is whole. `dtype="auto"` is bfloat16 on a GPU and float32 on a CPU; an object keeps its own.
+    """
+    if not isinstance(model, str | Path):
+        if tokenizer is None:
+            raise ConfigError("A model that is passed as an object needs its tokenizer: evaluate(model, tokenizer=…).")
+        name = Path(loading.model_name(inner_model(model))).name or type(model).__name__
+        return Subject(name, "", model, _checked(tokenizer, model), _dtype_of(model))
+    source = find_weights(model)
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = getattr(torch, _default_dtype(place) if dtype == "auto" else dtype, None)
+    if not isinstance(wanted, torch.dtype):
+        raise ConfigError(f"dtype={dtype!r} must be 'auto', 'float32', 'bfloat16' or 'float16'.")
+    try:
+        loaded = _load(source, wanted).to(place).eval()
+        words = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(_tokenizer_source(source))
+    except OSError as error:
+        raise ConfigError(f"{model!r} is no folder with a model and could not be loaded by name: {error}") from error
+    return Subject(_short_name(model, source), str(source), loaded, _checked(words, loaded), _dtype_of(loaded))
+
+
+def find_weights(model: str | Path) -> str:
+    """The folder that holds the weights: the one given, or a run's final model or newest whole checkpoint."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return str(model)
+    if (folder / "adapter_config.json").exists() or any(next(folder.glob(each), None) for each in WEIGHTS):
+        return str(folder)
+    if not checkpoints(folder):
+        raise ConfigError(
+            f"{folder} holds neither a model (config.json and weights), nor an adapter, nor checkpoints of a run."
+        )
+    choice = newest_good(folder)
+    if choice.path is None:
+        found = "; ".join(f"{path.name}: {reasons[0]}" for path, reasons in choice.rejected)
+        raise ConfigError(f"No checkpoint of {folder} is whole: {found}")
+    return str(choice.path)
+
+
+def _load(source: str, dtype: torch.dtype) -> Any:
+    if not (Path(source) / "adapter_config.json").exists():
+        return loading.model_class(source, {}).from_pretrained(source, dtype=dtype)
+    try:
+        from peft import AutoPeftModelForCausalLM
+    except ImportError as error:
+        raise ImportError(
+            f"{source} holds an adapter, which needs the package peft: pip install gruppo[peft]"
+        ) from error
+    # Merged, an adapter costs nothing at each token.
+    return AutoPeftModelForCausalLM.from_pretrained(source, dtype=dtype).merge_and_unload()
+
+
+def _tokenizer_source(source: str) -> str:
+    """An adapter without a tokenizer of its own has that of its base."""
+    folder = Path(source)
+    if (folder / "adapter_config.json").exists() and not (folder / "tokenizer_config.json").exists():
+        from peft import PeftConfig
+
+        return str(PeftConfig.from_pretrained(source).base_model_name_or_path)
+    return source
+
+
+def _default_dtype(device: str) -> str:
+    return "bfloat16" if device.startswith("cuda") else "float32"
+
+
+def _dtype_of(model: Any) -> str:
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
+
+
+def _short_name(model: str | Path, source: str) -> str:
+    path = Path(source)
+    if path.name.startswith("checkpoint-") and path.is_dir():
+        return f"{path.parent.name}/{path.name}"
+    return Path(model).name if Path(model).is_dir() else str(model)
+
+
+def _checked(tokenizer: Any, model: Any) -> Any:
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("The tokenizer has no end-of-sequence token, so no completion could end. Set its eos_token.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    loading.check_vocabulary(inner_model(model), tokenizer)
+    return tokenizer
+
+
+def weights_fingerprint(model: Any) -> str:
+    """A short name of the weights: it changes when any tensor does, whatever folder they came from."""
+    digest = blake2b(digest_size=8)
+    for name, tensor in sorted(inner_model(model).state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        stride = max(flat.numel() // VALUES_PER_TENSOR, 1)
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(flat[::stride][:VALUES_PER_TENSOR].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ---- the sampler
+
+
+def make_backend(subject: Subject, backend: Backend = "auto") -> RolloutBackend:
+    """The sampler of a model: the built-in engine where it can, else transformers' own `generate`."""
+    stop_ids = loading.stop_token_ids(inner_model(subject.model), subject.tokenizer)
+    config = decoding_config(subject.tokenizer, stop_ids, max_new_tokens=1)
+    if backend not in ("auto", "builtin", "transformers"):
+        raise ConfigError(f"backend={backend!r} must be 'auto', 'builtin' or 'transformers'.")
+    reasons = ["transformers was asked for"] if backend == "transformers" else builtin.why_not(subject.model, config)
+    if not reasons:
+        return builtin.BuiltinBackend(lambda: subject.model, config, stop_ids=stop_ids, tokenizer=subject.tokenizer)
+    if backend == "builtin":
+        raise ConfigError(f"backend='builtin' cannot sample from this model: {'; '.join(reasons)}.")
+    return TransformersBackend(lambda: subject.model, config, stop_ids=stop_ids, tokenizer=subject.tokenizer)
+
+
+def decoding_config(
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    stop_strings: Sequence[str] = (),
+) -> GenerationConfig:
+    """Settings that leave nothing to the model's own generation config, which may hold a temperature or a penalty."""
+    shape = dict(temperature=temperature, top_p=top_p, top_k=0) if temperature else {}
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=0,
+        do_sample=temperature > 0,
+        repetition_penalty=1.0,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=list(stop_ids),
+        stop_strings=list(stop_strings) or None,
+        use_cache=True,
+        disable_compile=True,
+        **shape,
+    )

@@ -1,0 +1,164 @@
+"""One pass over a benchmark: prompts, attempts and their grades, chunk by chunk."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+from zlib import crc32
+
+import torch
+
+from gruppo.engine.noise import derive_key
+from gruppo.errors import ConfigError
+from gruppo.evaluation.models import decoding_config
+from gruppo.evaluation.prompts import PromptText, choose_rendering, cut, render
+from gruppo.evaluation.scoring import Graders, score
+from gruppo.evaluation.tir import TirSettings, run_rounds
+from gruppo.evaluation.types import Attempt, Benchmark, Decoding, Mode, Problem, Rendering, Scored
+from gruppo.rollout.base import RolloutBackend
+from gruppo.types import SampleRequest
+
+__all__ = ["Evaluator"]
+
+# Completions that are sampled together. More keep a GPU busier; fewer show progress, and lose less when interrupted.
+ROWS = {"builtin": {"cuda": 1024, "cpu": 64}, "transformers": {"cuda": 128, "cpu": 16}}
+
+
+class Evaluator:
+    """Asks a model the problems of benchmarks through a rollout backend, and grades what it writes.
+
+    Example:
+        evaluator = Evaluator(backend, tokenizer)
+        scored = [row for chunk in evaluator.attempts(benchmark, problems, Decoding()) for row in chunk]
+    """
+
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        tokenizer: Any,
+        *,
+        mode: Mode = "cot",
+        rendering: Rendering | Literal["auto"] = "auto",
+        shots: int = 0,
+        tir: TirSettings | None = None,
+        paper: bool = False,
+        graders: Graders | None = None,
+        rows: int | None = None,
+    ):
+        if mode not in ("cot", "tir"):
+            raise ConfigError(f"mode={mode!r} must be 'cot' or 'tir'.")
+        if mode == "cot" and tir is not None:
+            raise ConfigError("Settings of tool-integrated reasoning need mode='tir'.")
+        if rows is not None and rows < 1:
+            raise ConfigError(f"batch_size={rows} must be at least 1.")
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.mode: Mode = mode
+        self.rendering = choose_rendering(rendering, tokenizer, shots=shots)
+        self.shots = shots
+        self.tir = (tir or TirSettings()) if mode == "tir" else None
+        self.sandbox = None if self.tir is None else self.tir.open_sandbox()  # refused before anything is sampled
+        self.paper = paper
+        self.graders = graders
+        self.rows = rows
+
+    def prompts(self, benchmark: Benchmark, problems: Sequence[Problem]) -> list[PromptText]:
+        """How the problems are asked."""
+        ask = dict(rendering=self.rendering, shots=self.shots, tokenizer=self.tokenizer)
+        return [render(problem, benchmark, self.mode, **ask) for problem in problems]
+
+    def attempts(
+        self, benchmark: Benchmark, problems: Sequence[Problem], decoding: Decoding
+    ) -> Iterator[list[Scored]]:
+        """All attempts at a few problems at a time, graded; the problems in order, and each one's samples in order."""
+        known = {problem.id: problem for problem in problems}
+        size = max(self._rows() // decoding.samples, 1)
+        for start in range(0, len(problems), size):
+            chunk = problems[start : start + size]
+            attempts = self._sample(self.prompts(benchmark, chunk), chunk, decoding)
+            few_shot = self.shots > 0
+            yield score(known, attempts, benchmark.ladder, paper=self.paper, few_shot=few_shot, workers=self.graders)
+
+    def _rows(self) -> int:
+        if self.rows is not None:
+            return self.rows
+        device = self.backend.policy().device.type if hasattr(self.backend, "policy") else "cpu"
+        return ROWS.get(self.backend.name, ROWS["transformers"])["cuda" if device == "cuda" else "cpu"]
+
+    def _sample(self, prompts: Sequence[PromptText], problems: Sequence[Problem], decoding: Decoding) -> list[Attempt]:
+        # A problem's random numbers do not depend on what else is asked.
+        keys = [derive_key(decoding.seed % 2**64, crc32(problem.id.encode())) for problem in problems]
+        stop = prompts[0].stop if prompts else ()
+        with self._decoding(decoding, stop), _seeded(keys):
+            if self.tir is not None:
+                return self._in_rounds(prompts, problems, decoding, keys)
+            requests = [
+                SampleRequest(prompt.ids, decoding.samples, noise_key=key)
+                for prompt, key in zip(prompts, keys, strict=True)
+            ]
+            completions = self.backend.sample(requests)
+        texts = self.tokenizer.batch_decode([list(each.ids) for each in completions], skip_special_tokens=True)
+        return [
+            Attempt(
+                problems[i // decoding.samples].id, i % decoding.samples, cut(text, stop), len(each.ids), each.stop
+            )
+            for i, (text, each) in enumerate(zip(texts, completions, strict=True))
+        ]
+
+    def _in_rounds(
+        self,
+        prompts: Sequence[PromptText],
+        problems: Sequence[Problem],
+        decoding: Decoding,
+        keys: Sequence[int],
+    ) -> list[Attempt]:
+        assert self.tir is not None
+        assert self.sandbox is not None
+        transcripts = run_rounds(
+            self.backend,
+            self.tokenizer,
+            [prompt.ids for prompt in prompts],
+            samples=decoding.samples,
+            noise_keys=keys,
+            max_new_tokens=decoding.max_new_tokens,
+            settings=self.tir,
+            sandbox=self.sandbox,
+        )
+        return [
+            Attempt(
+                problems[i // decoding.samples].id,
+                i % decoding.samples,
+                each.text,
+                each.tokens,
+                each.stop,
+                each.tools,
+                tuple((segment.kind, segment.text) for segment in each.segments),
+            )
+            for i, each in enumerate(transcripts)
+        ]
+
+    @contextmanager
+    def _decoding(self, decoding: Decoding, stop: Sequence[str]) -> Iterator[None]:
+        """The backend with the settings of this pass; its own come back."""
+        before = self.backend.config
+        strings = [*stop, self.tir.output_stop] if self.tir is not None else stop
+        self.backend.config = decoding_config(
+            self.tokenizer,
+            before.eos_token_id,
+            max_new_tokens=decoding.max_new_tokens,
+            temperature=decoding.temperature,
+            top_p=decoding.top_p,
+            stop_strings=strings,
+        )
+        try:
+            yield
+        finally:
+            self.backend.config = before
+
+
+@contextmanager
+def _seeded(keys: Sequence[int]) -> Iterator[None]:
+    """For samplers that draw from torch's own generators, which are as they were afterwards."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(derive_key(*keys) % 2**63)
+        yield

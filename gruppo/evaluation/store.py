@@ -1,0 +1,211 @@
+"""What an evaluation leaves on disk, and how an interrupted one goes on.
+
+    results.json   results.md   results.tex                      the numbers
+    completions/<benchmark>/<pass>/00000.parquet …               every attempt, a file per chunk
+
+Each file of attempts says which model and settings it is of. A later call with the same ones goes on from there; with
+others it is refused, so that no number mixes two things.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gruppo.errors import ConfigError, DataError
+from gruppo.evaluation.types import PASSES, Attempt, Problem, Scored, ToolUse
+from gruppo.grading import Grade, Rule, Rung
+from gruppo.runs.lines import write_file
+from gruppo.types import StopReason
+
+__all__ = ["EvaluationFolder"]
+
+FORMAT = 1
+IDENTITY = b"gruppo.evaluation"
+
+COLUMNS: dict[str, pa.DataType] = {
+    "problem": pa.string(),
+    "sample": pa.int32(),
+    "question": pa.string(),
+    "gold": pa.list_(pa.string()),
+    "level": pa.string(),
+    "subject": pa.string(),
+    "text": pa.string(),
+    "tokens": pa.int32(),
+    "stop": pa.string(),
+    "correct": pa.bool_(),
+    "answer": pa.string(),
+    "rule": pa.string(),
+    "rung": pa.string(),
+    "paper": pa.bool_(),
+    "program": pa.bool_(),
+    "vote": pa.int32(),
+    "rounds": pa.int32(),
+    "executions": pa.int32(),
+    "errors": pa.int32(),
+    "timeouts": pa.int32(),
+    "output": pa.string(),
+    "segments": pa.list_(pa.struct([("kind", pa.string()), ("text", pa.string())])),
+}
+
+
+class EvaluationFolder:
+    """The folder of one evaluation.
+
+    Example:
+        folder = EvaluationFolder(Path("evaluations/smollm2"))
+        folder.scores("gsm8k", "greedy")        {"gsm8k/test/0": [True], …}
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    # ---- writing
+
+    def add(
+        self,
+        benchmark: str,
+        decoding: str,
+        problems: Mapping[str, Problem],
+        scored: Sequence[Scored],
+        identity: Mapping[str, Any],
+    ) -> None:
+        """Keep the attempts of one chunk. A file is there as a whole or not at all."""
+        folder = self._attempts(benchmark, decoding)
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [_row(problems[each.attempt.problem], each) for each in scored]
+        schema = pa.schema(list(COLUMNS.items()), metadata={IDENTITY: json.dumps({"format": FORMAT, **identity})})
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
+        number = 1 + max((int(path.stem) for path in self._files(benchmark, decoding)), default=-1)
+        write_file(folder / f"{number:05}.parquet", sink.getvalue())
+
+    def restart(self, benchmark: str, decoding: str) -> None:
+        """Forget the attempts of a pass."""
+        for path in self._files(benchmark, decoding):
+            path.unlink()
+
+    def write_results(self, results: Mapping[str, Any], tables: Mapping[str, str]) -> None:
+        """The numbers, and the tables by file name."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        write_file(self.path / "results.json", text.encode())
+        for name, table in tables.items():
+            write_file(self.path / name, table.encode())
+
+    # ---- reading
+
+    def results(self) -> dict[str, Any]:
+        """What results.json says."""
+        path = self.path / "results.json"
+        if not path.is_file():
+            raise ConfigError(f"{self.path} has no results.json: it is no folder of a finished evaluation.")
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found.get("format") != FORMAT:
+            raise DataError(f"{path} has format {found.get('format')!r}; this version reads {FORMAT}.")
+        return dict(found)
+
+    def kept(
+        self, benchmark: str, decoding: str, problems: Mapping[str, Problem], identity: Mapping[str, Any]
+    ) -> list[Scored]:
+        """The attempts of an earlier call with the same identity at these problems."""
+        scored: list[Scored] = []
+        wanted = {"format": FORMAT, **identity}
+        for path in self._files(benchmark, decoding):
+            table = _read(path)
+            found = json.loads((table.schema.metadata or {}).get(IDENTITY, b"{}"))
+            other = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
+            if other:
+                self._refuse(path, "; ".join(f"{key}: {found.get(key)!r}, now {wanted.get(key)!r}" for key in other))
+            for row in table.to_pylist():
+                problem = problems.get(row["problem"])
+                if problem is None:
+                    continue  # of a larger set
+                if (row["question"], tuple(row["gold"])) != (problem.question, problem.answers):
+                    self._refuse(path, f"the data has another question or answer under {problem.id}")
+                scored.append(_scored(row))
+        return scored
+
+    def _refuse(self, path: Path, why: str) -> None:
+        raise ConfigError(
+            f"{path.parent} holds attempts of something else ({why}). Choose another output folder, or restart to "
+            "forget them."
+        )
+
+    def attempts(self, benchmark: str, decoding: str) -> list[Scored]:
+        """All attempts of a pass, whatever they are of."""
+        return [_scored(row) for path in self._files(benchmark, decoding) for row in _read(path).to_pylist()]
+
+    def scores(self, benchmark: str, decoding: str, column: str = "correct") -> dict[str, list[bool]]:
+        """By problem: whether each of its attempts is right."""
+        found: dict[str, dict[int, bool]] = {}
+        for path in self._files(benchmark, decoding):
+            for row in _read(path, ["problem", "sample", column]).to_pylist():
+                found.setdefault(row["problem"], {})[row["sample"]] = bool(row[column])
+        return {problem: [samples[i] for i in sorted(samples)] for problem, samples in found.items()}
+
+    def passes(self) -> Iterator[tuple[str, str]]:
+        """The benchmark and the pass of all attempts that are here."""
+        for folder in sorted((self.path / "completions").glob("*/*")):
+            if folder.name in PASSES and self._files(folder.parent.name, folder.name):
+                yield folder.parent.name, folder.name
+
+    def _attempts(self, benchmark: str, decoding: str) -> Path:
+        return self.path / "completions" / benchmark / decoding
+
+    def _files(self, benchmark: str, decoding: str) -> list[Path]:
+        return sorted(path for path in self._attempts(benchmark, decoding).glob("*.parquet") if path.stem.isdigit())
+
+
+def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
+    try:
+        return pq.read_table(path, columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read ({error}). Remove it: its problems are asked again.") from error
+
+
+def _row(problem: Problem, scored: Scored) -> dict[str, Any]:
+    attempt, grade = scored.attempt, scored.grade
+    return {
+        "problem": problem.id,
+        "sample": attempt.sample,
+        "question": problem.question,
+        "gold": list(problem.answers),
+        "level": problem.level,
+        "subject": problem.subject,
+        "text": attempt.text,
+        "tokens": attempt.tokens,
+        "stop": str(attempt.stop),
+        "correct": grade.correct,
+        "answer": grade.answer,
+        "rule": None if grade.rule is None else str(grade.rule),
+        "rung": str(grade.rung),
+        "paper": scored.paper,
+        "program": scored.program,
+        "vote": scored.vote,
+        **({} if attempt.tools is None else attempt.tools.to_dict()),
+        "segments": [{"kind": kind, "text": text} for kind, text in attempt.segments],
+    }
+
+
+def _scored(row: Mapping[str, Any]) -> Scored:
+    tools = None
+    if row["rounds"] is not None:
+        tools = ToolUse(row["rounds"], row["executions"], row["errors"], row["timeouts"], row["output"])
+    segments = tuple((each["kind"], each["text"]) for each in row["segments"])
+    return Scored(
+        Attempt(row["problem"], row["sample"], row["text"], row["tokens"], StopReason(row["stop"]), tools, segments),
+        Grade(
+            row["correct"],
+            Rung(row["rung"]),
+            gold=row["gold"][0],
+            answer=row["answer"],
+            rule=None if row["rule"] is None else Rule(row["rule"]),
+        ),
+        paper=row["paper"],
+        program=row["program"],
+        vote=row["vote"],
+    )

@@ -1,0 +1,262 @@
+"""One pass over one benchmark in numbers.
+
+    summarise        accuracy with its interval, pass@k and votes, lengths, tools, and the same by level or subject
+    problem_scores   one metric problem by problem: what two models are compared by
+
+Rates are from 0 to 1. A problem without attempts is absent, not wrong: an unfinished pass says `complete: false`.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gruppo.errors import ConfigError, DataError
+from gruppo.evaluation import statistics
+from gruppo.evaluation.types import Benchmark, Decoding, Mode, Problem, Scored, ToolUse
+from gruppo.grading import Rule, Rung
+
+__all__ = ["problem_scores", "summarise"]
+
+Numbers = dict[str, Any]  # JSON
+Groups = Mapping[str, Sequence[Scored]]  # the attempts at each problem that has any, in the order of samples
+
+UNKNOWN = "unknown"  # the group of problems that have no level or subject
+
+
+def summarise(
+    benchmark: Benchmark,
+    problems: Sequence[Problem],
+    scored: Sequence[Scored],
+    decoding: Decoding,
+    mode: Mode,
+    ks: Sequence[int] = (),
+) -> Numbers:
+    """The numbers of one pass, ready for JSON.
+
+    A greedy pass has its right answers (`correct`) and a Wilson interval. A sampled one has the mean over its samples
+    (`accuracy`, and `avg` with their number), `pass` and `maj` for powers of two, all samples and `ks`, and a
+    bootstrap interval over problems. What there is nothing to compute from is None. pass@k and maj@k leave problems
+    with fewer than k attempts out, and a k that no problem has.
+
+    Example, two problems, one of them right:
+        summarise(benchmark, problems, scored, Decoding(), "cot")["accuracy"] == 0.5
+    """
+    _check_ks(ks, decoding)
+    groups = _grouped(problems, scored, decoding)
+    return {
+        "problems": len(problems),
+        "rows": benchmark.rows,
+        "attempted": len(groups),
+        "attempts": len(scored),
+        "complete": all(len(groups.get(problem.id, ())) == decoding.samples for problem in problems),
+        "whole_set": None if benchmark.rows is None else len(problems) == benchmark.rows,
+        **_accuracy([[row.correct for row in rows] for rows in groups.values()], greedy=decoding.greedy),
+        **({} if decoding.greedy else _several(groups, decoding, ks)),
+        **_texts(scored),
+        **_paper(groups, greedy=decoding.greedy),
+        **(_tools(scored) if mode == "tir" else {}),
+        "by": _by(benchmark, problems, groups, greedy=decoding.greedy),
+        "statistics": _method(decoding),
+    }
+
+
+def problem_scores(scored: Sequence[Scored], metric: str = "accuracy") -> dict[str, list[float]]:
+    """The scores of each problem by one metric, for `compare`.
+
+    `accuracy`, `paper` and `program` give one score for each attempt; `pass@8` and `maj@8` one for each problem that
+    has so many attempts.
+
+    Example:
+        compare(problem_scores(before, "maj@8"), problem_scores(after, "maj@8"))
+    """
+    groups: dict[str, list[Scored]] = {}
+    for row in sorted(scored, key=lambda row: row.attempt.sample):
+        groups.setdefault(row.attempt.problem, []).append(row)
+    name, at, number = metric.partition("@")
+    if at and name in ("pass", "maj") and number.isdecimal() and int(number):
+        k, score = int(number), _pass_at if name == "pass" else _majority_at
+        found = {problem: [score(rows, k)] for problem, rows in groups.items() if len(rows) >= k}
+        if not found:
+            raise ConfigError(f"{metric!r} needs at least {k} attempts at a problem, and no problem has so many.")
+        return found
+    if metric == "accuracy":
+        return {problem: [float(row.correct) for row in rows] for problem, rows in groups.items()}
+    if metric == "program":
+        return {problem: [float(row.program is True) for row in rows] for problem, rows in groups.items()}
+    if metric != "paper":
+        raise ConfigError(f"metric={metric!r} must be accuracy, paper, program, pass@k or maj@k (such as maj@8).")
+    if any(row.paper is None for row in scored):
+        raise ConfigError(
+            "metric='paper': these attempts were not graded by the paper's rules; ask for it and run again."
+        )
+    return {problem: [float(row.paper is True) for row in rows] for problem, rows in groups.items()}
+
+
+# ---- checks
+
+
+def _check_ks(ks: Sequence[int], decoding: Decoding) -> None:
+    if ks and decoding.greedy:
+        raise ConfigError(f"ks={list(ks)}: pass@k and maj@k are of sampled passes; this one is greedy.")
+    wrong = [k for k in ks if not 1 <= k <= decoding.samples]
+    if wrong:
+        raise ConfigError(f"ks={wrong} must be at least 1 and at most the {decoding.samples} samples of each problem.")
+
+
+def _grouped(problems: Sequence[Problem], scored: Sequence[Scored], decoding: Decoding) -> dict[str, list[Scored]]:
+    """The attempts of each problem, in the order of problems; those without any are left out."""
+    if not problems:
+        raise DataError("There are no problems to summarise.")
+    found: dict[str, dict[int, Scored]] = {problem.id: {} for problem in problems}
+    if len(found) < len(problems):
+        repeated = Counter(problem.id for problem in problems).most_common(1)[0][0]
+        raise DataError(f"Problem {repeated!r} occurs more than once; each needs an id of its own.")
+    for row in scored:
+        problem, sample = row.attempt.problem, row.attempt.sample
+        if problem not in found:
+            raise DataError(f"There is an attempt at {problem!r}, which is none of the {len(problems)} problems.")
+        if not 0 <= sample < decoding.samples:
+            raise DataError(f"{problem!r} has a sample {sample}; this pass has {decoding.samples}, numbered from 0.")
+        if sample in found[problem]:
+            raise DataError(f"{problem!r} has sample {sample} twice.")
+        found[problem][sample] = row
+    return {problem: [rows[sample] for sample in sorted(rows)] for problem, rows in found.items() if rows}
+
+
+# ---- right and wrong
+
+
+def _accuracy(outcomes: Sequence[Sequence[bool]], *, greedy: bool) -> Numbers:
+    """The mean over problems of the mean over their attempts, with its interval."""
+    if not outcomes:
+        return {"accuracy": None, "interval": None, **({"correct": 0} if greedy else {})}
+    if greedy:
+        correct = sum(outcome[0] for outcome in outcomes)
+        interval = statistics.wilson(correct, len(outcomes))
+        return {"accuracy": correct / len(outcomes), "interval": list(interval), "correct": correct}
+    means = [sum(outcome) / len(outcome) for outcome in outcomes]
+    return {"accuracy": math.fsum(means) / len(means), "interval": list(statistics.bootstrap(means))}
+
+
+def _paper(groups: Groups, *, greedy: bool) -> Numbers:
+    asked = {row.paper is not None for rows in groups.values() for row in rows}
+    if asked == {True, False}:
+        raise DataError("Some attempts were graded by the paper's rules and some were not; grade them all alike.")
+    if True not in asked:
+        return {}
+    return {"paper": _accuracy([[row.paper is True for row in rows] for rows in groups.values()], greedy=greedy)}
+
+
+def _several(groups: Groups, decoding: Decoding, ks: Sequence[int]) -> Numbers:
+    """avg, pass and maj of a sampled pass."""
+    n = decoding.samples
+    powers = {2**power for power in range(n.bit_length()) if 2**power <= n}
+    wanted = sorted(powers | {n} | set(ks))
+    everything = [rows for rows in groups.values() if len(rows) == n]
+    mean = math.fsum(sum(row.correct for row in rows) / n for rows in everything) / max(len(everything), 1)
+    return {
+        "avg": {str(n): mean} if everything else {},
+        "pass": _averaged(groups, wanted, _pass_at),
+        "maj": _averaged(groups, [k for k in wanted if k > 1], _majority_at),
+    }
+
+
+def _averaged(groups: Groups, ks: Sequence[int], score: Callable[[Sequence[Scored], int], float]) -> dict[str, float]:
+    result = {}
+    for k in ks:
+        scores = [score(rows, k) for rows in groups.values() if len(rows) >= k]
+        if scores:
+            result[str(k)] = math.fsum(scores) / len(scores)
+    return result
+
+
+def _pass_at(rows: Sequence[Scored], k: int) -> float:
+    return statistics.pass_at_k(len(rows), sum(row.correct for row in rows), k)
+
+
+def _majority_at(rows: Sequence[Scored], k: int) -> float:
+    return statistics.majority_at_k([row.vote for row in rows], [row.correct for row in rows], k)
+
+
+# ---- how they were written
+
+
+def _texts(scored: Sequence[Scored]) -> Numbers:
+    rules = Counter(row.grade.rule for row in scored)
+    rungs = Counter(row.grade.rung for row in scored)
+    tokens = sum(row.attempt.tokens for row in scored)
+    return {
+        "boxed_rate": _share(rules[Rule.BOX], len(scored)),
+        "answer_rate": _share(sum(row.grade.answer is not None for row in scored), len(scored)),
+        "rules": {rule.value: rules[rule] for rule in Rule},
+        "truncation_rate": _share(sum(row.attempt.truncated for row in scored), len(scored)),
+        "mean_tokens": _share(tokens, len(scored)),
+        "total_tokens": tokens,
+        "grader": {
+            "timeouts": rungs[Rung.TIMEOUT],
+            "refused": rungs[Rung.REFUSED],
+            "errors": rungs[Rung.ERROR],
+            "no_gold": rungs[Rung.NO_GOLD],
+        },
+    }
+
+
+def _tools(scored: Sequence[Scored]) -> Numbers:
+    uses = [row.attempt.tools or ToolUse() for row in scored]
+    executions, errors = sum(use.executions for use in uses), sum(use.errors for use in uses)
+    return {
+        "program_accuracy": _share(sum(row.program is True for row in scored), len(scored)),
+        "tools": {
+            "mean_rounds": _share(sum(use.rounds for use in uses), len(uses)),
+            "executions": executions,
+            "errors": errors,
+            "timeouts": sum(use.timeouts for use in uses),
+            "error_rate": errors / executions if executions else 0.0,
+        },
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+# ---- groups of problems
+
+
+def _by(benchmark: Benchmark, problems: Sequence[Problem], groups: Groups, *, greedy: bool) -> Numbers:
+    result: Numbers = {}
+    for field in benchmark.group_by:
+        members: dict[str, list[str]] = {}
+        for problem in problems:
+            value = problem.level if field == "level" else problem.subject
+            members.setdefault(UNKNOWN if value is None else value, []).append(problem.id)
+        result[benchmark.level_name if field == "level" else field] = {
+            value: _group(members[value], groups, greedy=greedy) for value in sorted(members, key=_natural)
+        }
+    return result
+
+
+def _group(members: Sequence[str], groups: Groups, *, greedy: bool) -> Numbers:
+    outcomes = [[row.correct for row in groups[problem]] for problem in members if problem in groups]
+    return {"problems": len(members), "attempted": len(outcomes), **_accuracy(outcomes, greedy=greedy)}
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """Sorts numbers by their size: `Level 2` before `Level 10`."""
+    parts = re.split(r"([0-9]+)", text)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
+def _method(decoding: Decoding) -> Numbers:
+    """How the intervals and votes were computed, for whoever wants to do it again."""
+    if decoding.greedy:
+        return {"interval": "wilson", "confidence": statistics.CONFIDENCE}
+    return {
+        "interval": "bootstrap",
+        "confidence": statistics.CONFIDENCE,
+        "draws": statistics.DRAWS,
+        "vote_subsets": statistics.SUBSETS,
+        "seed": statistics.SEED,
+    }

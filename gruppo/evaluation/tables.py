@@ -1,0 +1,358 @@
+"""Results as a table, in Markdown or LaTeX, laid out like that of the DeepSeekMath paper.
+
+    rows_of           the rows of a results.json
+    columns_of        the columns they need: the paper's four, then any others
+    markdown, latex   the table: your rows last in each section, below the paper's
+
+A number that is not of a whole set has a mark and a footnote, and is not set in bold. MATH-500 is a column of its own
+and is there only if asked for.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from string import ascii_lowercase
+from typing import Any, Literal, get_args
+
+from gruppo.errors import ConfigError, DataError
+from gruppo.evaluation.paper_results import PAPER_BENCHMARKS, PAPER_RESULTS, Cell, TableRow
+from gruppo.evaluation.types import Mode
+
+__all__ = ["Cell", "Intervals", "TableRow", "columns_of", "latex", "markdown", "rows_of"]
+
+Intervals = Literal["none", "half", "whole"]  # nothing, `± 2.0`, or `[80.8, 84.9]`
+
+SECTIONS: tuple[tuple[Mode, str], ...] = (
+    ("cot", "Chain-of-Thought Reasoning"),
+    ("tir", "Tool-Integrated Reasoning"),
+)
+TITLES = {"gsm8k": "GSM8K", "math": "MATH", "math500": "MATH-500", "mgsm_zh": "MGSM-zh", "cmath": "CMATH"}
+LANGUAGES = {"gsm8k": "English", "math": "English", "math500": "English", "mgsm_zh": "Chinese", "cmath": "Chinese"}
+OWN = "This evaluation"
+PAPERS_GRADING = "(paper's grading)"
+
+VOTE = "Majority vote over 32 samples; every other number is of one attempt."
+REFERENCES = (
+    "Rows other than those of this evaluation are as printed in the DeepSeekMath paper (arXiv 2402.03300), which "
+    "grades more loosely. DeepSeekMath-RL was trained on GSM8K and MATH in chain-of-thought form only: its other "
+    "numbers are of problems or a mode that it was not trained on."
+)
+
+
+# ---- rows
+
+
+def rows_of(results: Mapping[str, Any]) -> list[TableRow]:
+    """The rows of a results.json: top-1 of the greedy passes, and a second row for the paper's grading if it was used.
+
+    A benchmark that was only sampled has no cell: the mean over samples is not top-1.
+
+    Example:
+        rows_of({"model": "m", "mode": "cot", "benchmarks": {"gsm8k": {"greedy": summary}}})[0].cells["gsm8k"].value
+    """
+    try:
+        model, mode, benchmarks = results["model"], results["mode"], results["benchmarks"]
+        passes = {name: each["greedy"] for name, each in benchmarks.items() if each.get("greedy")}
+        ours = {name: _cell(summary, summary) for name, summary in passes.items()}
+        papers = {name: _cell(summary, summary["paper"]) for name, summary in passes.items() if summary.get("paper")}
+    except KeyError as error:
+        raise DataError(f"The results have no {error}; give the contents of a results.json.") from None
+    size = results.get("size")
+    rows = [TableRow(model, size, mode, ours)]
+    if papers:
+        rows.append(TableRow(f"{model} {PAPERS_GRADING}", size, mode, papers))
+    return rows
+
+
+def columns_of(rows: Iterable[TableRow]) -> tuple[str, ...]:
+    """The paper's four benchmarks, then the others that rows have, MATH-500 among them.
+
+    Example:
+        columns_of([TableRow("m", None, "cot", {"aime": Cell(3.3)})]) == ("gsm8k", "math", "mgsm_zh", "cmath", "aime")
+    """
+    return tuple(dict.fromkeys([*PAPER_BENCHMARKS, *(name for row in rows for name in row.cells)]))
+
+
+def _cell(summary: Mapping[str, Any], graded: Mapping[str, Any]) -> Cell:
+    value, interval = graded["accuracy"], graded["interval"]
+    return Cell(
+        None if value is None else 100 * value,
+        note=_note(summary),
+        interval=None if interval is None else (100 * interval[0], 100 * interval[1]),
+    )
+
+
+def _note(summary: Mapping[str, Any]) -> str:
+    """What is to be said of a pass that did not see the whole set."""
+    count, whole = summary["attempted"], summary["rows"]
+    if not summary["complete"]:
+        return f"unfinished: {count} of {whole or summary['problems']} problems"
+    if summary["whole_set"] is False:
+        return f"{count} of {whole} problems" if count < whole else f"{count} problems, not the {whole} of the set"
+    return ""
+
+
+# ---- what both kinds of table say
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A table without its markup."""
+
+    columns: tuple[str, ...]
+    titles: Mapping[str, str]
+    sections: tuple[tuple[str, tuple[tuple[str, tuple[TableRow, ...]], ...]], ...]  # title, (group, its rows) …
+    notes: Mapping[str, str]  # the mark of each note
+    vote: bool  # whether any number is of a vote
+    references: bool
+    intervals: Intervals
+
+    def title(self, column: str) -> str:
+        return self.titles.get(column) or TITLES.get(column, column)
+
+    def languages(self) -> list[tuple[str, list[str]]]:
+        """Neighbouring columns of one language; `` for benchmarks whose language is not known here."""
+        return [(name, list(run)) for name, run in groupby(self.columns, lambda column: LANGUAGES.get(column, ""))]
+
+    def caption(self) -> str:
+        return "Top-1 accuracy in percent" + ("" if self.intervals == "none" else ", with 95 % intervals") + "."
+
+    def footnotes(self) -> list[tuple[str, str]]:
+        """(mark, text), in the order of the marks; a remark on all of the table has no mark."""
+        vote = [("*", VOTE)] if self.vote else []
+        notes = [(mark, _sentence(note)) for note, mark in self.notes.items()]
+        return [*vote, *notes, *([("", REFERENCES)] if self.references else [])]
+
+    def spread(self, cell: Cell, plus_minus: str) -> str:
+        """What follows a value: its interval, if wanted."""
+        if cell.interval is None or self.intervals == "none":
+            return ""
+        low, high = cell.interval
+        return f" {plus_minus} {(high - low) / 2:.1f}" if self.intervals == "half" else f" [{low:.1f}, {high:.1f}]"
+
+
+def _layout(
+    rows: Sequence[TableRow],
+    references: bool,
+    benchmarks: Sequence[str],
+    titles: Mapping[str, str] | None,
+    intervals: Intervals,
+) -> _Layout:
+    columns = tuple(benchmarks)
+    if not columns or len(set(columns)) < len(columns):
+        raise ConfigError(f"benchmarks={benchmarks!r} must name at least one benchmark, and each only once.")
+    if intervals not in get_args(Intervals):
+        raise ConfigError(f"intervals={intervals!r} must be one of {', '.join(get_args(Intervals))}.")
+    if not rows and not references:
+        raise ConfigError("A table needs rows, or references=True for those of the paper.")
+    modes = {row.mode for row in rows} or {mode for mode, _ in SECTIONS}
+    sections = tuple(
+        (title, _groups([row for row in rows if row.mode == mode], mode, references))
+        for mode, title in SECTIONS
+        if mode in modes
+    )
+    cells = [
+        row.cells[column]
+        for _, groups in sections
+        for _, members in groups
+        for row in members
+        for column in columns
+        if column in row.cells
+    ]
+    notes = dict.fromkeys(cell.note for cell in cells if cell.note)
+    return _Layout(
+        columns,
+        titles or {},
+        sections,
+        {note: _letter(place) for place, note in enumerate(notes)},
+        any(cell.majority for cell in cells),
+        references,
+        intervals,
+    )
+
+
+def _groups(own: Sequence[TableRow], mode: Mode, references: bool) -> tuple[tuple[str, tuple[TableRow, ...]], ...]:
+    """The rows of a section: closed models, open ones, and those of this evaluation."""
+    known = [row for row in PAPER_RESULTS if row.mode == mode] if references else []
+    groups = (
+        ("Closed-Source Models", tuple(row for row in known if row.size is None)),
+        ("Open-Source Models", tuple(row for row in known if row.size is not None)),
+        (OWN, tuple(own)),
+    )
+    return tuple((title, rows) for title, rows in groups if rows)
+
+
+def _letter(place: int) -> str:
+    """a, b, …, z, aa, ab, …"""
+    head, last = divmod(place, len(ascii_lowercase))
+    return (_letter(head - 1) if head else "") + ascii_lowercase[last]
+
+
+def _sentence(note: str) -> str:
+    text = note[:1].upper() + note[1:]
+    return text if text.endswith(".") else f"{text}."
+
+
+# ---- Markdown
+
+
+def markdown(
+    rows: Sequence[TableRow],
+    *,
+    references: bool = True,
+    benchmarks: Sequence[str] = PAPER_BENCHMARKS,
+    titles: Mapping[str, str] | None = None,
+    intervals: Intervals = "none",
+) -> str:
+    """Your rows as a Markdown table, below those of the paper where they have the same mode.
+
+    Without rows it is the paper's table. `titles` names columns of benchmarks of your own.
+
+    Example:
+        print(markdown(rows_of(results), benchmarks=("gsm8k", "math500"), intervals="half"))
+    """
+    layout = _layout(rows, references, benchmarks, titles, intervals)
+    width = 2 + len(layout.columns)
+    heads = [_plain(layout.title(column)) for column in layout.columns]
+    lines = [_line(["Model", "Size", *heads]), _line(["---", "---", *["---:"] * len(heads)])]
+    for title, groups in layout.sections:
+        lines.append(_line([f"**{title}**", *[""] * (width - 1)]))
+        for group, members in groups:
+            lines.append(_line([f"*{group}*", *[""] * (width - 1)]))
+            lines += [_line(_markdown_row(row, layout, own=group == OWN)) for row in members]
+    parts = [_caption(layout), "\n".join(lines)]
+    for mark, text in layout.footnotes():
+        sign = "\\*" if mark == "*" else f"<sup>{mark}</sup>" if mark else ""
+        parts.append(f"{sign} {_plain(text)}".strip())
+    return "\n\n".join(parts) + "\n"
+
+
+def _caption(layout: _Layout) -> str:
+    """Markdown has no cells over several columns: the languages are said above the table."""
+    languages = [f"{name}: {', '.join(map(layout.title, run))}." for name, run in layout.languages() if name]
+    return _plain(" ".join([layout.caption(), *languages]))
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _markdown_row(row: TableRow, layout: _Layout, *, own: bool) -> list[str]:
+    name, size = _plain(row.model), _plain(row.size or "–")
+    cells = [_markdown_cell(row.cells.get(column), layout, bold=own) for column in layout.columns]
+    return [f"**{name}**" if own else name, size, *cells]
+
+
+def _markdown_cell(cell: Cell | None, layout: _Layout, *, bold: bool) -> str:
+    if cell is None or cell.value is None:
+        return "–"
+    value = f"{cell.value:.1f}" + ("\\*" if cell.majority else "")
+    value = f"**{value}**" if bold and not cell.note else value
+    mark = f" <sup>{layout.notes[cell.note]}</sup>" if cell.note else ""
+    return value + layout.spread(cell, "±") + mark
+
+
+def _plain(text: str) -> str:
+    """Text on one line in which Markdown sees no markup."""
+    return re.sub(r"([\\`*_{}\[\]<>|&~$])", r"\\\1", " ".join(text.split()))
+
+
+# ---- LaTeX
+
+
+def latex(
+    rows: Sequence[TableRow],
+    *,
+    references: bool = True,
+    benchmarks: Sequence[str] = PAPER_BENCHMARKS,
+    titles: Mapping[str, str] | None = None,
+    intervals: Intervals = "none",
+) -> str:
+    """The same table for LaTeX: a `table` that needs the package booktabs and nothing else.
+
+    Example:
+        Path("results.tex").write_text(latex(rows_of(results)))
+    """
+    layout = _layout(rows, references, benchmarks, titles, intervals)
+    width = 2 + len(layout.columns)
+    body = []
+    for title, groups in layout.sections:
+        body += ["\\midrule", f"\\multicolumn{{{width}}}{{c}}{{\\textbf{{{title}}}}} \\\\"]
+        for group, members in groups:
+            body += ["\\midrule", f"\\multicolumn{{{width}}}{{l}}{{\\emph{{{group}}}}} \\\\"]
+            body += [" & ".join(_latex_row(row, layout, own=group == OWN)) + " \\\\" for row in members]
+    return "\n".join(
+        [
+            "% needs \\usepackage{booktabs}",
+            "\\begin{table}",
+            "\\centering",
+            f"\\caption{{{_escaped(layout.caption())}}}",
+            f"\\begin{{tabular}}{{ll{'r' * len(layout.columns)}}}",
+            "\\toprule",
+            *_latex_head(layout),
+            *body,
+            "\\bottomrule",
+            "\\end{tabular}",
+            *_latex_footnotes(layout),
+            "\\end{table}",
+            "",
+        ]
+    )
+
+
+def _latex_head(layout: _Layout) -> list[str]:
+    spans, rules, column = [], [], 3
+    for language, run in layout.languages():
+        title = f"{language} Benchmarks" if language else ""
+        spans.append(f"\\multicolumn{{{len(run)}}}{{c}}{{{title}}}")
+        if language:
+            rules.append(f"\\cmidrule(lr){{{column}-{column + len(run) - 1}}}")
+        column += len(run)
+    titles = [_escaped(layout.title(name)) for name in layout.columns]
+    return [
+        f" & & {' & '.join(spans)} \\\\",
+        *(["".join(rules)] if rules else []),
+        f"Model & Size & {' & '.join(titles)} \\\\",
+    ]
+
+
+def _latex_footnotes(layout: _Layout) -> list[str]:
+    notes = [(f"$^{{{mark}}}$ " if mark else "") + _escaped(text) for mark, text in layout.footnotes()]
+    if not notes:
+        return []
+    return ["", "\\smallskip", "{\\footnotesize\\raggedright", *(f"{note}\\par" for note in notes), "}"]
+
+
+def _latex_row(row: TableRow, layout: _Layout, *, own: bool) -> list[str]:
+    name, size = _escaped(row.model), "--" if row.size is None else _escaped(row.size)
+    cells = [_latex_cell(row.cells.get(column), layout, bold=own) for column in layout.columns]
+    return [f"\\textbf{{{name}}}" if own else name, size, *cells]
+
+
+def _latex_cell(cell: Cell | None, layout: _Layout, *, bold: bool) -> str:
+    if cell is None or cell.value is None:
+        return "--"
+    value = f"{cell.value:.1f}"
+    value = f"\\textbf{{{value}}}" if bold and not cell.note else value
+    marks = ("*" if cell.majority else "") + (layout.notes[cell.note] if cell.note else "")
+    return value + layout.spread(cell, "$\\pm$") + (f"$^{{{marks}}}$" if marks else "")
+
+
+_ESCAPES = {
+    **{sign: f"\\{sign}" for sign in "#$%&_{}"},
+    "\\": "\\textbackslash{}",
+    "^": "\\textasciicircum{}",
+    "~": "\\textasciitilde{}",
+    "`": "\\`{}",
+    "<": "\\textless{}",
+    ">": "\\textgreater{}",
+    "|": "\\textbar{}",
+    "–": "--",
+    "-": "-{}",  # before another one: two of them would become a dash
+}
+
+
+def _escaped(text: str) -> str:
+    """Text on one line in which LaTeX sees no commands."""
+    return re.sub(r"[#$%&_{}\\^~`<>|–]|-(?=-)", lambda match: _ESCAPES[match[0]], " ".join(text.split()))

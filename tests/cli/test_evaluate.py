@@ -1,0 +1,98 @@
+"""`gruppo eval` as it is typed."""
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from gruppo.cli import main
+from gruppo.cli.evaluate import parser
+from gruppo.evaluation.run import Settings
+from tests.evaluation.demo import save_model, write_problems
+
+SAMPLE = Path(__file__).parents[1] / "evaluation" / "sample"
+DATA = Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a benchmark and its data."""
+    folder = tmp_path_factory.mktemp("eval")
+    save_model(folder / "model")
+    write_problems(folder, 12)
+    (folder / "bench.py").write_text("from tests.evaluation.demo import DEMO\n")
+    return folder
+
+
+def run_eval(place: Path, *more: str) -> int:
+    benchmark = ["--benchmarks", f"{place}/bench.py:DEMO", "--data-dir", str(place), "--max-new-tokens", "40"]
+    return main(["eval", str(place / "model"), *benchmark, *more])
+
+
+def test_there_is_an_option_for_each_setting() -> None:
+    actions = {action.dest: action for action in parser()._actions}
+    for field in fields(Settings):
+        assert actions[field.name].default == field.default, field.name
+
+
+def test_a_model_and_a_comparison(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = place / "first", place / "second"
+    assert run_eval(place, "--output-dir", str(first), "--samples", "2") == 0
+    shown = capsys.readouterr().out
+    assert "| **model** |" in shown
+    assert re.search(r"demo: top-1 \d+\.\d% .* of 12 problems.*avg@2 .*pass@2 .*maj@2", shown)
+    assert {"results.json", "results.md", "results.tex", "completions"} <= {path.name for path in first.iterdir()}
+    assert "DeepSeekMath-RL" in (first / "results.md").read_text()
+
+    assert run_eval(place, "--output-dir", str(second), "--samples", "2", "--temperature", "2.0") == 0
+    capsys.readouterr()
+    assert main(["eval", "--compare", str(first), str(second)]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line.startswith("demo, ")] == [
+        *("demo, top-1", "demo, avg@2", "demo, pass@2", "demo, maj@2")
+    ]
+    assert "first" in shown
+    assert "second" in shown
+
+
+def test_mistakes_are_one_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_eval(place, "--output-dir", str(place / "third"), "--no-greedy") == 2
+    assert main(["eval", "--compare", str(place), str(place)]) == 2
+    assert main(["eval", "--check-gold"]) == 2
+    assert main(["eval", "--check-gold", "--data-dir", str(place / "model")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    said = [line for line in errors if line.startswith("gruppo eval: ")]
+    assert len(said) == 4
+    assert said[0].endswith("there would be nothing to do.")
+    assert not any("Traceback" in line for line in errors)
+    with pytest.raises(SystemExit, match="2"):
+        main(["eval"])
+
+
+def test_gold_answers_of_the_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--check-gold", "--data-dir", str(SAMPLE)]) == 0
+    shown = capsys.readouterr().out
+    for name in ("gsm8k", "math", "math500", "mgsm_zh", "cmath", "cmath_validation"):
+        assert name in shown
+
+
+def test_a_grader_that_is_too_loose_fails(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}?", "answer": str(n / 10)} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "bench.py").write_text(
+        "from gruppo import Benchmark\nfrom gruppo.grading import Ladder\n"
+        'EXACT = Benchmark("exact", "E", file="rows.jsonl", ladder=Ladder(literal=True))\n'
+        'LOOSE = Benchmark("loose", "L", file="rows.jsonl", ladder=Ladder(literal=True, tolerance=0.5))\n'
+    )
+    arguments = ["eval", "--check-gold", "--data-dir", str(tmp_path), "--benchmarks"]
+    assert main([*arguments, f"{tmp_path}/bench.py:EXACT"]) == 0
+    assert main([*arguments, f"{tmp_path}/bench.py:LOOSE"]) == 1
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"the benchmark sets are not at {DATA}")
+def test_gold_answers_of_the_real_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--check-gold", "--data-dir", str(DATA)]) == 0
+    shown = capsys.readouterr().out
+    assert all(count in shown for count in ("1319", "250", "1098", "600"))

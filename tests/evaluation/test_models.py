@@ -1,0 +1,94 @@
+"""Which weights are evaluated, and with what sampler."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gruppo.errors import ConfigError
+from gruppo.evaluation.models import find_weights, load_subject, make_backend, weights_fingerprint
+from gruppo.runs.checkpoints import publish, stage
+from tests.evaluation.demo import model, save_model, tokenizer
+
+
+def checkpoint(run: Path, name: str) -> Path:
+    run.mkdir(exist_ok=True)
+    staged = stage(run, name)
+    save_model(staged)
+    return publish(staged, {})
+
+
+def test_a_run_is_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    old, new = checkpoint(run, "checkpoint-2"), checkpoint(run, "checkpoint-10")
+    assert find_weights(run) == str(new)
+    (new / "model.safetensors").write_bytes(b"cut")
+    assert find_weights(run) == str(old)
+    assert load_subject(run).name == "run/checkpoint-2"
+    (old / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"No checkpoint of .*run is whole: checkpoint-10: .*; checkpoint-2: "):
+        find_weights(run)
+
+
+def test_the_final_model_of_a_run_comes_first(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    checkpoint(run, "checkpoint-2")
+    save_model(run)
+    assert find_weights(run) == str(run)
+    assert load_subject(run).name == "run"
+
+
+def test_an_adapter_is_merged(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = save_model(tmp_path / "base")
+    adapted = peft.get_peft_model(
+        load_subject(base).model, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = torch.tensor([[5, 6, 7]])
+    subject = load_subject(tmp_path / "adapter")
+    assert not hasattr(subject.model, "peft_config")
+    assert len(subject.tokenizer) == len(tokenizer()), "that of the base"
+    torch.testing.assert_close(subject.model(ids).logits, adapted.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+    assert weights_fingerprint(subject.model) != weights_fingerprint(load_subject(base).model)
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: None], ids=["an empty folder", "nothing"])
+def test_what_is_no_model_is_told(tmp_path: Path, make: Any) -> None:
+    make(tmp_path / "thing")
+    with pytest.raises(ConfigError, match=r"holds neither a model|could not be loaded by name"):
+        load_subject(str(tmp_path / "thing"))
+
+
+def test_the_precision(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    assert load_subject(folder).dtype == "float32", "on a CPU"
+    assert load_subject(folder, dtype="bfloat16").dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="dtype='half-ish'"):
+        load_subject(folder, dtype="half-ish")
+
+
+def test_the_fingerprint_sees_every_tensor() -> None:
+    changed = model()
+    seen = {weights_fingerprint(changed)}
+    tensors = changed.state_dict()
+    for tensor in tensors.values():
+        tensor.view(-1)[0] += 1
+        seen.add(weights_fingerprint(changed))
+    assert len(seen) == 1 + len(tensors)
+
+
+def test_auto_falls_back_and_builtin_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gruppo.rollout.builtin.why_not", lambda *_: ["it has layers of its own"])
+    subject = load_subject(model(), tokenizer())
+    assert make_backend(subject).name == "transformers"
+    with pytest.raises(ConfigError, match="cannot sample from this model: it has layers of its own"):
+        make_backend(subject, "builtin")
+
+
+def test_a_tokenizer_must_fit(tmp_path: Path) -> None:
+    large = tokenizer()
+    large.add_tokens([f"<extra{i}>" for i in range(5000)])
+    with pytest.raises(ConfigError, match="tokens but the model embeds only"):
+        load_subject(model(), large)

@@ -1,0 +1,235 @@
+"""`evaluate` on the demo's model: what it says, what it keeps, and how it goes on."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gruppo
+from gruppo.demo import evaluate as demo_evaluate
+from gruppo.demo.task import problems
+from gruppo.errors import ConfigError, RunLockedError
+from gruppo.evaluation import run
+from gruppo.evaluation.sampling import Evaluator
+from gruppo.evaluation.store import EvaluationFolder
+from gruppo.evaluation.types import Benchmark, Decoding, Scored
+from gruppo.grading import LADDERS
+from gruppo.runs.lock import RunLock
+from gruppo.types import StopReason
+from tests.evaluation.demo import DEMO, model, save_model, tokenizer, write_problems
+
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_problems(tmp_path_factory.mktemp("data"), COUNT)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    return model()
+
+
+def evaluate(demo: Any, data: Path, benchmark: Any = DEMO, **settings: Any) -> run.Results:
+    defaults: dict[str, Any] = dict(tokenizer=tokenizer(), data_dir=data, max_new_tokens=40)
+    return gruppo.evaluate(demo, benchmark, **{**defaults, **settings})
+
+
+def texts(results: run.Results, decoding: str = "greedy") -> list[str]:
+    return [each.attempt.text for each in results.scored["demo"][decoding]]
+
+
+def test_top_1_is_what_a_slow_loop_finds(demo: Any, data: Path) -> None:
+    asked = problems("held_out", COUNT, seed=3)
+    right = demo_evaluate.accuracy(
+        demo, tokenizer(), {"prompt": [p.prompt for p in asked], "answer": [p.answer for p in asked]}
+    )
+    results = evaluate(demo, data)
+    assert 0 < right < 1, "the model gets some right and some wrong"
+    assert results.accuracy("demo") == right
+    summary = results.summary["benchmarks"]["demo"]["greedy"]
+    assert summary["problems"] == COUNT
+    assert summary["complete"] is True
+    assert summary["interval"][0] < right < summary["interval"][1]
+    assert sum(each["problems"] for each in summary["by"]["level"].values()) == COUNT
+    assert "Demo" in results.markdown()
+
+
+def test_both_samplers_agree(demo: Any, data: Path) -> None:
+    builtin = evaluate(demo, data, backend="builtin")
+    plain = evaluate(demo, data, backend="transformers", batch_size=5)
+    assert texts(builtin) == texts(plain)
+    assert (builtin.summary["backend"], plain.summary["backend"]) == ("builtin", "transformers")
+
+
+@pytest.mark.parametrize("backend", ["builtin", "transformers"])
+def test_samples_can_be_drawn_again(demo: Any, data: Path, backend: str) -> None:
+    settings = dict(samples=4, greedy=False, temperature=1.0, backend=backend)
+    state = torch.get_rng_state()
+    first, second = evaluate(demo, data, **settings), evaluate(demo, data, **settings)
+    other = evaluate(demo, data, **settings, seed=1)
+    assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers are left alone"
+    assert texts(first, "sampled") == texts(second, "sampled")
+    assert texts(first, "sampled") != texts(other, "sampled")
+    assert len(set(texts(first, "sampled"))) > COUNT, "the samples of a problem differ"
+    sampled = first.summary["benchmarks"]["demo"]["sampled"]
+    assert sampled["pass"]["1"] == pytest.approx(sampled["accuracy"])
+    assert sampled["pass"]["4"] > sampled["pass"]["1"]
+
+
+def test_samples_do_not_depend_on_what_else_is_asked(demo: Any, data: Path) -> None:
+    settings = dict(samples=2, greedy=False, temperature=1.0)
+    whole = evaluate(demo, data, **settings, batch_size=64)
+    pieces = evaluate(demo, data, **settings, batch_size=6)
+    assert texts(whole, "sampled") == texts(pieces, "sampled")
+
+
+def test_everything_is_kept(demo: Any, data: Path, tmp_path: Path) -> None:
+    results = evaluate(demo, data, samples=2, output_dir=tmp_path)
+    assert results.folder == tmp_path
+    assert json.loads((tmp_path / "results.json").read_text()) == json.loads(json.dumps(results.summary))
+    assert (tmp_path / "results.md").read_text() == results.markdown()
+    assert (tmp_path / "results.tex").read_text() == results.latex()
+    folder = EvaluationFolder(tmp_path)
+    assert list(folder.passes()) == [("demo", "greedy"), ("demo", "sampled")]
+    assert folder.attempts("demo", "sampled") == results.scored["demo"]["sampled"]
+    assert {len(each) for each in folder.scores("demo", "sampled").values()} == {2}
+    settings = results.summary["settings"]
+    assert (settings["samples"], settings["rendering"], settings["dtype"]) == (2, "chat", "float32")
+    assert not (tmp_path / "lock").exists()
+
+
+def test_an_interrupted_evaluation_goes_on(
+    demo: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    sample = Evaluator._sample
+
+    def watched(self: Evaluator, prompts: Any, chunk: Any, decoding: Decoding) -> Any:
+        asked.append(len(chunk))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return sample(self, prompts, chunk, decoding)
+
+    monkeypatch.setattr(Evaluator, "_sample", watched)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(demo, data, output_dir=tmp_path, batch_size=5)
+    assert len(EvaluationFolder(tmp_path).attempts("demo", "greedy")) == 10
+    asked[:] = [0] * 3
+    results = evaluate(demo, data, output_dir=tmp_path, batch_size=5)
+    assert asked[3:] == [5, 5, 4], "what was there is not asked again"
+    monkeypatch.undo()
+    straight = evaluate(demo, data)
+    assert texts(results) == texts(straight)
+    numbers = [each.summary["benchmarks"]["demo"]["greedy"] for each in (results, straight)]
+    assert {**numbers[0], "seconds": 0} == {**numbers[1], "seconds": 0}
+
+
+def test_a_part_is_gone_on_with_to_the_whole(demo: Any, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "bench.py").write_text("from tests.evaluation.demo import DEMO\n")
+    part = evaluate(demo, data, f"{tmp_path}/bench.py:DEMO:6", output_dir=tmp_path / "out")
+    assert part.summary["benchmarks"]["demo"]["greedy"]["problems"] == 6
+    whole = evaluate(demo, data, output_dir=tmp_path / "out")
+    assert len(whole.scored["demo"]["greedy"]) == COUNT
+    assert len(EvaluationFolder(tmp_path / "out").attempts("demo", "greedy")) == COUNT
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_new_tokens": 30}, "max_new_tokens: 40, now 30"),
+        ({"rendering": "plain"}, "rendering: 'chat', now 'plain'"),
+    ],
+    ids=["decoding", "rendering"],
+)
+def test_other_settings_are_not_mixed(
+    demo: Any, data: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    evaluate(demo, data, output_dir=tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        evaluate(demo, data, output_dir=tmp_path, **change)
+    again = evaluate(demo, data, output_dir=tmp_path, restart=True, **change)
+    assert len(EvaluationFolder(tmp_path).attempts("demo", "greedy")) == len(again.scored["demo"]["greedy"]) == COUNT
+
+
+def test_other_weights_are_not_mixed(data: Path, tmp_path: Path) -> None:
+    changed = model()
+    evaluate(changed, data, output_dir=tmp_path)
+    with torch.no_grad():
+        changed.get_input_embeddings().weight += 1e-3
+    with pytest.raises(ConfigError, match="weights: "):
+        evaluate(changed, data, output_dir=tmp_path)
+
+
+def test_two_at_once_are_refused(demo: Any, data: Path, tmp_path: Path) -> None:
+    with RunLock(tmp_path), pytest.raises(RunLockedError):
+        evaluate(demo, data, output_dir=tmp_path)
+
+
+def test_a_completion_at_its_limit_is_cut_off_and_wrong_without_an_answer(demo: Any, data: Path) -> None:
+    results = evaluate(demo, data, max_new_tokens=1)
+    assert {each.attempt.stop for each in results.scored["demo"]["greedy"]} == {StopReason.LENGTH}
+    summary = results.summary["benchmarks"]["demo"]["greedy"]
+    assert (summary["truncation_rate"], summary["mean_tokens"]) == (1.0, 1.0)
+
+
+def test_the_backend_gets_its_settings_back(demo: Any, data: Path) -> None:
+    from gruppo.evaluation.data import load_problems
+    from gruppo.evaluation.models import load_subject, make_backend
+
+    backend = make_backend(load_subject(demo, tokenizer()))
+    before = backend.config
+    evaluator = Evaluator(backend, tokenizer())
+    chunks: Iterator[list[Scored]] = evaluator.attempts(DEMO, load_problems(DEMO, data, 2), Decoding(max_new_tokens=4))
+    assert sum(len(chunk) for chunk in chunks) == 2
+    assert backend.config is before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sampels": 4}, "no setting 'sampels'. Did you mean 'samples'"),
+        ({"greedy": False}, "nothing to do"),
+        ({"samples": -1}, "must not be negative"),
+        ({"samples": 2, "ks": (4,)}, "between 1 and samples=2"),
+        ({"ks": (1,)}, "between 1 and samples=0"),
+        ({"samples": 2, "temperature": 0.0}, "set a temperature"),
+        ({"max_new_tokens": 0}, "at least 1"),
+        ({"mode": "chain"}, "'cot' or 'tir'"),
+        ({"rendering": "chat", "shots": 2}, "few-shot|Few-shot"),
+        ({"backend": "vllm"}, "'auto', 'builtin' or 'transformers'"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"tokenizer": None}, "needs its tokenizer"),
+        ({"benchmark": []}, "at least one"),
+        ({"benchmark": [DEMO, DEMO]}, "named twice: demo, demo"),
+        ({"benchmark": "gsm9k"}, "Did you mean 'gsm8k'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_mistakes_are_told_before_anything_is_sampled(
+    demo: Any, data: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], message: str
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("something was sampled")
+
+    monkeypatch.setattr(Evaluator, "_sample", never)
+    with pytest.raises(ConfigError, match=message):
+        evaluate(demo, data, **arguments)
+
+
+def test_one_file_is_data_of_one_benchmark(demo: Any, data: Path) -> None:
+    other = Benchmark("other", "Other", file="demo.jsonl", ladder=LADDERS["gsm8k"])
+    assert evaluate(demo, data / "demo.jsonl").summary["benchmarks"]["demo"]["greedy"]["problems"] == COUNT
+    with pytest.raises(ConfigError, match="is one file, but there are 2 benchmarks"):
+        evaluate(demo, data / "demo.jsonl", [DEMO, other])
+
+
+@pytest.mark.medium
+def test_a_model_from_a_folder(data: Path, tmp_path: Path, demo: Any) -> None:
+    results = evaluate(save_model(tmp_path / "saved"), data, tokenizer=None)
+    assert texts(results) == texts(evaluate(demo, data))
+    assert results.summary["model"] == "saved"

@@ -1,0 +1,111 @@
+"""What an evaluation keeps, and what it goes on from."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from gruppo.errors import ConfigError, DataError
+from gruppo.evaluation.store import EvaluationFolder
+from gruppo.evaluation.types import Attempt, Problem, Scored, ToolUse
+from gruppo.grading import Grade, Rule, Rung
+from gruppo.types import StopReason
+
+PROBLEMS = {
+    "set/0": Problem("set/0", "1 + 1 = ?", ("2",), level="1", subject="sums"),
+    "set/1": Problem("set/1", "roots of x² = 4?", ("2", "-2"), answers_mode="all"),
+}
+IDENTITY = {"weights": "abc", "mode": "cot", "temperature": 0.0}
+
+
+def scored(problem: str, sample: int = 0, correct: bool = True, tools: ToolUse | None = None) -> Scored:
+    return Scored(
+        Attempt(problem, sample, "so \\boxed{2} 答", 7, StopReason.EOS, tools, (("model", "so"), ("output", "1"))),
+        Grade(correct, Rung.NUMBER, gold="2", answer="2", rule=Rule.BOX),
+        paper=True,
+        program=None if tools is None else False,
+        vote=0,
+    )
+
+
+def test_what_is_added_comes_back(tmp_path: Path) -> None:
+    folder = EvaluationFolder(tmp_path)
+    tools = ToolUse(rounds=2, executions=1, errors=1, timeouts=0, output=None)
+    first, second = [scored("set/0")], [scored("set/1", correct=False, tools=tools)]
+    folder.add("set", "greedy", PROBLEMS, first, IDENTITY)
+    folder.add("set", "greedy", PROBLEMS, second, IDENTITY)
+    assert EvaluationFolder(tmp_path).kept("set", "greedy", PROBLEMS, IDENTITY) == first + second
+    assert list(folder.passes()) == [("set", "greedy")]
+    assert folder.scores("set", "greedy") == {"set/0": [True], "set/1": [False]}
+
+
+def test_samples_are_in_order_whatever_order_they_came_in(tmp_path: Path) -> None:
+    folder = EvaluationFolder(tmp_path)
+    rows = [scored("set/0", 2, correct=False), scored("set/0", 0), scored("set/0", 1, correct=False)]
+    folder.add("set", "sampled", PROBLEMS, rows, IDENTITY)
+    assert folder.scores("set", "sampled") == {"set/0": [True, False, False]}
+
+
+def test_the_files_say_what_they_are_of(tmp_path: Path) -> None:
+    folder = EvaluationFolder(tmp_path)
+    folder.add("set", "greedy", PROBLEMS, [scored("set/1")], IDENTITY)
+    (path,) = tmp_path.rglob("*.parquet")
+    table = pq.read_table(path)
+    assert json.loads(table.schema.metadata[b"gruppo.evaluation"]) == {"format": 1, **IDENTITY}
+    row = table.to_pylist()[0]
+    assert (row["question"], row["gold"], row["text"]) == ("roots of x² = 4?", ["2", "-2"], "so \\boxed{2} 答")
+
+
+@pytest.mark.parametrize(
+    ("identity", "problems", "message"),
+    [
+        ({**IDENTITY, "temperature": 0.7}, PROBLEMS, r"temperature: 0.0, now 0.7"),
+        ({**IDENTITY, "shots": 8}, PROBLEMS, r"shots: None, now 8"),
+        (IDENTITY, {"set/0": Problem("set/0", "1 + 1 = ?", ("3",))}, "another question or answer under set/0"),
+    ],
+    ids=["other settings", "a further one", "other data"],
+)
+def test_attempts_of_something_else_are_refused(tmp_path: Path, identity: dict, problems: dict, message: str) -> None:
+    folder = EvaluationFolder(tmp_path)
+    folder.add("set", "greedy", PROBLEMS, [scored("set/0")], IDENTITY)
+    with pytest.raises(ConfigError, match=message):
+        folder.kept("set", "greedy", problems, identity)
+
+
+def test_problems_of_a_larger_set_are_left_alone(tmp_path: Path) -> None:
+    folder = EvaluationFolder(tmp_path)
+    folder.add("set", "greedy", PROBLEMS, [scored("set/0"), scored("set/1")], IDENTITY)
+    some = {"set/0": PROBLEMS["set/0"]}
+    assert folder.kept("set", "greedy", some, IDENTITY) == [scored("set/0")]
+    assert set(folder.scores("set", "greedy")) == {"set/0", "set/1"}
+
+
+def test_restart_forgets_one_pass(tmp_path: Path) -> None:
+    folder = EvaluationFolder(tmp_path)
+    for decoding in ("greedy", "sampled"):
+        folder.add("set", decoding, PROBLEMS, [scored("set/0")], IDENTITY)
+    folder.restart("set", "greedy")
+    assert folder.kept("set", "greedy", PROBLEMS, IDENTITY) == []
+    assert list(folder.passes()) == [("set", "sampled")]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    folder = EvaluationFolder(tmp_path)
+    folder.add("set", "greedy", PROBLEMS, [scored("set/0")], IDENTITY)
+    (path,) = tmp_path.rglob("*.parquet")
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"00000.parquet cannot be read"):
+        folder.kept("set", "greedy", PROBLEMS, IDENTITY)
+
+
+def test_results_are_read_back(tmp_path: Path) -> None:
+    folder = EvaluationFolder(tmp_path)
+    with pytest.raises(ConfigError, match=r"no results\.json"):
+        folder.results()
+    folder.write_results({"format": 1, "model": "数"}, {"results.md": "| a |\n"})
+    assert folder.results() == {"format": 1, "model": "数"}
+    assert (tmp_path / "results.md").read_text() == "| a |\n"
+    folder.write_results({"format": 2}, {})
+    with pytest.raises(DataError, match="format 2"):
+        folder.results()
