@@ -1,5 +1,6 @@
 """The benchmarks: their names, their constants, and benchmarks of one's own."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,34 +15,9 @@ from gruppo.evaluation.types import Benchmark
 from gruppo.grading import LADDERS, grade
 from tests.helpers import tiny_tokenizer
 
-# The example of docs/evaluation.md, with its two data files.
-OWN = '''
-"""Sums, as a benchmark: `gruppo eval --benchmarks my_bench.py:BENCH`."""
-
-from pathlib import Path
-
-from gruppo.evaluation.types import Benchmark, FewShot
-from gruppo.grading import Ladder
-
-HERE = Path(__file__).parent
-
-BENCH = Benchmark(
-    name="sums",
-    title="Sums",
-    file=str(HERE / "sums.jsonl"),
-    ladder=Ladder(literal=True),  # only a literal number is an answer
-    group_by=("level",),
-    level_name="digits",
-    few_shot=FewShot(
-        str(HERE / "sums_solved.jsonl"),
-        shots=2,
-        question="Q: {}",
-        answer="A: {}",
-        separator="\\n\\n",
-        stop=("\\nQ:",),
-    ),
-)
-'''
+# The example of docs/evaluation.md as it stands there, and its two data files.
+DOCS = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+(OWN,) = re.findall(r"```python\n(from pathlib.*?)```", DOCS, re.DOTALL)
 SUMS = """
 {"question": "What is 3 + 4?", "answer": "7", "level": 1}
 {"question": "What is 31 + 42?", "answer": 73, "level": 2}

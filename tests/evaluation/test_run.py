@@ -15,11 +15,14 @@ from gruppo.errors import ConfigError, RunLockedError
 from gruppo.evaluation import run
 from gruppo.evaluation.sampling import Evaluator
 from gruppo.evaluation.store import EvaluationFolder
-from gruppo.evaluation.types import Benchmark, Decoding, Scored
+from gruppo.evaluation.tir import TirSettings
+from gruppo.evaluation.types import Benchmark, Decoding, Problem, Scored
 from gruppo.grading import LADDERS
 from gruppo.runs.lock import RunLock
-from gruppo.types import StopReason
+from gruppo.sandbox import Sandbox
+from gruppo.types import Completion, SampleRequest, StopReason
 from tests.evaluation.demo import DEMO, model, save_model, tokenizer, write_problems
+from tests.evaluation.test_tir import EOS, TOKENIZER, ScriptedBackend, text_of
 
 COUNT = 24
 
@@ -233,3 +236,52 @@ def test_a_model_from_a_folder(data: Path, tmp_path: Path, demo: Any) -> None:
     results = evaluate(save_model(tmp_path / "saved"), data, tokenizer=None)
     assert texts(results) == texts(evaluate(demo, data))
     assert results.summary["model"] == "saved"
+
+
+class WholeText(ScriptedBackend):
+    """Its script is told the prompt as well."""
+
+    def __init__(self, script: Any):
+        super().__init__(script)
+        self.config.eos_token_id = [EOS]
+
+    def _write(self, request: SampleRequest, sample: int) -> Completion:
+        script, whole = self.script, text_of(request.prompt_ids)
+        self.script = lambda _, sample: script(whole, sample)
+        try:
+            return super()._write(request, sample)
+        finally:
+            self.script = script
+
+
+def test_programs_count_and_invented_outputs_do_not(tmp_path: Path) -> None:
+    """A scripted model: one problem solved by a program, one where it would make the output up."""
+    said = {
+        "User: 6 times 7": ["```python\nprint(6 * 7)\n```\n", "```output", "\n41\n```\nSo \\boxed{41}."],
+        "42\n```\n": ["So \\boxed{42}.", "<eos>"],
+        "User: 2 plus 2": ["Let me see.\n", "```output", "\n4\n```\nSo \\boxed{4}.", "<eos>"],
+        "there is no program to run\n```\n": ["I give up.", "<eos>"],
+    }
+
+    def script(so_far: str, sample: int) -> list[str]:
+        ends = [key for key in said if so_far.endswith(key)]
+        return said[ends[0] if ends else next(key for key in said if key in so_far)]
+
+    rows = [Problem("p/0", "6 times 7", ("42",)), Problem("p/1", "2 plus 2", ("4",))]
+    backend = WholeText(script)
+    evaluator = Evaluator(
+        backend,
+        TOKENIZER,
+        mode="tir",
+        rendering="plain",
+        tir=TirSettings(allow_unconfined=Sandbox.capabilities().missing),
+    )
+    (scored,) = evaluator.attempts(DEMO, rows, Decoding())
+    assert [each.correct for each in scored] == [True, False]
+    assert scored[0].program is True
+    assert scored[1].program is None
+    tools = [each.attempt.tools for each in scored]
+    assert [(use.rounds, use.executions, use.errors) for use in tools if use] == [(2, 1, 0), (2, 1, 1)]
+    assert "41" not in scored[0].attempt.text
+    assert "\\boxed{4}" not in scored[1].attempt.text
+    assert [kind for kind, _ in scored[0].attempt.segments] == ["model", "output", "model"]
