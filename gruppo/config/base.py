@@ -9,6 +9,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from gruppo.config import validate
 from gruppo.config.batching import BatchingConfig
 from gruppo.config.deprecated import DeprecatedConfig, resolve_aliases
+from gruppo.config.evaluation import EvaluationConfig, check_benchmarks
 from gruppo.config.fields import option
 from gruppo.config.loading import LoadingConfig
 from gruppo.config.logging import CompletionLoggingConfig
@@ -34,6 +35,7 @@ class PolicyConfig(
     UpdateConfig,
     RewardConfig,
     CompletionLoggingConfig,
+    EvaluationConfig,
     RunConfig,
     VLLMConfig,
     DeprecatedConfig,
@@ -47,6 +49,7 @@ class PolicyConfig(
         "generation_kwargs",
         "chat_template_kwargs",
         "transformers_continuous_batching_config",
+        "eval_benchmarks_settings",
     ]
 
     learning_rate: float = option(1e-6, "Initial learning rate of the optimizer.")
@@ -122,6 +125,7 @@ class PolicyConfig(
         validate.check_update(self)
         validate.check_rewards(self)
         validate.check_run(self)
+        check_benchmarks(self)
 
     @property
     def parity_interval(self) -> int | None:

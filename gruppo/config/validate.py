@@ -237,15 +237,18 @@ def check_batches(config: Any) -> None:
             f"{config.steps_per_generation}) must be divisible by num_generations={config.num_generations}, so that "
             f"groups are whole. Group sizes that fit: {divisors(config.generation_batch_size)}."
         )
-    if config.do_eval and config.eval_strategy != "no":
-        group = config.num_generations_eval or config.num_generations
-        eval_rows = config.per_device_eval_batch_size * config.world_size
-        if eval_rows % group:
-            raise ConfigError(
-                f"per_device_eval_batch_size × processes = {eval_rows} must be divisible by the evaluation group "
-                f"size {group} (num_generations_eval, else num_generations). Group sizes that fit: "
-                f"{divisors(eval_rows)}."
-            )
+    if config.do_eval and config.eval_strategy != "no" and not config.eval_benchmarks:
+        check_eval_batches(config)  # benchmarks may be all there is to evaluate; the trainer knows
+
+
+def check_eval_batches(config: Any) -> None:
+    group = config.num_generations_eval or config.num_generations
+    eval_rows = config.per_device_eval_batch_size * config.world_size
+    if eval_rows % group:
+        raise ConfigError(
+            f"per_device_eval_batch_size × processes = {eval_rows} must be divisible by the evaluation group size "
+            f"{group} (num_generations_eval, else num_generations). Group sizes that fit: {divisors(eval_rows)}."
+        )
 
 
 def check_dynamic_sampling(config: Any) -> None:

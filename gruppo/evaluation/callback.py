@@ -22,6 +22,7 @@ from gruppo.evaluation.summary import summarise
 from gruppo.evaluation.tir import TirSettings
 from gruppo.evaluation.types import Benchmark, Decoding, Mode, Problem, Rendering, Scored
 from gruppo.rollout.base import RolloutBackend
+from gruppo.rollout.continuous import ContinuousBatchingBackend
 
 __all__ = ["METRICS", "TrainingBenchmarks", "TrainingSettings"]
 
@@ -106,6 +107,12 @@ class TrainingBenchmarks:
     def bind(self, backend: RolloutBackend, tokenizer: Any) -> None:
         """Look whether it can be done: settings, sandbox, and every prompt once. What cannot be asked raises here."""
         settings = self.settings
+        if (settings.shots or settings.mode == "tir") and backend.name == ContinuousBatchingBackend.name:
+            raise ConfigError(
+                f"shots={settings.shots} and mode={settings.mode!r}: such completions end at certain strings, which "
+                "transformers' continuous batching does not know. Use shots=0 and mode='cot', or set "
+                "use_transformers_continuous_batching=False."
+            )
         self._evaluator = Evaluator(
             backend,
             tokenizer,

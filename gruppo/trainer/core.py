@@ -37,6 +37,7 @@ from gruppo.rollout.hf import generation_config
 from gruppo.rollout.select import choose_backend
 from gruppo.trainer import setup, tooling
 from gruppo.trainer.auditing import Audits
+from gruppo.trainer.benchmarking import Benchmarking, load_benchmarks
 from gruppo.trainer.completions import CompletionLog, start_hub_uploads
 from gruppo.trainer.entropy import EntropyControl
 from gruppo.trainer.ledger import make_ledger
@@ -59,7 +60,7 @@ def _never_called(*args: Any, **kwargs: Any) -> Tensor:
     raise AssertionError("compute_loss is overridden, so no compute_loss_func is ever called")
 
 
-class PolicyTrainer(KnownNames, Resuming):
+class PolicyTrainer(KnownNames, Benchmarking, Resuming):
     """Samples groups, scores them and updates the policy; GRPOTrainer and RLOOTrainer fill in the recipe."""
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the size of the whole update
@@ -88,6 +89,7 @@ class PolicyTrainer(KnownNames, Resuming):
             args = self.config_class(f"{name.rstrip('/').split('/')[-1] or 'model'}-{self.algorithm.upper()}")
         setup.check_config(args, self.config_class)
         setup.warn_combinations(args)
+        self.benchmarks = load_benchmarks(args, eval_dataset)  # before the model, which takes longer
         self.toolset = tooling.make_toolset(tools, environment_factory, args)
         self.tools = [] if self.toolset is None else self.toolset.functions
         set_seed(args.seed)  # before the model is made: adapters are initialised at random
@@ -161,6 +163,8 @@ class PolicyTrainer(KnownNames, Resuming):
         self._extra_columns, self._extra_metrics = {}, {}
         self.ref_model = self._make_reference()
         self._make_sampler(rollout_func)
+        if self.benchmarks is not None:
+            self.benchmarks.bind(self.backend, self.processing_class)
         self.packed = setup.packed_policy(self)
         self.planner = UpdatePlanner(
             args, lambda: self.accelerator.unwrap_model(self.model), self.packed, lambda: self.backend.release()

@@ -177,8 +177,8 @@ def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) 
 def check_eval_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, name: str = "eval_dataset") -> None:
     """The evaluation prompts, or a dict of them."""
     if dataset is None:
-        if args.eval_strategy != "no":
-            raise ConfigError(f"eval_strategy={args.eval_strategy.value!r} needs an eval_dataset.")
+        if args.eval_strategy != "no" and not args.eval_benchmarks:
+            raise ConfigError(f"eval_strategy={args.eval_strategy.value!r} needs an eval_dataset, or eval_benchmarks.")
         return
     if isinstance(dataset, Mapping):
         for key, part in dataset.items():

@@ -16,6 +16,7 @@ from transformers import HfArgumentParser, TrainingArguments
 import gruppo
 from gruppo.config.base import own_fields
 from gruppo.config.deprecated import ALIASES
+from gruppo.config.evaluation import check_benchmarks
 from gruppo.config.grpo import GRPOConfig
 from gruppo.config.rloo import RLOOConfig
 from gruppo.config.validate import NOT_YET
@@ -120,6 +121,9 @@ SHARED = {
     "save_on_signal": True,
     "audit": "warn",
     "max_bad_updates": 5,
+    "eval_benchmarks": None,
+    "eval_benchmarks_dir": None,
+    "eval_benchmarks_settings": None,
     "rollout_backend": "auto",
     "max_prompt_length": None,
     "pad_to_multiple_of": None,
@@ -227,6 +231,9 @@ SET_SHARED: dict[str, Any] = {
     "save_on_signal": False,
     "audit": "error",
     "max_bad_updates": 2,
+    "eval_benchmarks": ["gsm8k:200", "cmath"],
+    "eval_benchmarks_dir": "data",
+    "eval_benchmarks_settings": {"shots": 4, "max_new_tokens": 256},
 }
 # Excludes others of them, so it is set by itself.
 ALONE = {"packed_update": False}
@@ -529,6 +536,51 @@ def test_batches_that_contradict_each_other_are_an_error():
         replace(GRPOConfig(**QUIET), per_device_train_batch_size=4)
     wider = replace(GRPOConfig(**QUIET), per_device_train_batch_size=4, steps_per_generation=None)
     assert (wider.generation_batch_size, wider.steps_per_generation) == (8, 2)
+
+
+# ---- benchmarks
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"eval_benchmarks": "gsm8k"}, r"eval_benchmarks='gsm8k' must be a list of names, such as \['gsm8k:200'"),
+        ({"eval_benchmarks": ["gsm8k", 7]}, "must be a list of names"),
+        ({"eval_benchmarks_dir": "data"}, "eval_benchmarks_dir='data' needs eval_benchmarks"),
+        ({"eval_benchmarks_settings": {"shots": 4}}, r"eval_benchmarks_settings=\{'shots': 4\} needs eval_benchmarks"),
+        (
+            {"eval_benchmarks": ["gsm8k"], "eval_benchmarks_settings": {"max_tokens": 9}},
+            "eval_benchmarks_settings has no field `max_tokens`. Did you mean `max_new_tokens`",
+        ),
+        (
+            {"eval_benchmarks": ["gsm8k"], "eval_benchmarks_settings": {"shots": "4"}},
+            r"eval_benchmarks_settings\['shots'\]='4' must be a whole number",
+        ),
+        (
+            {"eval_benchmarks": ["gsm8k"], "eval_benchmarks_settings": {"temperature": True}},
+            r"eval_benchmarks_settings\['temperature'\]=True must be a number",
+        ),
+    ],
+)
+def test_benchmarks_that_cannot_be_meant(given, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(**QUIET, **given)
+
+
+def test_benchmarks_need_the_whole_model_in_each_process(monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: 2))
+    sharded = GRPOConfig(**QUIET, eval_benchmarks=["gsm8k"])
+    sharded.fsdp = True  # setting it at construction would need a launcher
+    with pytest.raises(ConfigError, match="eval_benchmarks cannot work with weights that are spread over processes"):
+        check_benchmarks(sharded)
+
+
+def test_evaluation_batches_matter_only_where_there_may_be_a_set():
+    """Benchmarks have no groups."""
+    odd = {"eval_strategy": "steps", "eval_steps": 1, "num_generations": 6, "per_device_train_batch_size": 6}
+    with pytest.raises(ConfigError, match="must be divisible by the evaluation group size 6"):
+        GRPOConfig(**QUIET, **odd)
+    assert GRPOConfig(**QUIET, **odd, eval_benchmarks=["gsm8k"]).eval_group_size == 6
 
 
 # ---- names
