@@ -1,11 +1,14 @@
 """The guessing game: the rules, the players of the warm-up, and that GRPO learns to play."""
 
 import random
+import re
 from pathlib import Path
 
 import guessing_game
 import pytest
 from guessing_game import MOST_GUESSES, NUMBERS, GuessingGame, played
+
+from tests.examples.scripted import follow
 
 
 def test_the_rules() -> None:
@@ -31,7 +34,31 @@ def test_the_players() -> None:
     assert max(map(len, guesses)) == MOST_GUESSES
 
 
+def counts_or_halves(text: str, sample: int) -> str:
+    """Sample 0 counts from 1 up, the others halve what is left."""
+    heard = re.findall(r"n=(\d)\]<eos>\n= (\w+)", text)
+    if heard and heard[-1][1] == "right":
+        return f"A: {heard[-1][0]}"
+    low = max([int(n) + 1 for n, answer in heard if answer == "more"], default=NUMBERS[0])
+    high = min([int(n) - 1 for n, answer in heard if answer == "less"], default=NUMBERS[-1])
+    return f"[guess n={low if sample == 0 else (low + high) // 2}]"
+
+
 @pytest.mark.medium
+def test_what_is_measured_and_rewarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = follow(counts_or_halves, guessing_game, monkeypatch)
+    before, after = guessing_game.main(steps=1, output_dir=str(tmp_path))
+    (trainer,) = made
+    # Counting finds 1, 2, 3 and 4 with as many guesses; five numbers are not found with four.
+    by_hand = {"reward": (1 + 0.75 + 0.5 + 0.25) / 9, "guesses": (1 + 2 + 3 + 4 + 5 * 4) / 9, "found": 4 / 9}
+    assert before == after == pytest.approx(by_hand)
+    first = next(line for line in trainer.state.log_history if "loss" in line)
+    assert first["rewards/found/mean"] >= 14 / 16, "two games of sixteen counted, and halving finds every number"
+    assert first["reward"] == first["rewards/GuessingGame/mean"], "finding is not rewarded by itself"
+    assert first["grad_norm"] > 0
+
+
+@pytest.mark.slow
 def test_grpo_learns_to_play(tmp_path: Path) -> None:
     before, after = guessing_game.main(steps=15, output_dir=str(tmp_path))
     assert before["found"] < 0.65

@@ -1,26 +1,18 @@
-"""Runs in processes of their own, which may be killed at any moment, and what is left of them.
-
-A server imports the library once and forks a process for each run, which so begins within a fraction of a second.
-"""
+"""Runs in processes of their own, which may be killed at any moment, and what is left of them."""
 
 import json
-import multiprocessing
-import multiprocessing.connection
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
+from tests.processes import context, exits_of
 from tests.resume import evidence
 from tests.resume.moments import Stop
 
-ROOT = Path(__file__).parents[2]
-PRELOADED = ["torch", "transformers", "peft", "pyarrow.parquet", "tests.resume.process"]
 MOST_SECONDS = 120
 SAVED_AND_LEFT = 75  # the exit code of a run that was asked to stop
 
@@ -126,23 +118,6 @@ class Job:
         return Path(self.folder) / f"process{self.rank}.json"
 
 
-def context() -> Any:
-    """The context whose server has imported the library."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    before = os.environ.get("PYTHONPATH")
-    # The server does not take over sys.path.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-    return context
-
-
 def start(job: Job) -> Any:
     """A process at work on the job."""
     from tests.resume.process import work
@@ -157,14 +132,5 @@ def _together(jobs: list[Job]) -> tuple[int, ...]:
 
     One that saved and left agreed on it with the others, which are given the time to leave too.
     """
-    processes = [start(job) for job in jobs]
-    waiting = {process.sentinel: process for process in processes}
-    while waiting:
-        ended = multiprocessing.connection.wait(list(waiting), timeout=MOST_SECONDS)
-        for sentinel in ended:
-            waiting.pop(sentinel).join()  # type: ignore[call-overload]
-        if not ended or any(process.exitcode not in (None, 0, SAVED_AND_LEFT) for process in processes):
-            for process in waiting.values():
-                process.kill()
-        assert ended, f"nothing happened for {MOST_SECONDS} s: {[job.log.read_text()[-2000:] for job in jobs]}"
-    return tuple(process.exitcode for process in processes)
+    logs = [job.log for job in jobs]
+    return exits_of([start(job) for job in jobs], logs, MOST_SECONDS, fine=(0, SAVED_AND_LEFT))

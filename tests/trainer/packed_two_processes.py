@@ -1,10 +1,9 @@
-"""Packed updates on two processes that do not have the same work; launched by test_packed_update.py.
+"""Packed updates on two processes that do not have the same work; run by test_packed_update.py.
 
 12 rows in groups of 4: process 0 has the rows of p0 and half of p1's, process 1 the others of p1 and those of p2.
 """
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -133,10 +132,3 @@ def main(folder: Path) -> None:
         left = trainer.planner.in_force.tokens
         torch.save({"update": update, "packs": packs, "left": left}, folder / f"{name}.{RANK}.pt")
         torch.distributed.barrier()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    torch.distributed.barrier()
-    # gloo's threads may abort an interpreter that winds down; by now every file is written.
-    os._exit(0)

@@ -1,7 +1,5 @@
 """Runs of the real trainer on stored rollouts, so that two runs differ only in what a test varies."""
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,7 +136,7 @@ def rows_in_order(recipe: str) -> Iterator[None]:
         core.shuffle_sequence_dict = shuffle
 
 
-def main(folder: str) -> None:
+def main(folder: Path) -> None:
     """Two processes: each recipe once, with groups that straddle the processes."""
     for recipe in RECIPES:
         trainer = make_trainer(recipe, folder, **two_process_batches(recipe, 2))
@@ -146,11 +144,4 @@ def main(folder: str) -> None:
             update = update_of(trainer)
         if trainer.args.process_index == 0:
             logs = {k: v for k, v in trainer.state.log_history[0].items() if "time" not in k}
-            torch.save({"update": update, "logs": logs}, Path(folder) / f"{recipe}.pt")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
-    # gloo's threads may abort an interpreter that winds down; by now every file is written.
-    torch.distributed.barrier()
-    os._exit(0)
+            torch.save({"update": update, "logs": logs}, folder / f"{recipe}.pt")

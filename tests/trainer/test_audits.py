@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +16,9 @@ from gruppo.runs.read import Run
 from gruppo.trainer import core
 from gruppo.types import TrainBatch
 from tests.helpers import prompts, tiny_gpt2, tiny_model
+from tests.processes import run_together
 from tests.tools.scripted import random_caller
+from tests.trainer import audits_two_processes
 from tests.trainer.failures import FAILURES, After, Failure, by_place, reorder, spread_out
 from tests.trainer.runs import SaveAt, logs, make
 from tests.trainer.test_dynamic_sampling import dynamic
@@ -344,14 +343,7 @@ def test_a_resumed_run_finds_frozen_weights_where_the_straight_one_does(
 
 @pytest.mark.medium
 def test_what_another_process_finds_is_recorded_and_counted(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    subprocess.run(
-        [*launch, "-m", "tests.trainer.audits_two_processes", str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        check=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run_together(2, audits_two_processes.__name__, tmp_path)
     zero, one = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert zero == one, "every process knows the same"
     assert zero["counts"] == {"empty": 1, "nonfinite_loss": 1, "nonfinite_gradient": 1}

@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import count
@@ -25,6 +23,7 @@ from gruppo.rollout.base import RolloutBackend, group_requests
 from gruppo.trainer.resampling import Scored, groups_without_spread, put, runs
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import base_args, prompts, timeless
+from tests.processes import run_together
 from tests.trainer.runs import RecordedGRPO, SaveAt, logs, make, std, token_ids
 from tests.trainer.test_batching import stream
 
@@ -737,14 +736,7 @@ def main(folder: Path) -> None:
 
 @pytest.mark.medium
 def test_two_processes_agree_with_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    subprocess.run(
-        [*command, "-m", "tests.trainer.test_dynamic_sampling", str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        check=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run_together(2, __name__, tmp_path)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     for case in SHARED:
         trainer = shared(tmp_path / "alone" / case, case)
@@ -765,10 +757,3 @@ def test_two_processes_agree_with_one(tmp_path: Path) -> None:
         for straight, resumed in ((zero, resumed_zero), (one, resumed_one)):
             if resumed["final"]:
                 assert resumed["final"] == straight["final"][2:], case
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    torch.distributed.barrier()
-    # Gloo's threads now and then abort an interpreter that ends in the ordinary way, after all is done.
-    os._exit(0)

@@ -3,9 +3,6 @@
 SGD with learning rate 1 and no clipping makes the change of the weights the gradient itself.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,8 @@ import torch
 
 from gruppo import GRPOTrainer
 from tests.helpers import timeless
+from tests.processes import run_together
+from tests.trainer import scripted
 from tests.trainer.scripted import (
     BY_MICRO_BATCH,
     RECIPES,
@@ -181,15 +180,7 @@ def test_these_tests_notice_a_lost_row(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.medium
 def test_two_processes_make_the_same_update_as_one(tmp_path: Path) -> None:
     """12 rows in groups of 4 on two processes: the second group lies on both."""
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    subprocess.run(
-        [*command, "-m", "tests.trainer.scripted", str(tmp_path)],
-        cwd=root,
-        check=True,
-        timeout=540,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run_together(2, scripted.__name__, tmp_path)
     for recipe in RECIPES:
         two = torch.load(tmp_path / f"{recipe}.pt")
         trainer = make_trainer(recipe, tmp_path, **two_process_batches(recipe, 1))

@@ -3,9 +3,6 @@
 `test_invariance.py` has the recipes on one model; here are other models, adapters, budgets, processes and failures.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +22,7 @@ from gruppo.policy.packing import PackedRows
 from gruppo.trainer import planning
 from tests.helpers import CHARACTERS, SPECIAL, base_args, length_reward, prompts, tiny_model, tiny_tokenizer
 from tests.policy.twins import ADAPTERS, altered, exact
+from tests.processes import run_together
 from tests.trainer import packed_two_processes as two_processes
 from tests.trainer import scripted
 from tests.trainer.scripted import RECIPES, make_trainer, relative_difference, update_of
@@ -255,14 +253,7 @@ def test_siblings_share_their_prompt_unless_they_would_share_noise(
 
 @pytest.mark.medium
 def test_two_processes_with_unequal_work(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    subprocess.run(
-        [*command, "-m", two_processes.__name__, str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        check=True,
-        timeout=240,  # one that waits for what the other never sends hangs
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run_together(2, two_processes.__name__, tmp_path)  # one that waits for what the other never sends is ended
     for name, case in two_processes.CASES.items():
         zero, one = (torch.load(tmp_path / f"{name}.{rank}.pt") for rank in (0, 1))
         alone = two_processes.update_in_order(two_processes.trainer_of(case, tmp_path, 1))

@@ -5,8 +5,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from gruppo.rewards.outcomes import Kind
 from gruppo.trainer.breaker import RewardBreaker, RewardCounts, kinds_from_values
 from gruppo.trainer.metrics import MetricStore
 from tests.helpers import chats, length_reward, prompts
+from tests.processes import run_together
 from tests.rewards.test_worker import gone
 from tests.trainer.runs import RecordedGRPO, RecordedRLOO, logs, make, run
 
@@ -320,14 +319,7 @@ def main(folder: Path) -> None:
 
 @pytest.mark.medium
 def test_a_reward_that_fails_on_one_process_only(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    subprocess.run(
-        [*command, "-m", "tests.trainer.test_reward_failures", str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        check=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run_together(2, __name__, tmp_path)
     zero, one = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert zero == one
     assert zero["logs"][0] == {}
@@ -335,10 +327,3 @@ def test_a_reward_that_fails_on_one_process_only(tmp_path: Path) -> None:
     assert zero["steps"] == 20, "half of the rows of all processes failed"
     assert "failed on 48% of the completions" in zero["error"]
     assert (tmp_path / "checkpoint-20" / "model.safetensors").exists()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    torch.distributed.barrier()
-    # Gloo's threads now and then abort an interpreter that ends in the ordinary way, after all is done.
-    os._exit(0)

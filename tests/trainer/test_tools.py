@@ -3,8 +3,6 @@
 import asyncio
 import json
 import os
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +22,7 @@ from gruppo.trainer.tooling import reject_sharding, tool_metrics
 from gruppo.types import Completion, StopReason
 from tests.data.imitations import HERMES, QWEN2_5, byte_tokenizer
 from tests.helpers import prompts, tiny_model
+from tests.processes import run_together
 from tests.tools.scripted import (
     ENDS,
     EOS,
@@ -491,14 +490,7 @@ def main(folder: Path) -> None:
 
 @pytest.mark.medium
 def test_processes_with_different_numbers_of_rounds(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    subprocess.run(
-        [*command, "-m", "tests.trainer.test_tools", str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        check=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run_together(2, __name__, tmp_path)
     zero, one = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert zero["asked"] == [[0]]
     assert one["asked"] == [[0], [1, 1], [2], [3]]
@@ -507,13 +499,6 @@ def test_processes_with_different_numbers_of_rounds(tmp_path: Path) -> None:
         assert seen["log"]["tools/turns"] == 2.0
         assert seen["replacing"]["dynamic_sampling/prompts_replaced"] == 1.0
         assert seen["replacing"]["tools/turns"] == 20 / 12, "of all samples, those that were replaced among them"
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    torch.distributed.barrier()
-    # gloo's threads may abort an interpreter that winds down; by now every file is written.
-    os._exit(0)
 
 
 def test_a_template_that_does_not_list_the_tools_is_worth_a_warning(

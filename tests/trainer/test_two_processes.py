@@ -1,4 +1,7 @@
-"""The worked example on two processes: who gets which rows, what they agree on, and what a resumed run sees."""
+"""The worked example on two processes: who gets which rows, what they agree on, and what a resumed run sees.
+
+They are started by torch's launcher, as those of a user are; other tests fork theirs, which is faster.
+"""
 
 import json
 import os

@@ -1,0 +1,117 @@
+"""Processes of their own that begin within a fraction of a second: a server has imported the library and forks them.
+
+Several can work together, as those of a launcher do:
+
+    run_together(2, "tests.trainer.scripted", tmp_path)     # main(tmp_path) of that module, on both
+"""
+
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import time
+import traceback
+from collections.abc import Collection, Sequence
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+# The last one also sets what forked processes take over: one thread, and objects that are not walked for garbage.
+PRELOADED = ["torch", "transformers", "peft", "pyarrow.parquet", "pytest", "tests.resume.process"]
+
+
+def context() -> Any:
+    """The context whose server has imported the library."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    before = os.environ.get("PYTHONPATH")
+    # The server does not take over sys.path.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+def run_together(count: int, module: str, folder: Path, seconds: float = 240) -> None:
+    """Run `main(folder)` of a module on `count` processes, which find each other in `folder`.
+
+    The module is imported when a process knows its place: it may read RANK and WORLD_SIZE from the environment.
+    """
+    logs = [folder / f"process{rank}.log" for rank in range(count)]
+    places = [(module, folder, rank, count, log) for rank, log in enumerate(logs)]
+    processes = [context().Process(target=_work, args=place) for place in places]
+    for process in processes:
+        process.start()
+    exits = exits_of(processes, logs, seconds)
+    assert not any(exits), f"exit codes {exits}\n{said(logs)}"
+
+
+def exits_of(
+    processes: Sequence[Any], logs: Sequence[Path], seconds: float, fine: Collection[int] = (0,)
+) -> tuple[int, ...]:
+    """Wait for all; when one ends with a code that is not `fine`, the others are killed, as a launcher does."""
+    waiting = {process.sentinel: process for process in processes}
+    deadline = time.monotonic() + seconds
+    while waiting:
+        ended = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        for sentinel in ended:
+            waiting.pop(sentinel).join()  # type: ignore[call-overload]
+        if not ended or any(process.exitcode not in (None, *fine) for process in processes):
+            for process in waiting.values():
+                process.kill()
+        assert ended, f"not done within {seconds} s\n{said(logs)}"
+    return tuple(process.exitcode for process in processes)
+
+
+def said(logs: Sequence[Path]) -> str:
+    """The end of what each process wrote."""
+    return "\n".join(log.read_text(errors="replace")[-6000:] for log in logs if log.exists())
+
+
+# ---- in the processes
+
+
+def _work(module: str, folder: Path, rank: int, count: int, log: Path) -> None:
+    write_to(log)
+    try:
+        join(rank, count, folder / "meeting")
+        importlib.import_module(module).main(folder)
+        import torch
+
+        torch.distributed.barrier()
+    except BaseException:  # whatever it is, the log is where it can be read
+        traceback.print_exc()
+        leave(1)
+    leave(0)
+
+
+def write_to(path: Path) -> None:
+    """What this process says, its C libraries included, goes to a file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+
+
+def join(rank: int, world: int, meeting: Path) -> None:
+    """Become one of several processes that meet at a file, which no other program can take as it could a port."""
+    import torch
+
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"})
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+
+
+def leave(code: Any) -> None:
+    """Without waiting for threads of gloo, which now and then abort a process that ends in the ordinary way."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
