@@ -1,0 +1,209 @@
+"""What docs/experiments.md shows of the result files: two figures and two tables."""
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gruppo.errors import DataError
+
+PREFIX = "learn_smollm2_"
+MARKS = ("<!-- learning: recipes/gsm8k_smollm2/report.py -->", "<!-- end of learning -->")
+# Experiments in the order of tables and legends, what they are called there, and their colours (Okabe and Ito's).
+TITLES = {
+    "grpo": "GRPO",
+    "rloo": "RLOO",
+    "dapo": "DAPO",
+    "dr_grpo": "Dr. GRPO",
+    "trl": "GRPO with TRL 1.16 + vLLM 0.24",
+}
+COLOURS = {"grpo": "#0072B2", "rloo": "#009E73", "dapo": "#D55E00", "dr_grpo": "#CC79A7", "trl": "#555555"}
+RACE = {"grpo": "GRPO with gruppo", "trl": TITLES["trl"]}  # in the figure over seconds
+ENDS = 5  # updates at the beginning and at the end of a run whose mean is shown
+SMOOTH = 9  # updates whose mean is the bold line
+NONE = "–"
+
+Results = Mapping[str, Mapping[str, Any]]
+
+
+def read_results(folder: Path) -> Results:
+    """The result files by experiment."""
+    paths = sorted(folder.glob(f"{PREFIX}*.json"))
+    return {path.stem.removeprefix(PREFIX): json.loads(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def experiments(results: Results) -> list[str]:
+    """Those that there are results of, in their order; one that has no title here comes last, under its own name."""
+    known = [name for name in TITLES if name in results]
+    return known + [name for name in results if name not in (*TITLES, "start")]
+
+
+def title(name: str) -> str:
+    return TITLES.get(name, name)
+
+
+# ---- tables
+
+
+def span(values: Sequence[float | None], show: Callable[[float], str]) -> str:
+    """Some numbers as one cell: their mean, and the least and the greatest where there are several.
+
+    Example:
+        span([0.101, 0.12], percent) == "11.1 (10.1 to 12.0)"
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return NONE
+    mean = show(statistics.fmean(known))
+    return mean if len(known) == 1 else f"{mean} ({show(min(known))} to {show(max(known))})"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _accuracies(evaluations: Sequence[Mapping[str, Any] | None]) -> list[str]:
+    found = [evaluation for evaluation in evaluations if evaluation is not None]
+    return [span([evaluation.get(key) for evaluation in found], percent) for key in ("greedy", "avg", "maj", "pass")]
+
+
+def _chosen(gain: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The gain in the mean over samples, else in greedy answers."""
+    return (gain or {}).get("sampled") or (gain or {}).get("greedy")
+
+
+def _gain(result: Mapping[str, Any]) -> str:
+    """The gain of all seeds with its interval; of seeds that began with different models, each one's."""
+    together = _chosen(result.get("gain"))
+    if together:
+        low, high = together["interval"]
+        return f"{together['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
+    apart = [_chosen(run["gain"]) for run in result["runs"]]
+    return span([gain["difference"] for gain in apart if gain], "{:+.1f}".format)
+
+
+def accuracy_table(results: Results) -> str:
+    """Accuracy on the test set before and after, as a Markdown table."""
+    start = results["start"]
+    evaluations = [start["base"], *(run["evaluation"] for run in start["runs"])]
+    k = next((each["samples"] for each in evaluations if each and "samples" in each), "k")
+    head = ("", "seeds", "updates", "top-1", f"avg@{k}", f"maj@{k}", f"pass@{k}", f"gain in avg@{k}")
+    lines = [_row(*head), "|---" * len(head) + "|"]
+    link = f"([file](../benchmarks/results/{PREFIX}start.json))"
+    lines.append(_row("SmolLM2-135M-Instruct", NONE, NONE, *_accuracies([start["base"]]), NONE))
+    warmups = start["runs"]
+    updates = span([run["updates"] for run in warmups], "{:.0f}".format)
+    scores = _accuracies([run["evaluation"] for run in warmups])
+    lines.append(_row(f"after the warm-up {link}", str(len(warmups)), updates, *scores, NONE))
+    for name in experiments(results):
+        runs = results[name]["runs"]
+        link = f"([file](../benchmarks/results/{PREFIX}{name}.json))"
+        updates = span([run["updates"] for run in runs], "{:.0f}".format)
+        scores = _accuracies([run["evaluation"] for run in runs])
+        lines.append(_row(f"{title(name)} {link}", str(len(runs)), updates, *scores, _gain(results[name])))
+    return "\n".join(lines)
+
+
+def speed_table(results: Results) -> str:
+    """How far each experiment came in its time, as a Markdown table."""
+    shown = [f"right among samples, {end} {ENDS} updates (%)" for end in ("first", "last")]
+    head = ("", "seconds of training", "updates", "seconds an update", *shown)
+    lines = [_row(*head), "|---" * len(head) + "|"]
+    for name in experiments(results):
+        runs = results[name]["runs"]
+        lines.append(
+            _row(
+                title(name),
+                span([run["train_seconds"] for run in runs], "{:.0f}".format),
+                span([run["updates"] for run in runs], "{:.0f}".format),
+                span([run["seconds_per_update"] for run in runs], "{:.2f}".format),
+                span([run["first_accuracy"] for run in runs], percent),
+                span([run["last_accuracy"] for run in runs], percent),
+            )
+        )
+    return "\n".join(lines)
+
+
+def block(results: Results) -> str:
+    """What stands between the marks of the page."""
+    if "start" not in results or not experiments(results):
+        raise DataError(f"{PREFIX}start.json and a file of an experiment are needed; run report.py on some archives.")
+    parts = [accuracy_table(results)]
+    if set(RACE) <= set(results):
+        parts.append(f"![accuracy of samples against seconds](figures/{PREFIX}time.svg)")
+    parts += [speed_table(results), f"![accuracy of samples against updates](figures/{PREFIX}steps.svg)"]
+    return "\n\n".join(parts)
+
+
+def fill(text: str, results: Results) -> str:
+    """The page with what stands between the marks replaced."""
+    first, last = MARKS
+    if text.count(first) != 1 or text.count(last) != 1:
+        raise DataError(f"The page has no place for the tables; it needs {first} and {last}, once each.")
+    filled = f"{first}\n{block(results)}\n{last}"
+    return re.sub(f"{re.escape(first)}.*?{re.escape(last)}", lambda _: filled, text, flags=re.DOTALL)
+
+
+# ---- figures
+
+
+def smooth(values: Sequence[float], width: int = SMOOTH) -> list[float]:
+    """The mean of each value and its neighbours, fewer at the ends.
+
+    Example:
+        smooth([0, 3, 6], width=3) == [1.5, 3, 4.5]
+    """
+    half = width // 2
+    return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def draw(results: Results, names: Mapping[str, str], axis: str, label: str, path: Path) -> None:
+    """Accuracy of samples against a column of the steps, for experiments and what the legend calls them.
+
+    Each run is a thin line, as measured, and a bold one, smoothed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    # Text stays text and nothing is random: small files that change only with the numbers.
+    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": PREFIX, "font.size": 9, "path.simplify": True}):
+        figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
+        for name, called in names.items():
+            colour = COLOURS.get(name, "black")
+            for number, run in enumerate(results[name]["runs"]):
+                where = run["steps"][axis]
+                accuracies = [100 * value for value in run["steps"]["accuracy"]]
+                axes.plot(where, accuracies, color=colour, alpha=0.25, linewidth=0.7)
+                once = called if number == 0 else None
+                axes.plot(where, smooth(accuracies), color=colour, linewidth=1.6, label=once)
+        axes.set(xlabel=label, ylabel="right answers among samples (%)")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25, linewidth=0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def write(results: Results, docs: Path) -> list[Path]:
+    """Make the figures and fill the page, which is begun if it is not there."""
+    page, figures = docs / "experiments.md", docs / "figures"
+    text = page.read_text(encoding="utf-8") if page.exists() else "# Experiments\n\n" + "\n".join(MARKS) + "\n"
+    filled = fill(text, results)
+    made = [figures / f"{PREFIX}steps.svg", page]
+    ours = [name for name in experiments(results) if results[name]["library"] == "gruppo"]
+    draw(results, {name: title(name) for name in ours or experiments(results)}, "step", "update", made[0])
+    if set(RACE) <= set(results):
+        made.insert(0, figures / f"{PREFIX}time.svg")
+        draw(results, RACE, "seconds", "seconds of training", made[0])
+    page.write_text(filled, encoding="utf-8")
+    return made

@@ -1,0 +1,122 @@
+"""What a run of this recipe leaves behind: record.json, in one format for gruppo and for its peer.
+
+    {"library": "gruppo", "experiment": "grpo", "seed": 0, "config": {…}, "commit": …, "device": …, "versions": …,
+     "construct_seconds": 6.1, "train_seconds": 420.3, "steps": [{"step": 1, "seconds": 4.9, "accuracy": 0.06, …}, …]}
+
+Seconds count from the beginning of training, and `accuracy` is that of all completions that a step sampled.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from benchmarks.common import provenance
+from recipes.gsm8k_smollm2.task import ACCURACY
+
+NAME = "record.json"
+# What is kept of a step beside its accuracy, by the names of the logs.
+KEPT = {
+    "reward": "reward",
+    "reward_std": "reward_std",
+    "flat": "frac_reward_zero_std",
+    "length": "completions/mean_length",
+    "clipped": "completions/clipped_ratio",
+    "boxed": "math_answer/boxed",
+    "entropy": "entropy",
+    "grad_norm": "grad_norm",
+    "learning_rate": "learning_rate",
+    "tokens": "num_tokens",
+    "prompts": "dynamic_sampling/prompts_sampled",
+}
+CONFIG = (
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_grad_norm", "optim", "bf16", "max_steps"),
+    *("num_generations", "generation_batch_size", "num_iterations", "max_completion_length", "temperature"),
+    *("loss_type", "scale_rewards", "epsilon", "epsilon_high", "beta", "normalize_advantages", "reward_weights"),
+    *("dynamic_sampling", "max_resample_rounds", "use_vllm", "vllm_mode", "gradient_checkpointing"),
+)
+SAVE_EVERY = 10.0  # seconds: what a killed run loses
+
+
+def origin(script: str, *packages: str) -> dict[str, Any]:
+    """Commit, date, device, versions, and the command as it can be given again."""
+    facts = provenance(*packages)
+    arguments = facts["command"].split(" ", 2)[2:]
+    return facts | {"command": " ".join([f"python -m recipes.gsm8k_smollm2.{script}", *arguments])}
+
+
+def sampled_accuracy(logs: Mapping[str, Any]) -> float:
+    """The share of right answers among all completions of a step.
+
+    With dynamic sampling the logged rewards are those of the prompts that were kept. Those that were replaced have
+    groups of equal rewards: all right, or all wrong and none of them long enough to be punished.
+
+    Example, 64 prompts kept with an accuracy of 0.25, and 64 replaced with 0.05:
+        sampled_accuracy({…}) == 0.15
+    """
+    kept = float(logs[ACCURACY])
+    replaced = float(logs.get("dynamic_sampling/prompts_replaced") or 0)
+    if not replaced:
+        return kept
+    prompts = float(logs["dynamic_sampling/prompts_sampled"])
+    of_replaced = max(0.0, float(logs["dynamic_sampling/reward_of_replaced"]))
+    return (kept * (prompts - replaced) + of_replaced * replaced) / prompts
+
+
+def step_of(step: int, seconds: float, logs: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of a record, from what a trainer logs; some trainers log numbers as text."""
+    kept = {name: round(float(logs[key]), 6) for name, key in KEPT.items() if logs.get(key) is not None}
+    return {"step": step, "seconds": round(seconds, 3), "accuracy": round(sampled_accuracy(logs), 6), **kept}
+
+
+class Recorder(TrainerCallback):
+    """Keeps the record of a run, shows a line for each step, and stops the run when its time is over."""
+
+    def __init__(self, folder: Path, facts: dict[str, Any], max_seconds: float):
+        self.path = folder / NAME
+        self.record: dict[str, Any] = {**facts, "steps": []}
+        self.max_seconds = max_seconds
+        self._constructed = time.perf_counter()
+        self._began = self._saved = 0.0
+
+    def built(self) -> None:
+        """The trainer is there: note how long that took."""
+        self.record["construct_seconds"] = round(time.perf_counter() - self._constructed, 2)
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if time.perf_counter() - self._began >= self.max_seconds:
+            control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not logs or ACCURACY not in logs:  # the summary at the end is logged too
+            return
+        now = time.perf_counter()
+        line = step_of(state.global_step, now - self._began, logs)
+        self.record["steps"].append(line)
+        self.record["train_seconds"] = line["seconds"]
+        shown = (f"{name} {line[name]:.3f}" for name in ("accuracy", "length", "entropy") if name in line)
+        print(f"step {line['step']:4}  {line['seconds']:6.1f} s  {'  '.join(shown)}", flush=True)
+        if now - self._saved >= SAVE_EVERY:
+            self.save()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.save()
+
+    def save(self) -> None:
+        """Write the record beside itself first, so that the file is whole whenever it is read."""
+        self._saved = time.perf_counter()
+        unfinished = self.path.with_suffix(".new")
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(self.record, default=str) + "\n", encoding="utf-8")
+        unfinished.replace(self.path)
+
+
+def config_of(args: Any) -> dict[str, Any]:
+    """The settings that tell experiments apart, from either library's config."""
+    return {name: getattr(args, name) for name in CONFIG if hasattr(args, name)}

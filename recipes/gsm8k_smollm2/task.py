@@ -1,0 +1,71 @@
+"""GSM8K as this recipe uses it: prompts, what the warm-up imitates, and the rewards.
+
+The data folder holds gsm8k/train.jsonl, compressed or not, one problem a line:
+
+    {"question": "Natalia sold clips …", "solution": "Natalia sold 48/2 = 24 clips …", "answer": "72", …}
+"""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from gruppo.errors import DataError
+from gruppo.evaluation.prompts import INSTRUCTIONS
+from gruppo.rewards import get_math_answer_reward, get_soft_overlong_punishment
+
+Row = dict[str, Any]
+
+FILE = "gsm8k/train.jsonl"
+KEYS = ("question", "solution", "answer")
+INSTRUCTION = INSTRUCTIONS["cot", "en"]  # of the evaluation, so that training asks the same
+ACCURACY = "rewards/math_answer_reward/mean"  # what trainers call the mean of the first reward
+OVERLONG_WEIGHT = 0.5  # a wrong answer costs 1 and the longest completion half of that, as in the DAPO paper
+
+
+def read(data: str | Path, limit: int | None = None) -> list[Row]:
+    """The training problems of a data folder, the first `limit` of them."""
+    plain = Path(data) / FILE
+    packed = plain.with_name(plain.name + ".gz")
+    if not plain.exists() and not packed.exists():
+        raise DataError(f"{data} has no {FILE} and no {FILE}.gz; name the folder that holds the folder gsm8k.")
+    path = plain if plain.exists() else packed
+    text = gzip.decompress(path.read_bytes()) if path == packed else path.read_bytes()
+    rows: list[Row] = [json.loads(line) for line in text.decode("utf-8").split("\n")[:limit] if line]
+    for number, row in enumerate(rows, 1):
+        if missing := [key for key in KEYS if not row.get(key)]:
+            raise DataError(f"{path}, line {number} has no {' and no '.join(missing)}.")
+    return rows
+
+
+def prompt(row: Row) -> list[dict[str, str]]:
+    """A problem as a conversation of one turn."""
+    return [{"role": "user", "content": row["question"] + INSTRUCTION}]
+
+
+def target(row: Row) -> str:
+    """The completion that the warm-up imitates: the solution of the data set, then its answer in a box.
+
+    Example:
+        target({"solution": "3 + 4 = 7", "answer": "7", …}) == "3 + 4 = 7\\n\\\\boxed{7}"
+    """
+    return f"{row['solution']}\n\\boxed{{{row['answer']}}}"
+
+
+def dataset(rows: list[Row]) -> Dataset:
+    """The columns that a trainer needs: the prompt, and the answer for the reward."""
+    return Dataset.from_list([{"prompt": prompt(row), "answer": row["answer"]} for row in rows])
+
+
+def rewards(overlong_tokens: int, limit: int) -> tuple[list[Callable[..., Any]], list[float]]:
+    """The reward functions and their weights: 1 for the right number, and a punishment of length if that is asked for.
+
+    The punishment grows over the last `overlong_tokens` of the `limit`; 0 leaves it out.
+    """
+    accuracy = get_math_answer_reward("gsm8k", column="answer")
+    if not overlong_tokens:
+        return [accuracy], [1.0]
+    return [accuracy, get_soft_overlong_punishment(limit, overlong_tokens)], [1.0, OVERLONG_WEIGHT]

@@ -1,0 +1,80 @@
+"""Train the warmed-up model with GRPO, RLOO, DAPO or Dr. GRPO, for so many seconds at most.
+
+    python -m recipes.gsm8k_smollm2.train --config recipes/gsm8k_smollm2/grpo.yaml --model runs/warmup --data DATA
+
+Whatever the YAML says can be said on the command line too, and that wins: `--seed 1 --learning_rate 2e-5`. The output
+folder gets the trained model, the run's own record (metrics.jsonl, config.yaml, …) and record.json.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PrinterCallback, set_seed
+
+from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrlParser
+from gruppo.errors import ConfigError
+from recipes.gsm8k_smollm2 import task
+from recipes.gsm8k_smollm2.record import Recorder, config_of, origin
+
+ALGORITHMS: dict[str, tuple[Any, Any]] = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}
+
+
+@dataclass
+class RecipeArguments:
+    """What this recipe needs beside the settings of a trainer."""
+
+    experiment: str = field(metadata={"help": "Name of the experiment: runs that differ in the seed only share it."})
+    model: str = field(metadata={"help": "Folder of the model to begin with."})
+    data: str = field(metadata={"help": "Folder that holds gsm8k/train.jsonl(.gz)."})
+    algorithm: str = field(default="grpo", metadata={"help": "Trainer: grpo or rloo."})
+    max_seconds: float = field(default=420.0, metadata={"help": "Train no longer than this."})
+    overlong_tokens: int = field(
+        default=0, metadata={"help": "Punish length over so many tokens before the limit (DAPO); 0 does not."}
+    )
+    rows: int | None = field(default=None, metadata={"help": "First problems only, to try it."})
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ConfigError(f"algorithm={self.algorithm!r} must be one of {', '.join(ALGORITHMS)}.")
+        if self.max_seconds <= 0:
+            raise ConfigError(f"max_seconds={self.max_seconds} must be above 0.")
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[RecipeArguments, Any]:
+    """The arguments of the recipe, and the config of the trainer that they ask for."""
+    # Twice: the first time tells which config has to be read.
+    first = TrlParser(RecipeArguments).parse_args_and_config(argv, return_remaining_strings=True)[0]
+    config_class, _ = ALGORITHMS[first.algorithm]
+    recipe, args = TrlParser((RecipeArguments, config_class)).parse_args_and_config(argv)
+    return recipe, args
+
+
+def run(recipe: RecipeArguments, args: Any, trainer_class: Any, facts: dict[str, Any]) -> None:
+    """Train, keep the record, and save the model; `facts` says with what. The library may be another one."""
+    set_seed(args.seed)
+    reward_funcs, args.reward_weights = task.rewards(recipe.overlong_tokens, args.max_completion_length)
+    config = {"algorithm": recipe.algorithm, "overlong_tokens": recipe.overlong_tokens, **config_of(args)}
+    facts = {"experiment": recipe.experiment, "seed": args.seed, **facts, "config": config}
+    recorder = Recorder(Path(args.output_dir), facts, recipe.max_seconds)
+    trainer = trainer_class(
+        model=recipe.model,
+        reward_funcs=reward_funcs,
+        args=args,
+        train_dataset=task.dataset(task.read(recipe.data, recipe.rows)),
+        callbacks=[recorder],
+    )
+    trainer.remove_callback(PrinterCallback)
+    recorder.built()
+    trainer.train()
+    trainer.save_model(args.output_dir)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    recipe, args = parse(argv)
+    run(recipe, args, ALGORITHMS[recipe.algorithm][1], {"library": "gruppo", **origin("train")})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Supervised warm-up: SmolLM2 learns to solve GSM8K the way the data set does, with the answer in a box.
+
+    python -m recipes.gsm8k_smollm2.warmup --model MODEL --data DATA --output-dir runs/warmup
+
+A plain loop in torch. The weights are float32, the passes bfloat16. A batch is as many problems of similar length as
+fit into `--batch-tokens`. They are padded on the right, where causal attention never looks, so no mask is needed. The
+loss is on the completion only, and the head runs on nothing else. The model is saved in float32, with warmup.json
+beside it.
+"""
+
+import argparse
+import json
+import math
+import random
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.gsm8k_smollm2 import task
+from recipes.gsm8k_smollm2.record import origin
+
+
+class Example(NamedTuple):
+    ids: list[int]
+    prompt_tokens: int
+
+
+class Batch(NamedTuple):
+    ids_BT: Tensor
+    rows_N: Tensor
+    places_N: Tensor
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder of the model to begin with")
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds gsm8k/train.jsonl(.gz)")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="at its peak (default: %(default)s)")
+    parser.add_argument("--batch-tokens", type=int, default=16384, help="padding included (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=int, help="first problems only, to try it")
+    return parser.parse_args(argv)
+
+
+def encode(rows: list[task.Row], tokenizer: Any) -> list[Example]:
+    """Prompt and completion of every problem as tokens, split where a trainer splits them."""
+    texts = tokenizer.apply_chat_template(
+        [task.prompt(row) for row in rows], add_generation_prompt=True, tokenize=False
+    )
+    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    targets = [task.target(row) + tokenizer.eos_token for row in rows]
+    completions = tokenizer(targets, add_special_tokens=False)["input_ids"]
+    return [Example([*before, *after], len(before)) for before, after in zip(prompts, completions, strict=True)]
+
+
+def batches(examples: list[Example], budget: int, draw: random.Random) -> list[list[Example]]:
+    """The examples of one epoch in batches of similar length, at most `budget` tokens each, in random order."""
+    # Noise of a few tokens gives every epoch other neighbours.
+    order = sorted(examples, key=lambda example: len(example.ids) + draw.uniform(-8, 8))
+    result: list[list[Example]] = [[]]
+    longest = 0
+    for example in order:
+        longest = max(longest, len(example.ids))
+        if result[-1] and longest * (len(result[-1]) + 1) > budget:
+            result.append([])
+            longest = len(example.ids)
+        result[-1].append(example)
+    draw.shuffle(result)
+    return result
+
+
+def collate(batch: list[Example], device: torch.device) -> Batch:
+    """A batch as padded rows, and the places after which a token of a completion follows."""
+    width = max(len(example.ids) for example in batch)
+    ids_BT = torch.tensor([example.ids + [0] * (width - len(example.ids)) for example in batch])
+    starts_B = torch.tensor([example.prompt_tokens for example in batch])
+    ends_B = torch.tensor([len(example.ids) for example in batch])
+    next_T = torch.arange(1, width)
+    rows_N, places_N = ((next_T >= starts_B[:, None]) & (next_T < ends_B[:, None])).nonzero(as_tuple=True)
+    return Batch(ids_BT.to(device), rows_N.to(device), places_N.to(device))
+
+
+def loss_of(model: Any, batch: Batch) -> Tensor:
+    """Mean loss over the tokens of the completions."""
+    device = batch.ids_BT.device.type
+    with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):  # most CPUs only emulate it
+        hidden_BTD = model.base_model(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
+        logits_NV = model.get_output_embeddings()(hidden_BTD[batch.rows_N, batch.places_N])
+    return cross_entropy(logits_NV.float(), batch.ids_BT[batch.rows_N, batch.places_N + 1])
+
+
+def rate(step: int, steps: int) -> float:
+    """Share of the peak learning rate: up over the first 5 % of the steps, then down a cosine to a tenth."""
+    rising = max(1, steps // 20)
+    if step < rising:
+        return (step + 1) / rising
+    return 0.55 + 0.45 * math.cos(math.pi * (step - rising) / max(1, steps - rising))
+
+
+def train(model: Any, plan: list[Batch], learning_rate: float) -> list[float]:
+    """One optimizer step for each batch; the losses before them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, len(plan)))
+    losses: list[Tensor] = []
+    for step, batch in enumerate(plan, 1):
+        losses.append(loss_of(model, batch))
+        losses[-1].backward()
+        losses[-1] = losses[-1].detach()  # stays on the device: reading it would wait for the step
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % 20 == 0 or step == len(plan):
+            recent = torch.stack(losses[-20:]).mean().item()
+            print(f"step {step}/{len(plan)}  loss {recent:.4f}", flush=True)
+    return [round(value, 4) for value in torch.stack(losses).tolist()]
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse(argv)
+    began = time.perf_counter()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(options.seed)
+    draw = random.Random(options.seed)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(device).train()
+    examples = encode(task.read(options.data, options.limit), tokenizer)
+    epochs = [batches(examples, options.batch_tokens, draw) for _ in range(options.epochs)]
+    plan = [collate(batch, device) for epoch in epochs for batch in epoch]  # all of it is small enough for the device
+
+    ready = time.perf_counter()
+    losses = train(model, plan, options.learning_rate)
+    trained = time.perf_counter()
+
+    # What ends a completion is learnt, so that is what ends it for every sampler that reads the folder.
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(options.output_dir)
+    tokenizer.save_pretrained(options.output_dir)
+    facts = {
+        **origin("warmup"),
+        "seed": options.seed,
+        "config": {name: getattr(options, name) for name in ("epochs", "learning_rate", "batch_tokens", "limit")},
+        "rows": len(examples),
+        "tokens": options.epochs * sum(len(example.ids) for example in examples),
+        "updates": len(plan),
+        "load_seconds": round(ready - began, 1),
+        "train_seconds": round(trained - ready, 1),
+        "losses": losses,
+    }
+    (options.output_dir / "warmup.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    print(f"{facts['tokens']:,} tokens in {facts['train_seconds']} s, saved in {options.output_dir}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""The recipe for SmolLM2 on GSM8K, with a tiny model and made-up problems: settings, task, warm-up, training."""
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gruppo.errors import ConfigError, DataError
+from gruppo.evaluation.prompts import render
+from gruppo.evaluation.types import Benchmark, Problem
+from gruppo.grading import LADDERS, Rule, grade
+from recipes.gsm8k_smollm2 import peer, record, task, train, warmup
+from tests.helpers import tiny_model, tiny_tokenizer
+
+HERE = Path(train.__file__).parent
+DATA = Path(__file__).parents[3] / "shared" / "data"
+YAMLS = ("grpo", "rloo", "dapo", "dr_grpo")
+
+
+def small(name: str, model: Path, data: Path, out: Path, **further: Any) -> list[str]:
+    """Arguments of a run that a CPU does in seconds."""
+    settings = dict(
+        config=HERE / f"{name}.yaml",
+        model=model,
+        data=data,
+        output_dir=out,
+        use_cpu=True,
+        bf16=False,
+        num_generations=4,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_completion_length=8,
+        overlong_tokens=0,
+        audit="off",
+        parity_check="off",
+    )
+    return [text for key, value in (settings | further).items() for text in (f"--{key}", str(value))]
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_every_file_of_settings_loads_and_can_be_overridden(name: str) -> None:
+    arguments = ["--config", str(HERE / f"{name}.yaml"), "--model", "m", "--data", "d", "--use_cpu", "true"]
+    recipe, args = train.parse(arguments)
+    assert recipe.experiment == name
+    assert (args.num_generations, args.generation_batch_size, args.max_completion_length) == (16, 64 * 16, 256)
+    assert (args.beta, args.temperature, args.seed, args.bf16) == (0.0, 1.0, 0, True)
+    assert args.model_init_kwargs == {"dtype": "float32"}
+    recipe, args = train.parse([*arguments, "--seed", "3", "--learning_rate", "2e-5", "--max_seconds", "60"])
+    assert (args.seed, args.learning_rate, recipe.max_seconds) == (3, 2e-5, 60)
+
+
+def test_the_files_differ_in_what_makes_the_algorithms() -> None:
+    files = {name: yaml.safe_load((HERE / f"{name}.yaml").read_text()) for name in (*YAMLS, "trl")}
+
+    def different(name: str) -> dict[str, Any]:
+        keys = [key for key in {**files["grpo"], **files[name]} if files["grpo"].get(key) != files[name].get(key)]
+        return {key: files[name].get(key) for key in keys if key not in ("experiment", "output_dir")}
+
+    dapo = dict(loss_type="dapo", epsilon_high=0.28, dynamic_sampling=True, max_resample_rounds=4, overlong_tokens=64)
+    assert different("dapo") == dapo
+    assert different("dr_grpo") == {"loss_type": "dr_grpo", "scale_rewards": "none"}
+    rloo = {"algorithm": "rloo", "loss_type": None, "scale_rewards": None, "max_grad_norm": 100.0}
+    assert different("rloo") == rloo
+    trl = {"record": None, "use_vllm": True, "vllm_mode": "colocate", "gradient_checkpointing": False}
+    assert different("trl") == trl
+
+
+@pytest.mark.parametrize(
+    ("further", "named"),
+    [
+        (["--algorithm", "ppo"], "algorithm='ppo'"),
+        (["--max_seconds", "0"], "max_seconds=0"),
+        (["--learning_rata", "1"], "learning_rate"),
+    ],
+)
+def test_a_mistake_is_named(further: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        train.parse(["--config", str(HERE / "grpo.yaml"), "--model", "m", "--data", "d", "--use_cpu", "1", *further])
+
+
+# ---- the task
+
+
+def test_targets_are_right_and_in_a_box(data: Path) -> None:
+    for row in task.read(data):
+        assert grade(task.target(row), row["answer"], "gsm8k").correct
+        assert not grade(task.target(row), row["answer"] + "1", "gsm8k").correct
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"the benchmark sets are not at {DATA}")
+def test_targets_of_the_real_set_are_right_and_in_a_box() -> None:
+    rows = task.read(DATA)
+    assert len(rows) == 7473
+    grades = [grade(task.target(row), row["answer"], "gsm8k") for row in rows]
+    assert [row["id"] for row, each in zip(rows, grades, strict=True) if not each.correct] == []
+    assert {each.rule for each in grades} == {Rule.BOX}
+
+
+def test_a_folder_without_data_and_a_row_without_an_answer(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has no gsm8k/train\.jsonl"):
+        task.read(tmp_path)
+    (data / "gsm8k/train.jsonl").write_text('{"question": "1 + 1?", "solution": "2", "answer": ""}\n')
+    with pytest.raises(DataError, match="line 1 has no answer"):
+        task.read(data)
+
+
+def test_training_asks_as_the_evaluation_does(data: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    row = task.read(data, limit=1)[0]
+    (example,) = warmup.encode([row], tokenizer)
+    problem = Problem("p", row["question"], (row["answer"],))
+    benchmark = Benchmark("gsm8k", "GSM8K", file="", ladder=LADDERS["gsm8k"])
+    asked = render(problem, benchmark, "cot", rendering="chat", shots=0, tokenizer=tokenizer)
+    assert example.ids[: example.prompt_tokens] == asked.ids
+    assert example.ids[-1] == tokenizer.eos_token_id
+    chat = tokenizer.apply_chat_template([*task.prompt(row), {"role": "assistant", "content": task.target(row)}])
+    assert example.ids == chat["input_ids"], "the same tokens as in a whole conversation"
+
+
+def test_rewards_and_their_weights() -> None:
+    (accuracy,), weights = task.rewards(0, 256)
+    assert weights == [1.0]
+    assert f"rewards/{accuracy.__name__}/mean" == task.ACCURACY
+    answers = [[{"role": "assistant", "content": f"so \\boxed{{{number}}}"}] for number in (7, 8)]
+    assert accuracy(completions=answers, answer=["7", "7"]) == [1.0, 0.0]
+    (_, overlong), weights = task.rewards(64, 256)
+    punished = overlong(completion_ids=[[0] * length for length in (192, 224, 256)])
+    assert [weights[1] * each for each in punished] == [0, -0.25, -0.5]
+
+
+# ---- the warm-up
+
+
+@given(lengths=st.lists(st.integers(2, 60), min_size=1, max_size=60), budget=st.integers(1, 200))
+def test_an_epoch_has_every_example_once_and_batches_keep_to_their_budget(lengths: list[int], budget: int) -> None:
+    examples = [warmup.Example([number] * length, 1) for number, length in enumerate(lengths)]
+    made = warmup.batches(examples, budget, random.Random(0))
+    assert sorted(example.ids[0] for batch in made for example in batch) == list(range(len(lengths)))
+    assert all(len(batch) * max(len(e.ids) for e in batch) <= budget or len(batch) == 1 for batch in made)
+
+
+def test_the_loss_is_that_of_the_completions_alone() -> None:
+    model = tiny_model()
+    examples = [warmup.Example([7, 8, 9, 10], 2), warmup.Example([11, 12, 13, 14, 15, 16], 3)]
+    loss = warmup.loss_of(model, warmup.collate(examples, torch.device("cpu")))
+    terms = []
+    for example in examples:  # one row at a time, nothing padded
+        logps = model(torch.tensor([example.ids])).logits[0].log_softmax(-1)
+        terms += [-logps[t - 1, example.ids[t]] for t in range(example.prompt_tokens, len(example.ids))]
+    torch.testing.assert_close(loss, torch.stack(terms).mean())
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [warmup.rate(step, 100) for step in range(101)]
+    assert rates[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+
+
+def test_the_warm_up_lowers_the_loss_and_saves_a_model_in_float32(data: Path, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "warmup"
+    arguments = ["--model", model, "--data", data, "--output-dir", out, "--epochs", 6]
+    warmup.main([str(a) for a in (*arguments, "--learning-rate", 1e-2, "--batch-tokens", 1000)])
+    facts = json.loads((out / "warmup.json").read_text())
+    assert facts["losses"][-1] < 0.8 * facts["losses"][0]
+    assert facts["updates"] == len(facts["losses"]) > 12
+    assert facts["commit"]
+    saved = tiny_model().from_pretrained(out)
+    assert saved.dtype == torch.float32
+    assert saved.generation_config.eos_token_id == tiny_tokenizer().eos_token_id
+
+
+# ---- training
+
+
+def test_two_updates_leave_a_model_and_a_record(data: Path, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train.main(small("dapo", model, data, out, max_steps=2, overlong_tokens=4))
+    written = json.loads((out / record.NAME).read_text())
+    assert [step["step"] for step in written["steps"]] == [1, 2]
+    assert (written["library"], written["experiment"], written["seed"]) == ("gruppo", "dapo", 0)
+    assert written["config"]["dynamic_sampling"] is True
+    assert written["config"]["reward_weights"] == [1.0, 0.5]
+    assert written["train_seconds"] == written["steps"][-1]["seconds"] > written["steps"][0]["seconds"] > 0
+    assert (out / "model.safetensors").exists()
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 3, "two updates and the end"
+
+
+def test_a_run_stops_when_its_time_is_over(data: Path, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train.main(small("rloo", model, data, out, max_seconds=0.001))
+    assert len(json.loads((out / record.NAME).read_text())["steps"]) == 1
+    assert (out / "config.json").exists(), "and saves its model"
+
+
+def test_the_peer_runs_the_same_task(data: Path, model: Path, tmp_path: Path) -> None:
+    from gruppo import GRPOConfig, GRPOTrainer
+
+    recipe, args = peer.parse(
+        [*small("trl", model, data, tmp_path / "run", max_seconds=0.001), "--use_vllm", "false"], GRPOConfig
+    )
+    train.run(recipe, args, GRPOTrainer, {"library": "trl"})
+    written = json.loads((tmp_path / "run" / record.NAME).read_text())
+    assert (written["library"], written["experiment"], len(written["steps"])) == ("trl", "trl", 1)
+
+
+# ---- records
+
+
+def test_accuracy_is_that_of_everything_that_was_sampled() -> None:
+    logs = {
+        task.ACCURACY: 0.25,
+        "dynamic_sampling/prompts_sampled": 128,
+        "dynamic_sampling/prompts_replaced": 64,
+        "dynamic_sampling/reward_of_replaced": 0.05,
+    }
+    assert record.sampled_accuracy(logs) == pytest.approx(0.15)
+    assert record.sampled_accuracy({task.ACCURACY: "0.25"}) == 0.25, "some trainers log text"
+    assert record.sampled_accuracy({task.ACCURACY: 0.25, "dynamic_sampling/prompts_replaced": 0.0}) == 0.25
+
+
+def test_a_record_is_whole_after_every_save(tmp_path: Path) -> None:
+    recorder = record.Recorder(tmp_path, {"library": "x"}, max_seconds=1000)
+    recorder.on_train_begin()
+    control = SimpleNamespace(should_training_stop=False)
+    for step in (1, 2):
+        recorder.on_step_end(None, None, control)
+        recorder.on_log(None, SimpleNamespace(global_step=step), control, {task.ACCURACY: 0.5, "entropy": 1.0})
+    recorder.on_log(None, SimpleNamespace(global_step=2), control, {"train_runtime": 1.0})
+    assert len(json.loads((tmp_path / record.NAME).read_text())["steps"]) == 1, "saved now and then"
+    recorder.on_train_end()
+    steps = json.loads((tmp_path / record.NAME).read_text())["steps"]
+    assert [(step["step"], step["accuracy"], step["entropy"]) for step in steps] == [(1, 0.5, 1.0), (2, 0.5, 1.0)]
+    assert control.should_training_stop is False
