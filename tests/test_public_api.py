@@ -38,6 +38,8 @@ SCRIPT_NAMES = [
     "supports_tool_calling",
     "check_reward",
     "python_tool",
+    "evaluate",
+    "Benchmark",
 ]
 UTILITY_NAMES = [
     "RepeatSampler",

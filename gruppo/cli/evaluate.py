@@ -18,7 +18,14 @@ Accuracy of a model on GSM8K, MATH, MGSM-zh, CMATH or a benchmark of your own.
   gruppo eval --check-gold --data-dir data                          does the grader accept every reference answer?
 """
 BENCHMARKS = "gsm8k, math, math500, mgsm_zh, cmath; NAME:200 for 200 problems of it; file.py:NAME for your own"
-MACHINE = ("backend", "dtype", "device", "batch_size", "allow_unconfined")  # arguments of evaluate, not settings
+MACHINE = (
+    "backend",
+    "dtype",
+    "device",
+    "batch_size",
+    "trust_remote_code",
+    "allow_unconfined",
+)  # arguments of evaluate, not settings
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument("--dtype", default="auto", help="float32, bfloat16, … (auto: bfloat16 on a GPU)")
     machine.add_argument("--device", help="cuda, cuda:1, cpu (default: a GPU where there is one)")
     machine.add_argument("--batch-size", type=int, help="completions that are sampled together")
+    machine.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     machine.add_argument(
         "--allow-unconfined", nargs="+", default=(), metavar="NAME", help="protections the sandbox may do without"
     )

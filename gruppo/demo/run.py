@@ -1,7 +1,6 @@
 """`gruppo demo`: GRPO on a tiny model that ships with the package, on two CPU cores, in a few minutes."""
 
 import argparse
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,9 +124,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive_integer, default=STEPS, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling and shuffling (default: %(default)s)")
     options = parser.parse_args(argv)
-    # Read by OpenMP when torch is loaded: threads wait asleep, not spinning. That costs a few per cent on an idle
-    # machine; beside other work a step takes a third of the time.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     before, after = run(options.output_dir, options.steps, options.seed)
     print(f"held-out accuracy: {before.accuracy:.3f} -> {after.accuracy:.3f}", flush=True)
     return 0

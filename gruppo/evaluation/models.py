@@ -1,5 +1,6 @@
 """The model to evaluate: a name, a folder, an adapter, or what a training run left."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -36,7 +37,14 @@ class Subject:
     dtype: str
 
 
-def load_subject(model: Any, tokenizer: Any = None, *, dtype: str = "auto", device: str | None = None) -> Subject:
+def load_subject(
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Subject:
     """Load a model by name or folder, or take an object as it is.
 
     A folder may hold a model, an adapter, or a training run: then its final model is taken, else the newest checkpoint
@@ -53,11 +61,12 @@ def load_subject(model: Any, tokenizer: Any = None, *, dtype: str = "auto", devi
     if not isinstance(wanted, torch.dtype):
         raise ConfigError(f"dtype={dtype!r} must be 'auto', 'float32', 'bfloat16' or 'float16'.")
     try:
-        loaded = _load(source, wanted).to(place).eval()
-        words = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(_tokenizer_source(source))
+        loaded = _load(source, wanted, trust_remote_code).to(place).eval()
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(_tokenizer_source(source), trust_remote_code=trust_remote_code)
     except OSError as error:
         raise ConfigError(f"{model!r} is no folder with a model and could not be loaded by name: {error}") from error
-    return Subject(_short_name(model, source), str(source), loaded, _checked(words, loaded), _dtype_of(loaded))
+    return Subject(_short_name(model, source), str(source), loaded, _checked(tokenizer, loaded), _dtype_of(loaded))
 
 
 def find_weights(model: str | Path) -> str:
@@ -78,9 +87,10 @@ def find_weights(model: str | Path) -> str:
     return str(choice.path)
 
 
-def _load(source: str, dtype: torch.dtype) -> Any:
+def _load(source: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     if not (Path(source) / "adapter_config.json").exists():
-        return loading.model_class(source, {}).from_pretrained(source, dtype=dtype)
+        kind = loading.model_class(source, {"trust_remote_code": trust_remote_code})
+        return kind.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
     try:
         from peft import AutoPeftModelForCausalLM
     except ImportError as error:
@@ -88,16 +98,15 @@ def _load(source: str, dtype: torch.dtype) -> Any:
             f"{source} holds an adapter, which needs the package peft: pip install gruppo[peft]"
         ) from error
     # Merged, an adapter costs nothing at each token.
-    return AutoPeftModelForCausalLM.from_pretrained(source, dtype=dtype).merge_and_unload()
+    adapted = AutoPeftModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
+    return adapted.merge_and_unload()
 
 
 def _tokenizer_source(source: str) -> str:
     """An adapter without a tokenizer of its own has that of its base."""
-    folder = Path(source)
-    if (folder / "adapter_config.json").exists() and not (folder / "tokenizer_config.json").exists():
-        from peft import PeftConfig
-
-        return str(PeftConfig.from_pretrained(source).base_model_name_or_path)
+    adapter = Path(source) / "adapter_config.json"
+    if adapter.exists() and not (Path(source) / "tokenizer_config.json").exists():
+        return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
     return source
 
 

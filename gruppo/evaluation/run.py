@@ -144,6 +144,7 @@ def evaluate(
     dtype: str = "auto",
     device: str | None = None,
     batch_size: int | None = None,
+    trust_remote_code: bool = False,
     allow_unconfined: Collection[str] = (),
     name: str | None = None,
     progress: bool = False,
@@ -164,7 +165,7 @@ def evaluate(
     with ExitStack() as stack:
         if folder is not None:
             stack.enter_context(RunLock(folder.path))
-        subject = load_subject(model, tokenizer, dtype=dtype, device=device)
+        subject = load_subject(model, tokenizer, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         symbolic = any(not task.benchmark.ladder.literal for task in tasks)
         evaluator = Evaluator(
             make_backend(subject, backend),

@@ -22,6 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 UNSAFE = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib"}
 LOADERS = {"load", "loads", "Unpickler", "open", "decode"}
 MAY_UNPICKLE = {
+    "evaluation/worker.py": "an exception of its own, to see whether it can be copied",
     "rewards/process.py": "replies of a worker, through its pipe",
     "rewards/worker.py": "the function and the arguments, through the pipe from the run",
     "rewards/calling.py": "values that a reward logged, out of such a reply",
