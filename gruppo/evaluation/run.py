@@ -165,7 +165,9 @@ def evaluate(
     with ExitStack() as stack:
         if folder is not None:
             stack.enter_context(RunLock(folder.path))
+        start = time.perf_counter()
         subject = load_subject(model, tokenizer, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        loaded = time.perf_counter()
         symbolic = any(not task.benchmark.ladder.literal for task in tasks)
         evaluator = Evaluator(
             make_backend(subject, backend),
@@ -182,6 +184,8 @@ def evaluate(
         results = Results(_facts(subject, evaluator, wanted, name), folder=None if folder is None else folder.path)
         for task in tasks:
             results.add(Attempts(task, evaluator, folder, results.summary, bar), wanted, restart)
+            seconds = {"load": loaded - start, "after_load": time.perf_counter() - loaded}
+            results.summary["seconds"] = {key: round(value, 3) for key, value in seconds.items()}
             if folder is not None:  # after each benchmark: the next one may be interrupted
                 folder.write_results(results.summary, results.tables())
     return results

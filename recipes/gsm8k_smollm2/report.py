@@ -146,7 +146,7 @@ def start_result(runs: Iterable[Run]) -> Facts:
     records = [run.record for run in warmups if run.record is not None]
     if not records:
         raise DataError("There is no warm-up among the runs: nothing to compare them with.")
-    kept = ("seed", "config", "rows", "tokens", "updates", "load_seconds", "train_seconds")
+    kept = ("seed", "config", "rows", "tokens", "updates", "load_seconds", "train_seconds", "weights")
     return {
         **{name: records[0][name] for name in PROVENANCE},
         "experiment": "start",

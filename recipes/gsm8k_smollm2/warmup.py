@@ -11,8 +11,11 @@ beside it.
 import argparse
 import json
 import math
+import os
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gruppo.evaluation.models import weights_fingerprint
 from recipes.gsm8k_smollm2 import task
 from recipes.gsm8k_smollm2.record import origin
 
@@ -123,6 +127,18 @@ def train(model: Any, plan: list[Batch], learning_rate: float) -> list[float]:
     return [round(value, 4) for value in torch.stack(losses).tolist()]
 
 
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """The same weights every time on the same kind of device: runs of several sittings then share their start."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     began = time.perf_counter()
@@ -136,7 +152,8 @@ def main(argv: list[str] | None = None) -> None:
     plan = [collate(batch, device) for epoch in epochs for batch in epoch]  # all of it is small enough for the device
 
     ready = time.perf_counter()
-    losses = train(model, plan, options.learning_rate)
+    with reproducible():
+        losses = train(model, plan, options.learning_rate)
     trained = time.perf_counter()
 
     # What ends a completion is learnt, so that is what ends it for every sampler that reads the folder.
@@ -152,6 +169,7 @@ def main(argv: list[str] | None = None) -> None:
         "updates": len(plan),
         "load_seconds": round(ready - began, 1),
         "train_seconds": round(trained - ready, 1),
+        "weights": weights_fingerprint(model),
         "losses": losses,
     }
     (options.output_dir / "warmup.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")

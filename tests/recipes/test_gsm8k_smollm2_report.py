@@ -182,6 +182,7 @@ def runs(tmp_path: Path) -> Path:
         "updates": 25,
         "load_seconds": 1.0,
         "train_seconds": 2.0,
+        "weights": "00ff",
     }
     (folder / "warmup-0/warmup.json").write_text(json.dumps({**ORIGIN, **warmed, "losses": [2.0] * 10 + [1.0] * 15}))
     trained(folder / "grpo-0", "grpo", 0, solved=4, pace=2.0, updates=20)
