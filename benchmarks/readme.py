@@ -59,9 +59,21 @@ def rows() -> dict[str, str]:
         f"({max(half):.0e} in bfloat16)",
         "tools": learned(results["tools"]["runs"]),
         "rewards": f"{results['rewards']['added_by_worker']:.0f} ms more than in process",
+        "learn_demo": lifted(results["learn_demo"]["runs"]),
         "soak": soaked(results["soak"]),
         "recording": "{record:.1%} and {audit:.1%} of it".format(**results["recording"]["cases"]["demo"]["share"]),
     }
+
+
+def lifted(runs: list[dict[str, Any]]) -> str:
+    """How far short runs of every recipe come, and how far with the sign of the advantages reversed."""
+    points = {
+        way: [100 * (run["after"] - run["before"]) for run in runs if run["reversed"] == way] for way in (False, True)
+    }
+    return (
+        f"held-out accuracy {min(points[False]):+.0f} to {max(points[False]):+.0f} points; with the sign of the "
+        f"advantages reversed {min(points[True]):+.0f} to {max(points[True]):+.0f}"
+    )
 
 
 def soaked(result: dict[str, Any]) -> str:

@@ -180,11 +180,12 @@ def evaluate(
             graders=stack.enter_context(Graders()) if symbolic else None,
             rows=batch_size,
         )
+        ready = time.perf_counter()
         bar = stack.enter_context(Progress(show=progress))
         results = Results(_facts(subject, evaluator, wanted, name), folder=None if folder is None else folder.path)
         for task in tasks:
             results.add(Attempts(task, evaluator, folder, results.summary, bar), wanted, restart)
-            seconds = {"load": loaded - start, "after_load": time.perf_counter() - loaded}
+            seconds = {"load": loaded - start, "sampler": ready - loaded, "after_load": time.perf_counter() - loaded}
             results.summary["seconds"] = {key: round(value, 3) for key, value in seconds.items()}
             if folder is not None:  # after each benchmark: the next one may be interrupted
                 folder.write_results(results.summary, results.tables())

@@ -131,12 +131,14 @@ def train(model: Any, plan: list[Batch], learning_rate: float) -> list[float]:
 def reproducible() -> Iterator[None]:
     """The same weights every time on the same kind of device: runs of several sittings then share their start."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory that it has not written
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.learning import RECIPES, lift
 from gruppo.algo.recipes import RECIPES as PAPERS
 from gruppo.algo.recipes import Recipe
-from tests.learning.recipes import RECIPES, lift
 
 LEAST_POINTS = 20
 

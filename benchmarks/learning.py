@@ -1,13 +1,25 @@
-"""The published recipes as config fields, and what a short run of one does to the demo's model."""
+"""The published recipes as config fields, and what a short run of one does to the demo's model.
 
+    python benchmarks/learning.py --out benchmarks/results/learn_demo.json      [two cores, about four minutes]
+
+tests/learning asserts what this measures.
+"""
+
+import argparse
+import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PrinterCallback
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.common import provenance
 from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.algo.advantages import Advantages
 from gruppo.demo import accuracy, exact_match, load_task, model_path
@@ -103,3 +115,25 @@ def backwards(trainer_class: type[Any]) -> type[Any]:
 @cache
 def task() -> Any:
     return load_task(held_out_size=HELD_OUT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options = parser.parse_args()
+    runs = []
+    for recipe in RECIPES:
+        for seed in options.seeds:
+            for reversed_sign in (False, True):
+                found = lift(recipe, seed, reversed_sign=reversed_sign)
+                facts = {"before": round(found.before, 4), "after": round(found.after, 4)}
+                runs.append({"recipe": recipe, "seed": seed, "reversed": reversed_sign, **facts})
+                print(runs[-1], flush=True)
+    if options.out is not None:
+        facts = {**provenance(), "updates": STEPS, "prompts": 8, "completions": 8, "held_out": HELD_OUT}
+        options.out.write_text(json.dumps({**facts, "runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
