@@ -41,9 +41,11 @@ test-slow: $(VENV)/.ready
 	touch $@
 
 # What does not touch transformers need not run twice.
-COMPAT := cli config data demo engine policy rollout tools trainer rewards/test_models.py
+COMPAT := cli config data demo engine evaluation/test_run.py policy rollout trainer rewards/test_models.py
+ALIKE := engine/test_kernels.py engine/test_sampling.py engine/test_turns.py trainer/test_audits.py
 test-compat: .venv-tf517/.ready
-	.venv-tf517/bin/pytest -m "not slow and not medium" -n 2 -q $(COMPAT:%=tests/%) tests/test_*.py
+	.venv-tf517/bin/pytest -m "not slow and not medium" -n 2 -q $(COMPAT:%=tests/%) tests/test_*.py \
+		$(ALIKE:%=--ignore=tests/%)
 
 # What we measure ourselves against lives in its own environment and is never a dependency.
 .venv-peers/.ready:

@@ -3,7 +3,12 @@
     python benchmarks/evaluation.py --model smollm2 --data-dir DATA --out benchmarks/results/eval_smollm2.json
 
 The first process may have to compile kernels, which later ones find in a cache; each is reported. With `--vllm-site`
-the same prompts are also given to vLLM in a plain script, once, after its own loading.
+the same prompts are also given to vLLM in a plain script, as often. Of both:
+
+    process_seconds      the whole process, with the imports
+    load_seconds         the model, after the imports; vLLM: also what it prepares before its first token
+    after_load_seconds   from there to the end of the work. Ours also prepares its sampler (`sampler_seconds`), makes
+                         the prompts, grades, and keeps every completion; vLLM is given tokens and only samples
 """
 
 import argparse
@@ -24,43 +29,46 @@ from benchmarks.common import provenance  # noqa: E402
 VLLM = """
 import json, sys, time
 prompts, model, tokens, out = json.load(open(sys.argv[1])), sys.argv[2], int(sys.argv[3]), sys.argv[4]
-start = time.perf_counter()
 from vllm import LLM, SamplingParams
+start = time.perf_counter()
 llm = LLM(model=model, seed=0)
 loaded = time.perf_counter()
 params = SamplingParams(temperature=0, max_tokens=tokens)
 outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
 ended = time.perf_counter()
 tokens = sum(len(each.outputs[0].token_ids) for each in outputs)
-json.dump({"load": loaded - start, "after_load": ended - loaded, "tokens": tokens}, open(out, "w"))
+found = {"load": loaded - start, "after_load": ended - loaded, "problems": len(outputs), "tokens": tokens}
+json.dump(found, open(out, "w"))
 """
+
+
+def timed(command: list[str], variables: dict[str, str] | None = None) -> float:
+    """The seconds that a process takes from its start to its end."""
+    start = time.perf_counter()
+    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr, env=variables)
+    return round(time.perf_counter() - start, 2)
 
 
 def run_ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One evaluation in a process of its own."""
     asked = ["--benchmarks", options.benchmark, "--data-dir", str(options.data_dir)]
     asked += ["--max-new-tokens", str(options.max_new_tokens), "--output-dir", str(folder)]
-    start = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "gruppo", "eval", str(options.model), *asked], cwd=ROOT, check=True, stdout=sys.stderr
-    )
-    process = time.perf_counter() - start
+    process = timed([sys.executable, "-m", "gruppo", "eval", str(options.model), *asked])
     results = json.loads((folder / "results.json").read_text())
     (passes,) = results["benchmarks"].values()
     greedy = passes["greedy"]
     return {
-        "process_seconds": round(process, 2),
+        "process_seconds": process,
         **{f"{key}_seconds": value for key, value in results["seconds"].items()},
         "pass_seconds": greedy["seconds"],
         **{key: greedy[key] for key in ("problems", "accuracy", "truncation_rate", "total_tokens")},
     }
 
 
-def run_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The same prompts through vLLM; grading is left out."""
+def write_prompts(options: argparse.Namespace, path: Path) -> None:
+    """The prompts of the benchmark as tokens."""
     from transformers import AutoTokenizer
 
-    from benchmarks.rollout_vllm import ENVIRONMENT
     from gruppo.evaluation.benchmarks import find_benchmark
     from gruppo.evaluation.data import load_problems
     from gruppo.evaluation.prompts import choose_rendering, render
@@ -70,22 +78,26 @@ def run_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rendering = choose_rendering("auto", tokenizer)
     problems = load_problems(benchmark, options.data_dir, limit)
     asked = [render(each, benchmark, "cot", rendering=rendering, shots=0, tokenizer=tokenizer) for each in problems]
-    (folder / "prompts.json").write_text(json.dumps([prompt.ids for prompt in asked]))
-    (folder / "script.py").write_text(VLLM)
+    path.write_text(json.dumps([prompt.ids for prompt in asked]))
+
+
+def run_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The same prompts through vLLM, in a process of its own."""
+    from benchmarks.rollout_vllm import ENVIRONMENT
+
+    folder.mkdir()
+    prompts, script, out = folder / "prompts.json", folder / "script.py", folder / "out.json"
+    write_prompts(options, prompts)
+    script.write_text(VLLM)
     paths = os.pathsep.join([str(options.vllm_site), os.environ.get("PYTHONPATH", "")])
-    script = [
-        folder / "script.py",
-        folder / "prompts.json",
-        options.model,
-        options.max_new_tokens,
-        folder / "out.json",
-    ]
-    variables = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths}
-    subprocess.run([sys.executable, *map(str, script)], check=True, stdout=sys.stderr, env=variables)
-    found = json.loads((folder / "out.json").read_text())
+    command = [sys.executable, *map(str, (script, prompts, options.model, options.max_new_tokens, out))]
+    process = timed(command, {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths})
+    found = json.loads(out.read_text())
     return {
+        "process_seconds": process,
         "load_seconds": round(found["load"], 2),
         "after_load_seconds": round(found["after_load"], 2),
+        "problems": found["problems"],
         "total_tokens": found["tokens"],
     }
 
@@ -105,8 +117,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         result["runs"] = [run_ours(options, Path(folder) / str(i)) for i in range(options.rounds)]
         if options.vllm_site is not None:
-            result["vllm"] = run_vllm(options, Path(folder))
-    print(json.dumps(result["runs"], indent=1))
+            result["vllm"] = [run_vllm(options, Path(folder) / f"vllm-{i}") for i in range(options.rounds)]
+    print(json.dumps({name: result[name] for name in ("runs", "vllm") if name in result}, indent=1))
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 

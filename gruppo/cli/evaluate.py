@@ -56,58 +56,74 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of `Settings`."""
-    from gruppo.evaluation.run import Settings
-
-    default = Settings()
+    """One option for each field of `Settings`; what is left out here keeps its default there."""
     asked = parser.add_argument_group("how it is asked")
 
     def number(name: str, kind: type, help: str) -> None:
-        field = name.lstrip("-").replace("-", "_")
-        asked.add_argument(name, type=kind, default=getattr(default, field), help=f"{help} (default: %(default)s)")
+        asked.add_argument(name, type=kind, default=argparse.SUPPRESS, help=help)
 
-    asked.add_argument("--mode", choices=("cot", "tir"), default=default.mode, help="chain of thought, or programs")
+    asked.add_argument(
+        "--mode", choices=("cot", "tir"), default=argparse.SUPPRESS, help="chain of thought (default), or programs"
+    )
     asked.add_argument(
         "--rendering",
         choices=("auto", "chat", "plain"),
-        default=default.rendering,
-        help="the chat template, or User:/Assistant: (auto: the template where there is one)",
+        default=argparse.SUPPRESS,
+        help="the chat template, or User:/Assistant: (default: the template where there is one)",
     )
-    number("--shots", int, "exemplars before each problem")
-    number("--samples", int, "sampled attempts at each problem, beside the greedy one")
-    asked.add_argument("--no-greedy", dest="greedy", action="store_false", help="only the sampled attempts")
-    number("--temperature", float, "of samples")
-    number("--top-p", float, "of samples")
-    number("--seed", int, "of samples")
-    number("--max-new-tokens", int, "of a completion; tir: of each round")
-    number("--rounds", int, "tir: times the model may speak, 2 in the paper")
-    number("--max-total-tokens", int, "tir: new tokens of all rounds")
+    number("--shots", int, "exemplars before each problem (default: 0)")
+    number("--max-new-tokens", int, "of a completion; tir: of each round (default: 1024)")
+    number("--samples", int, "sampled attempts at each problem, beside the greedy one (default: 0)")
+    asked.add_argument(
+        "--no-greedy", dest="greedy", action="store_false", default=argparse.SUPPRESS, help="only the sampled attempts"
+    )
+    number("--temperature", float, "of samples (default: 0.7)")
+    number("--top-p", float, "of samples (default: 1)")
+    number("--seed", int, "of samples (default: 0)")
+    number("--rounds", int, "tir: times the model may speak (default: 4; 2 in the paper)")
+    number("--max-total-tokens", int, "tir: new tokens of all rounds (default: 2048)")
     counted = parser.add_argument_group("how it is counted")
-    counted.add_argument("--ks", type=int, nargs="+", default=(), help="for pass@k and maj@k, besides 1, 2, 4, 8, …")
-    counted.add_argument("--paper", action="store_true", help="also grade as the DeepSeekMath paper's code does")
+    counted.add_argument(
+        "--ks", type=int, nargs="+", default=argparse.SUPPRESS, help="for pass@k and maj@k, besides 1, 2, 4, 8, …"
+    )
+    counted.add_argument(
+        "--paper", action="store_true", default=argparse.SUPPRESS, help="also grade as the DeepSeekMath paper's code"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0 if all went well."""
     arguments = parser()
     options = arguments.parse_args(argv)
+    given = {name for name, value in vars(options).items() if value != arguments.get_default(name)}
     if options.compare:
+        _refuse(arguments, given - {"compare"}, "--compare")
         return _compare(*options.compare)
     if options.check_gold:
-        return _check_gold(options.benchmarks, options.data_dir)
+        _refuse(arguments, given - {"check_gold", "benchmarks", "data_dir", "paper"}, "--check-gold")
+        return _check_gold(options.benchmarks, options.data_dir, "paper" in given)
     if options.model is None:
         arguments.error("name a model, or use --compare or --check-gold")
     return _evaluate(options)
 
 
+def _refuse(arguments: argparse.ArgumentParser, others: set[str], what: str) -> None:
+    if others:
+        named = ", ".join("a model" if name == "model" else f"--{name.replace('_', '-')}" for name in sorted(others))
+        arguments.error(f"{what} does not go with {named}")
+
+
 def _evaluate(options: argparse.Namespace) -> int:
     from dataclasses import fields
 
-    from gruppo.evaluation.run import Settings, evaluate
+    from gruppo.evaluation.run import evaluate
+    from gruppo.evaluation.settings import Settings
 
     values = vars(options)
-    settings = {each.name: values[each.name] for each in fields(Settings)}
-    output = options.output_dir or Path("evaluations") / f"{Path(options.model).name}-{options.mode}"
+    settings = {each.name: values[each.name] for each in fields(Settings) if each.name in values}
+    if "ks" in settings:
+        settings["ks"] = tuple(settings["ks"])
+    output = options.output_dir or Path("evaluations") / f"{Path(options.model).name}-{settings.get('mode', 'cot')}"
     try:
         results = evaluate(
             options.model,
@@ -118,10 +134,11 @@ def _evaluate(options: argparse.Namespace) -> int:
             name=options.name,
             progress=True,
             **{name: values[name] for name in MACHINE},
-            **settings | {"ks": tuple(options.ks)},
+            **settings,
         )
     except KeyboardInterrupt:
-        print(f"Interrupted. The same command goes on from {output}.", file=sys.stderr)
+        without = " without --restart" if options.restart else ""
+        print(f"Interrupted. The same command{without} goes on from {output}.", file=sys.stderr)
         return 130
     print(results.markdown(references=False))
     for benchmark, summary in results.summary["benchmarks"].items():
@@ -138,7 +155,7 @@ def _sentences(summary: Mapping[str, Any]) -> list[str]:
         said.append(
             f"top-1 {greedy['accuracy']:.1%} ({low:.1%} to {high:.1%}) of {greedy['problems']} problems, "
             f"boxed {greedy['boxed_rate']:.1%}, cut off {greedy['truncation_rate']:.1%}, "
-            f"{greedy['mean_tokens']:.0f} tokens each, {summary['greedy']['seconds']:.1f} s"
+            f"{greedy['mean_tokens']:.0f} tokens each, {greedy['seconds']:.1f} s"
         )
     if (sampled := summary.get("sampled")) is not None:
         most = max(sampled["pass"], key=int)
@@ -159,10 +176,19 @@ def _compare(first: Path, second: Path) -> int:
         raise ConfigError(f"{first} and {second} have no benchmark and pass in common.")
     names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
     for benchmark, decoding in shared:
+        print(f"{benchmark}, {decoding}: {_differences([each.identity(benchmark, decoding) for each in folders])}")
         for metric, scores in _metrics(folders, benchmark, decoding):
             print(f"{benchmark}, {metric}")
             print(compare(*scores, names=names).describe(), end="\n\n")
     return 0
+
+
+def _differences(identities: Sequence[Mapping[str, Any]]) -> str:
+    """What two passes differ in besides their weights."""
+    first, second = identities
+    other = [key for key in {**first, **second} if first.get(key) != second.get(key) and key != "weights"]
+    said = [f"{key} {first.get(key)} and {second.get(key)}" for key in other]
+    return f"asked in different ways: {'; '.join(said)}" if said else "asked in the same way"
 
 
 def _metrics(folders: Sequence[Any], benchmark: str, decoding: str) -> Iterator[tuple[str, list[Any]]]:
@@ -170,20 +196,23 @@ def _metrics(folders: Sequence[Any], benchmark: str, decoding: str) -> Iterator[
     from gruppo.evaluation.summary import problem_scores
 
     scored = [folder.attempts(benchmark, decoding) for folder in folders]
-    samples = min(1 + max(each.attempt.sample for each in rows) for rows in scored)
-    metrics = {"accuracy": "top-1" if decoding == "greedy" else f"avg@{samples}"}
-    if samples > 1:
-        metrics |= {f"{kind}@{samples}": f"{kind}@{samples}" for kind in ("pass", "maj")}
+    counts = [1 + max(each.attempt.sample for each in rows) for rows in scored]
+    most, least = max(counts), min(counts)
+    mean = f"avg@{most}" if most == least else f"avg@{counts[0]} and avg@{counts[1]}"
+    metrics = {"accuracy": "top-1" if decoding == "greedy" else mean}
+    if least > 1:
+        metrics |= {f"{kind}@{least}": f"{kind}@{least}" for kind in ("pass", "maj")}
     for metric, title in metrics.items():
         yield title, [problem_scores(rows, metric) for rows in scored]
 
 
-def _check_gold(names: Sequence[str] | None, data_dir: Path | None) -> int:
+def _check_gold(names: Sequence[str] | None, data_dir: Path | None, paper: bool) -> int:
     """Grade the reference answers; without names, those of every set that the folder has."""
     from gruppo.errors import ConfigError
     from gruppo.evaluation.benchmarks import BENCHMARKS, find_benchmark
     from gruppo.evaluation.data import file_in, load_problems
     from gruppo.evaluation.gold import check_gold
+    from gruppo.evaluation.scoring import Graders
 
     if names is None and data_dir is None:
         raise ConfigError("--check-gold needs --data-dir, or --benchmarks to take from the hub.")
@@ -191,8 +220,10 @@ def _check_gold(names: Sequence[str] | None, data_dir: Path | None) -> int:
     if not chosen:
         raise ConfigError(f"{data_dir} has none of the files of {', '.join(BENCHMARKS)}.")
     reports = []
-    for name in chosen:
-        benchmark, limit = find_benchmark(name)
-        reports.append(check_gold(benchmark, load_problems(benchmark, data_dir, limit)))
-        print(reports[-1].describe())
+    with Graders() as graders:
+        for name in chosen:
+            benchmark, limit = find_benchmark(name)
+            problems = load_problems(benchmark, data_dir, limit)
+            reports.append(check_gold(benchmark, problems, paper=paper, workers=graders))
+            print(reports[-1].describe())
     return 0 if all(report.ok for report in reports) else 1

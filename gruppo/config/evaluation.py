@@ -37,8 +37,9 @@ class EvaluationConfig:
     )
     eval_benchmarks_settings: dict[str, Any] | str | None = option(
         None,
-        "How benchmarks are asked: mode, rendering, shots, max_new_tokens (512), samples (1), temperature (0), top_p, "
-        "seed; with mode `tir` also rounds and max_total_tokens. How training samples has no effect on them.",
+        "How benchmarks are asked: mode, rendering, shots, max_new_tokens (512), samples (0: one greedy attempt), and "
+        "of samples temperature (0.7), top_p, seed; with mode `tir` also rounds and max_total_tokens. How training "
+        "samples has no effect on them.",
     )
 
 

@@ -8,23 +8,22 @@ TrainingBenchmarks(names, …)   at construction: finds them, loads their proble
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from accelerate.utils import gather_object
 
 from gruppo.errors import ConfigError, DataError
-from gruppo.evaluation.benchmarks import find_benchmark
-from gruppo.evaluation.data import load_problems
+from gruppo.evaluation.graders import cores
 from gruppo.evaluation.sampling import Evaluator
-from gruppo.evaluation.scoring import Graders
+from gruppo.evaluation.scoring import Graders, require
+from gruppo.evaluation.settings import TrainingSettings
 from gruppo.evaluation.summary import summarise
-from gruppo.evaluation.tir import TirSettings
-from gruppo.evaluation.types import Benchmark, Decoding, Mode, Problem, Rendering, Scored
+from gruppo.evaluation.tasks import load_tasks
+from gruppo.evaluation.types import Benchmark, Problem, Scored
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.continuous import ContinuousBatchingBackend
 
-__all__ = ["METRICS", "TrainingBenchmarks", "TrainingSettings"]
+__all__ = ["METRICS", "TrainingBenchmarks"]
 
 # Of each benchmark, as `<name>_<metric>`, and what a summary calls it; docs/metrics.md has a row for each.
 METRICS = {
@@ -34,43 +33,6 @@ METRICS = {
     "mean_length": "mean_tokens",
     "runtime": "seconds",
 }
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """How benchmarks are asked during training: the keys of `eval_benchmarks_settings`.
-
-    Example, four samples of each problem; accuracy is then their mean:
-        TrainingSettings(samples=4, temperature=0.7, max_new_tokens=256)
-    """
-
-    mode: Mode = "cot"
-    rendering: Rendering | Literal["auto"] = "auto"
-    shots: int = 0
-    max_new_tokens: int = 512
-    samples: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    rounds: int | None = None  # tir: times that the model may speak; None: as many as `gruppo eval` allows
-    max_total_tokens: int | None = None  # tir: new tokens of all rounds
-
-    def __post_init__(self) -> None:
-        if self.shots < 0:
-            raise ConfigError(f"shots={self.shots} must not be negative.")
-        if self.mode != "tir" and (self.rounds is not None or self.max_total_tokens is not None):
-            raise ConfigError("rounds and max_total_tokens are settings of programs: they need mode='tir'.")
-
-    @property
-    def decoding(self) -> Decoding:
-        return Decoding(self.samples, self.temperature, self.top_p, self.max_new_tokens, self.seed)
-
-    @property
-    def tir(self) -> TirSettings | None:
-        if self.mode != "tir":
-            return None
-        given: dict[str, Any] = {"rounds": self.rounds, "max_total_tokens": self.max_total_tokens}
-        return TirSettings(**{name: value for name, value in given.items() if value is not None})
 
 
 class TrainingBenchmarks:
@@ -87,16 +49,11 @@ class TrainingBenchmarks:
     ):
         self.settings = TrainingSettings(**(settings or {}))
         self.decoding = self.settings.decoding
-        chosen = [find_benchmark(name) for name in names]
-        twice = {each.name for each, _ in chosen if [other.name for other, _ in chosen].count(each.name) > 1}
-        if twice:
-            raise ConfigError(f"eval_benchmarks={list(names)!r} names {sorted(twice)} twice; their metrics would mix.")
-        self.tasks: list[tuple[Benchmark, list[Problem]]] = []
-        for benchmark, limit in chosen:
-            try:
-                self.tasks.append((benchmark, load_problems(benchmark, data_dir, limit)))
-            except (ConfigError, DataError) as error:
-                raise type(error)(f"{error} In a config, data_dir is `eval_benchmarks_dir`.") from error
+        try:
+            self.tasks = load_tasks(names, data_dir)
+        except (ConfigError, DataError) as error:
+            raise type(error)(f"eval_benchmarks: {error} In a config, data_dir is `eval_benchmarks_dir`.") from error
+        require(task.benchmark.ladder for task in self.tasks)
         self._evaluator: Evaluator | None = None
 
     @property
@@ -113,14 +70,7 @@ class TrainingBenchmarks:
                 "transformers' continuous batching does not know. Use shots=0 and mode='cot', or set "
                 "use_transformers_continuous_batching=False."
             )
-        self._evaluator = Evaluator(
-            backend,
-            tokenizer,
-            mode=settings.mode,
-            rendering=settings.rendering,
-            shots=settings.shots,
-            tir=settings.tir,
-        )
+        self._evaluator = Evaluator(backend, tokenizer, **settings.asking())
         for benchmark, problems in self.tasks:
             self._evaluator.prompts(benchmark, problems)
 
@@ -153,7 +103,7 @@ class TrainingBenchmarks:
         evaluator.backend = backend  # a trainer may have been given another one since
         with ExitStack() as stack:
             if not benchmark.ladder.literal:  # the cores are for the workers of all processes
-                evaluator.graders = stack.enter_context(Graders(max(Graders().processes // processes, 1)))
+                evaluator.graders = stack.enter_context(Graders(max(cores() // processes, 1)))
             try:
                 return [row for chunk in evaluator.attempts(benchmark, problems, self.decoding) for row in chunk]
             finally:

@@ -183,11 +183,16 @@ def _question(row: Mapping[str, Any], where: str) -> str:
     question = row["question"]
     if not isinstance(question, str) or not question.strip():
         raise DataError(f"{where}: `question` must be a text, but is {question!r}.")
+    return _encodable(question, "question", where)
+
+
+def _encodable(text: str, key: str, where: str) -> str:
+    """JSON can hold half of a character, which can be neither sampled from nor stored."""
     try:
-        question.encode()
+        text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: `question` is no valid text ({error}).") from None
-    return question
+        raise DataError(f"{where}: `{key}` is no valid text ({error}).") from None
+    return text
 
 
 def _text_or_none(row: Mapping[str, Any], key: str, where: str) -> str | None:
@@ -196,7 +201,7 @@ def _text_or_none(row: Mapping[str, Any], key: str, where: str) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise DataError(f"{where}: `{key}` must be a text or a whole number, but is {value!r}.")
-    return str(value).strip()
+    return _encodable(str(value).strip(), key, where)
 
 
 def _level(row: Mapping[str, Any], where: str) -> str | None:
@@ -228,6 +233,7 @@ def _gold(answer: object, where: str, ladder: Ladder) -> str:
         raise DataError(
             f"{where}: the answer must be a text or a number, but is {answer!r}. Correct or remove the row."
         )
+    _encodable(answer, "answer", where)
     boxed = last_box(answer)
     gold = boxed if boxed is not None else extract_gold(answer, ladder) if "####" in answer else answer
     gold = " ".join(gold.split()) if gold is not None else answer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from gruppo.evaluation.scoring import Graders, score
+from gruppo.evaluation.scoring import Graders, require, score
 from gruppo.evaluation.types import Attempt, Benchmark, Problem, Scored
 from gruppo.grading import Rung, extract_gold, normalise, parse_number
 from gruppo.types import StopReason
@@ -94,6 +94,7 @@ def check_gold(
     Example:
         check_gold(benchmark, load_problems(benchmark)).ok is True
     """
+    require([benchmark.ladder], paper)
     known = {problem.id: problem for problem in problems}
     written = [_written(problem, benchmark) for problem in problems]
     own = [

@@ -28,7 +28,7 @@ from typing import Any
 
 from gruppo.errors import ConfigError
 
-__all__ = ["Call", "Graders", "Lost", "Outcome", "run_calls"]
+__all__ = ["Call", "Graders", "Lost", "Outcome", "cores", "run_calls"]
 
 MODULE = "gruppo.evaluation.worker"
 MOST = 16  # processes, unless told; each takes about 100 MB
@@ -129,7 +129,7 @@ class Graders:
     def __init__(self, processes: int | None = None):
         if processes is not None and processes < 1:
             raise ConfigError(f"Graders(processes={processes}): it takes at least 1; None is one for each core.")
-        self.processes = processes if processes is not None else min(_cores(), MOST)
+        self.processes = processes if processes is not None else min(cores(), MOST)
         self._workers: list[_Worker] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -223,7 +223,8 @@ class Graders:
         self._workers.remove(worker)
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many processor cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,13 +1,16 @@
 """The model to evaluate: a name, a folder, an adapter, or what a training run left."""
 
+import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig
 
 from gruppo.errors import ConfigError
@@ -23,7 +26,7 @@ __all__ = ["Backend", "Subject", "load_subject", "make_backend", "weights_finger
 Backend = Literal["auto", "builtin", "transformers"]
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "model*.safetensors.index.json")
-VALUES_PER_TENSOR = 256
+VALUES_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,12 @@ class Subject:
     model: Any
     tokenizer: Any
     dtype: str
+
+    @property
+    def size(self) -> str:
+        """As tables write it: 135M, 1.5B."""
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        return f"{count / 1e9:.1f}".removesuffix(".0") + "B" if count >= 0.95e9 else f"{count / 1e6:.0f}M"
 
 
 def load_subject(
@@ -54,18 +63,19 @@ def load_subject(
         if tokenizer is None:
             raise ConfigError("A model that is passed as an object needs its tokenizer: evaluate(model, tokenizer=…).")
         name = Path(loading.model_name(inner_model(model))).name or type(model).__name__
-        return Subject(name, "", model, _checked(tokenizer, model), _dtype_of(model))
+        return Subject(name, "", model, _checked(copy.deepcopy(tokenizer), model), _dtype_of(model))
     source = find_weights(model)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     wanted = getattr(torch, _default_dtype(place) if dtype == "auto" else dtype, None)
-    if not isinstance(wanted, torch.dtype):
+    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
         raise ConfigError(f"dtype={dtype!r} must be 'auto', 'float32', 'bfloat16' or 'float16'.")
     try:
         loaded = _load(source, wanted, trust_remote_code).to(place).eval()
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(_tokenizer_source(source), trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise ConfigError(f"{model!r} is no folder with a model and could not be loaded by name: {error}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        what = "could not be loaded" if Path(source).is_dir() else "is no folder, and could not be loaded by name"
+        raise ConfigError(f"{str(model)!r} {what}: {error}") from error
     return Subject(_short_name(model, source), str(source), loaded, _checked(tokenizer, loaded), _dtype_of(loaded))
 
 
@@ -135,14 +145,25 @@ def _checked(tokenizer: Any, model: Any) -> Any:
 
 
 def weights_fingerprint(model: Any) -> str:
-    """A short name of the weights: it changes when any tensor does, whatever folder they came from."""
-    digest = blake2b(digest_size=8)
-    for name, tensor in sorted(inner_model(model).state_dict().items()):
-        flat = tensor.detach().reshape(-1)
-        stride = max(flat.numel() // VALUES_PER_TENSOR, 1)
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(flat[::stride][:VALUES_PER_TENSOR].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+    """A short name of the weights: another one if any bit of them differs, whatever folder they came from."""
+    tensors = sorted(inner_model(model).state_dict().items())
+    sums = torch.stack([_checksum(tensor) for _, tensor in tensors]).tolist()
+    facts = [
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}"
+        for (name, tensor), total in zip(tensors, sums, strict=True)
+    ]
+    return blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of all values, each times its place, summed modulo 2^64; on the device, as a copy would take long."""
+    flat = tensor.detach().reshape(-1)
+    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, len(bits), VALUES_AT_ONCE):
+        part = bits[start : start + VALUES_AT_ONCE].long()
+        total += (part * torch.arange(start + 1, start + 1 + len(part), device=flat.device)).sum()
+    return total.cpu()
 
 
 # ---- the sampler
@@ -154,12 +175,29 @@ def make_backend(subject: Subject, backend: Backend = "auto") -> RolloutBackend:
     config = decoding_config(subject.tokenizer, stop_ids, max_new_tokens=1)
     if backend not in ("auto", "builtin", "transformers"):
         raise ConfigError(f"backend={backend!r} must be 'auto', 'builtin' or 'transformers'.")
-    reasons = ["transformers was asked for"] if backend == "transformers" else builtin.why_not(subject.model, config)
+    with bare_generation_config(subject.model):
+        tried = backend != "transformers"
+        reasons = builtin.why_not(subject.model, config) if tried else ["transformers was asked for"]
     if not reasons:
         return builtin.BuiltinBackend(lambda: subject.model, config, stop_ids=stop_ids, tokenizer=subject.tokenizer)
     if backend == "builtin":
         raise ConfigError(f"backend='builtin' cannot sample from this model: {'; '.join(reasons)}.")
     return TransformersBackend(lambda: subject.model, config, stop_ids=stop_ids, tokenizer=subject.tokenizer)
+
+
+@contextmanager
+def bare_generation_config(model: Any) -> Iterator[None]:
+    """The model without a generation config of its own, which samplers would fill the gaps of ours from.
+
+    A model that comes with beams, penalties or banned words would not be asked as others are.
+    """
+    inner = inner_model(model)
+    own = inner.generation_config
+    inner.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        inner.generation_config = own
 
 
 def decoding_config(
@@ -171,7 +209,7 @@ def decoding_config(
     top_p: float = 1.0,
     stop_strings: Sequence[str] = (),
 ) -> GenerationConfig:
-    """Settings that leave nothing to the model's own generation config, which may hold a temperature or a penalty."""
+    """The settings of a pass; `bare_generation_config` keeps the model's own from filling what is not said here."""
     shape = dict(temperature=temperature, top_p=top_p, top_k=0) if temperature else {}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,

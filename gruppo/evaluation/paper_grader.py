@@ -1,7 +1,7 @@
 """Grading by the looser rules of the DeepSeekMath paper, for numbers that are set beside the paper's.
 
-    paper_correct(completion, problem, ladder)     right or wrong
-    paper_answers, paper_match                     its two steps: find the answers, compare them with the gold ones
+    paper_answers(completion, question, ladder)     the answers of a completion
+    paper_match(answers, problem, ladder)           whether they are those of a problem
 
 What is looser: a factor of 100 is forgiven (0.5 for 50), commas vanish (`4,6` is 46), the kind of bracket does not
 matter, a ratio is a fraction, and sums left to the reader count. What is stricter: units, full-width signs, sets,
@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from gruppo.evaluation.programs import OUTPUT_STOP
 from gruppo.evaluation.types import Problem
 from gruppo.grading import Ladder, extract_gold
 from gruppo.grading.deadline import run_within
 from gruppo.grading.symbolic import is_manageable, load_math_verify
 
-__all__ = ["paper_answers", "paper_correct", "paper_equal", "paper_match", "paper_normalise"]
+__all__ = ["paper_answers", "paper_equal", "paper_match", "paper_normalise"]
 
 TOLERANCE = 1e-3
 LONGEST = 100_000  # characters of a completion that are read, counted from its end
@@ -30,44 +31,41 @@ LONGEST_ANSWER = 1_000
 DEEPEST = 5  # tuples in tuples
 
 
-def paper_correct(completion: str, problem: Problem, ladder: Ladder, few_shot: bool = False) -> bool:
-    """Whether a completion is right by the paper's rules. `few_shot`: the prompt held exemplars.
-
-    Example:
-        paper_correct("It is \\\\boxed{0.5}.", Problem("p", "What percentage?", ("50",)), LADDERS["gsm8k"]) is True
-    """
-    return paper_match(paper_answers(completion, problem.question, ladder, few_shot), problem, ladder)
-
-
 # ---- find
 
 
 BOXES = re.compile(r"boxed\{|[{}]")
 NUMBER = re.compile(r"-?[0-9]*\.?[0-9]+")
-OUTPUT = "```output"
 
 
-def paper_answers(completion: str, question: str, ladder: Ladder, few_shot: bool = False) -> tuple[str, ...]:
+def paper_answers(
+    completion: str, question: str, ladder: Ladder, few_shot: bool = False, output: str | None = None
+) -> tuple[str, ...]:
     """The answers of a completion, normalised: all of them where formulas are asked for, else the last one.
+
+    `few_shot`: the prompt held exemplars. `output` is the last result in a transcript with programs, an error or not,
+    and "" where there is none; so no fence that stands in the text is taken for one. Without programs (None) an output
+    block is text like any other, and the paper's rules look for it.
 
     Example:
         paper_answers("So \\\\boxed{\\\\frac12} or \\\\boxed{.5}", "…", LADDERS["math"]) == ("\\\\frac{1}{2}", "0.5")
     """
     text = completion[-LONGEST:]
-    found = (_few_shot(text, ladder) if few_shot and ladder.literal else None) or _extracted(text)
+    found = (_few_shot(text, ladder) if few_shot and ladder.literal else None) or _extracted(text, output)
     if ladder.literal:
         found = found[-1:]
     return tuple(_prepared(found, question, ladder))
 
 
-def _extracted(text: str) -> list[str]:
+def _extracted(text: str, output: str | None) -> list[str]:
     if "final answer is $" in text and "$. I hope" in text:
         return [text.partition("final answer is $")[2].partition("$. I hope")[0]]
     if "boxed" in text:
         return _boxed(text)
     if "he answer is" in text:
         return [text.rpartition("he answer is")[2]]
-    output = text.rpartition(OUTPUT)[2].partition("```")[0].strip() if OUTPUT in text else ""
+    if output is None:
+        output = text.rpartition(OUTPUT_STOP)[2].partition("```")[0].strip() if OUTPUT_STOP in text else ""
     return [output] if output else NUMBER.findall(text.replace(",", ""))[-1:]
 
 

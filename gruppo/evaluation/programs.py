@@ -1,6 +1,6 @@
 """The programs of a transcript: finding them in its text, putting them together, running them.
 
-    text ─ python_blocks ─► blocks ─ program ─► code ─ run_program ─► what the model reads
+    text ─ python_blocks ─► blocks ─ program ─► code ─ run_program ─► result ─ output_block ─► what the model reads
 
 A program is everything the model has written so far. The blocks before the last one run again for the names that they
 define, without their own `print` lines. Comments and docstrings stay: what code may do is the sandbox's business, and
@@ -16,12 +16,16 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from gruppo.sandbox import Execution, Limits, Sandbox
+from gruppo.tools.python_tool import NO_OUTPUT
 
 __all__ = [
     "LIMITS",
     "NO_PROGRAM",
+    "OUTPUT_STOP",
     "ProgramResult",
+    "inside_block",
     "make_sandbox",
+    "output_block",
     "program",
     "python_blocks",
     "run_program",
@@ -35,7 +39,8 @@ LONGEST_OUTPUT = 100  # characters of stdout that the model reads
 # Of an error message. The paper allows 100 tokens, which are about 400 characters; characters are the same for all
 # tokenizers, so that two models that make the same mistake read the same message.
 LONGEST_ERROR = 400
-NO_OUTPUT = "(no output)"
+OUTPUT_STOP = "```output"  # what a model writes where it expects an output
+CLOSING = "```"
 FAILED = "Runtime errors: "
 FENCE = re.compile(r"( {0,3})```([^`]*)")
 # Where a file lies says nothing to the model, and differs from machine to machine.
@@ -194,6 +199,24 @@ def _end_of_traceback(stderr: str) -> str:
     """From the last line of the program itself on, without the marks under lines of code."""
     start = max(stderr.rfind('File "<code>"'), 0)
     return PACKAGE_PATH.sub('File "', CARETS.sub("", stderr[start:])).strip()
+
+
+def output_block(said: str) -> str:
+    """The block of a transcript in which the model reads a result.
+
+    Example:
+        output_block("42") == "```output\\n42\\n```\\n"
+    """
+    return f"{OUTPUT_STOP}\n{said}\n{CLOSING}\n"
+
+
+def inside_block(block: str) -> str:
+    """What a block says: the way back. A program may have printed fences of its own; they stay.
+
+    Example:
+        inside_block("\\n```output\\n42\\n```\\n") == "42"
+    """
+    return block.strip().removeprefix(OUTPUT_STOP).removesuffix(CLOSING).strip()
 
 
 def shorten(text: str, most: int) -> str:

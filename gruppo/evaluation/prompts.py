@@ -121,11 +121,14 @@ def cut(text: str, stop: Sequence[str]) -> str:
 
 
 def _token_ids(prompt: str | list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """As in training: a text gets the tokenizer's own special tokens, a chat has those of its template."""
+    """As in training: a text gets the tokenizer's own special tokens, a chat has those of its template.
+
+    Some tokenizers end every text. What a model is to go on with has not ended.
+    """
     from gruppo.data.prompts import PromptEncoder  # it brings transformers, which takes seconds
 
     ids: list[int] = PromptEncoder(tokenizer).token_ids([prompt])[0]
-    return ids
+    return ids[:-1] if isinstance(prompt, str) and ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
 def _require_chat(tokenizer: "PreTrainedTokenizerBase", shots: int) -> None:

@@ -1,7 +1,7 @@
 """One pass over a benchmark: prompts, attempts and their grades, chunk by chunk."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 from zlib import crc32
 
@@ -9,7 +9,7 @@ import torch
 
 from gruppo.engine.noise import derive_key
 from gruppo.errors import ConfigError
-from gruppo.evaluation.models import decoding_config
+from gruppo.evaluation.models import bare_generation_config, decoding_config
 from gruppo.evaluation.prompts import PromptText, choose_rendering, cut, render
 from gruppo.evaluation.scoring import Graders, score
 from gruppo.evaluation.tir import TirSettings, run_rounds
@@ -36,7 +36,6 @@ class Evaluator:
         backend: RolloutBackend,
         tokenizer: Any,
         *,
-        mode: Mode = "cot",
         rendering: Rendering | Literal["auto"] = "auto",
         shots: int = 0,
         tir: TirSettings | None = None,
@@ -44,19 +43,15 @@ class Evaluator:
         graders: Graders | None = None,
         rows: int | None = None,
     ):
-        if mode not in ("cot", "tir"):
-            raise ConfigError(f"mode={mode!r} must be 'cot' or 'tir'.")
-        if mode == "cot" and tir is not None:
-            raise ConfigError("Settings of tool-integrated reasoning need mode='tir'.")
         if rows is not None and rows < 1:
             raise ConfigError(f"batch_size={rows} must be at least 1.")
         self.backend = backend
         self.tokenizer = tokenizer
-        self.mode: Mode = mode
+        self.mode: Mode = "cot" if tir is None else "tir"
         self.rendering = choose_rendering(rendering, tokenizer, shots=shots)
         self.shots = shots
-        self.tir = (tir or TirSettings()) if mode == "tir" else None
-        self.sandbox = None if self.tir is None else self.tir.open_sandbox()  # refused before anything is sampled
+        self.tir = tir  # None: chain of thought
+        self.sandbox = None if tir is None else tir.open_sandbox()  # refused before anything is sampled
         self.paper = paper
         self.graders = graders
         self.rows = rows
@@ -67,14 +62,22 @@ class Evaluator:
         return [render(problem, benchmark, self.mode, **ask) for problem in problems]
 
     def attempts(
-        self, benchmark: Benchmark, problems: Sequence[Problem], decoding: Decoding
+        self,
+        benchmark: Benchmark,
+        problems: Sequence[Problem],
+        decoding: Decoding,
+        prompts: Mapping[str, PromptText] | None = None,
     ) -> Iterator[list[Scored]]:
-        """All attempts at a few problems at a time, graded; the problems in order, and each one's samples in order."""
+        """All attempts at a few problems at a time, graded; the problems in order, and each one's samples in order.
+
+        `prompts`, by problem, if they have been rendered before.
+        """
         known = {problem.id: problem for problem in problems}
         size = max(self._rows() // decoding.samples, 1)
         for start in range(0, len(problems), size):
             chunk = problems[start : start + size]
-            attempts = self._sample(self.prompts(benchmark, chunk), chunk, decoding)
+            asked = self.prompts(benchmark, chunk) if prompts is None else [prompts[each.id] for each in chunk]
+            attempts = self._sample(asked, chunk, decoding)
             few_shot = self.shots > 0
             yield score(known, attempts, benchmark.ladder, paper=self.paper, few_shot=few_shot, workers=self.graders)
 
@@ -150,7 +153,8 @@ class Evaluator:
             stop_strings=strings,
         )
         try:
-            yield
+            with bare_generation_config(self.backend.policy()) if hasattr(self.backend, "policy") else nullcontext():
+                yield
         finally:
             self.backend.config = before
 

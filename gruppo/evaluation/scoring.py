@@ -2,26 +2,46 @@
 
     score(problems, attempts, ladder)                      [Scored, …], in the order of the attempts
     score(problems, attempts, ladder, workers=graders)     the same; what may take long is done by worker processes
+    require(ladders, paper)                                refuse early what could not be graded later
 
-Answers that must be literal numbers are compared here, thousands of them a second. Formulas go to the workers.
+Answers that must be literal numbers are compared here, thousands of them a second. Formulas go to the workers. What a
+program printed is known from running it, and never read out of a transcript: a model can write anything there.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
-from gruppo.errors import DataError
+from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.graders import Call, Graders, Lost, Outcome, run_calls
 from gruppo.evaluation.paper_grader import paper_answers, paper_match
+from gruppo.evaluation.programs import inside_block
 from gruppo.evaluation.types import Attempt, Problem, Scored
-from gruppo.grading import Answer, Grade, Ladder, Number, Rule, Rung, compare, extract, grade, normalise, parse_number
-from gruppo.grading.extract import boxes_of_the_last_line
-from gruppo.grading.numbers import same_number
+from gruppo.grading import Answer, Grade, Ladder, Number, Rung, compare, normalise, parse_number
+from gruppo.grading.grade import find_answer, grade_answer
+from gruppo.grading.symbolic import load_math_verify
 
-__all__ = ["Graders", "score"]
+__all__ = ["Graders", "require", "score"]
 
 GRACE = 5.0  # seconds beyond the limits that comparisons keep themselves, before a worker is killed
 MOST_TIMEOUTS = 2  # an answer that ran out of time so often is not compared with further ones
+
+
+def require(ladders: Iterable[Ladder], paper: bool = False) -> None:
+    """Raise `ConfigError` where answers will be compared as formulas and the package for that is missing.
+
+    The paper's rules compare all answers so.
+
+    Example:
+        require([LADDERS["math"]])      before a model is loaded
+    """
+    if not paper and all(ladder.literal for ladder in ladders):
+        return
+    try:
+        load_math_verify()
+    except ImportError as error:
+        raise ConfigError(f"These answers cannot be graded. {error}") from error
 
 
 def score(
@@ -58,86 +78,87 @@ def _problem_of(attempt: Attempt, problems: Mapping[str, Problem]) -> Problem:
     return problems[attempt.problem]
 
 
+# ---- who wrote what
+
+
+def _written(attempt: Attempt) -> str:
+    """What the model itself wrote, without the outputs of programs."""
+    if not attempt.segments:
+        return attempt.text
+    return "\n".join(text for kind, text in attempt.segments if kind == "model")
+
+
+def _output(attempt: Attempt) -> str | None:
+    """What the last program printed, whole; None: there is none, or it failed."""
+    return None if attempt.tools is None else attempt.tools.output
+
+
+def _last_result(attempt: Attempt) -> str | None:
+    """What the model read of its last program; "" if there was none, None where programs are not run."""
+    if attempt.tools is None:
+        return None
+    return next((inside_block(text) for kind, text in reversed(attempt.segments) if kind == "output"), "")
+
+
 # ---- right or wrong
 
-
-def _grades(pairs: Sequence[tuple[Problem, Attempt]], ladder: Ladder, workers: Graders | None) -> list[Grade]:
-    with_tools = replace(ladder, tool_output=True)
-    rows = [_Row(problem, attempt.text, ladder if attempt.tools is None else with_tools) for problem, attempt in pairs]
-    return _grade_rows(rows, workers)
+Pairs = Sequence[tuple[Problem, Attempt]]
 
 
-def _program_grades(
-    pairs: Sequence[tuple[Problem, Attempt]], ladder: Ladder, workers: Graders | None
-) -> list[bool | None]:
-    """Whether the last line that a program printed is right, as if it were all that was written."""
-    ladder = replace(ladder, tool_output=True)
-    outputs = [None if attempt.tools is None else attempt.tools.output for _, attempt in pairs]
+def _grades(pairs: Pairs, ladder: Ladder, workers: Graders | None) -> list[Grade]:
     rows = [
-        _Row(problem, f"```output\n{_last_line(output)}\n```", ladder)
-        for (problem, _), output in zip(pairs, outputs, strict=True)
-        if output is not None
+        (problem, find_answer(_written(attempt), ladder, problem.answers_mode, _output(attempt)))
+        for problem, attempt in pairs
     ]
-    grades = iter(_grade_rows(rows, workers))
-    return [None if output is None else bool(next(grades).correct) for output in outputs]
+    return _compared(rows, ladder, workers)
 
 
-def _last_line(output: str) -> str:
-    return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
+def _program_grades(pairs: Pairs, ladder: Ladder, workers: Graders | None) -> list[bool | None]:
+    """Whether what the last program printed is right, as if it were all that there is."""
+    rows = [
+        (problem, find_answer("", ladder, problem.answers_mode, output))
+        for problem, attempt in pairs
+        if (output := _output(attempt)) is not None
+    ]
+    grades = iter(_compared(rows, ladder, workers))
+    return [None if _output(attempt) is None else bool(next(grades).correct) for _, attempt in pairs]
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A text to be graded."""
-
-    problem: Problem
-    text: str
-    ladder: Ladder
-
-    def answer(self) -> Answer | None:
-        """The answer that `grade` finds in it."""
-        if self.problem.answers_mode == "all" and (joined := boxes_of_the_last_line(self.text)) is not None:
-            return Answer(joined, Rule.BOX)
-        return extract(self.text, self.ladder)
-
-    def call(self) -> Call:
-        golds = self.problem.answers
-        comparisons = len(golds) if self.problem.answers_mode == "any" else 1
-        # One gold is passed as a text: several need a mode that says what they mean.
-        gold = golds[0] if len(golds) == 1 else golds
-        arguments = (self.text, gold, self.ladder, self.problem.answers_mode)
-        return Call(grade, arguments, seconds=comparisons * self.ladder.seconds + GRACE)
-
-    def grade_from(self, outcome: Outcome, answer: Answer | None) -> Grade:
-        text, rule = (None, None) if answer is None else (answer.text, answer.rule)
-        if outcome.lost is not None:
-            rung = Rung.TIMEOUT if outcome.lost is Lost.TIMEOUT else Rung.ERROR
-            golds = self.problem.answers[:1] if self.problem.answers_mode == "any" else self.problem.answers
-            return Grade(False, rung, gold=", ".join(golds), answer=text, rule=rule)
-        found: Grade = outcome.value
-        return replace(found, rule=rule) if found.rule is not None else found
-
-
-def _grade_rows(rows: Sequence[_Row], workers: Graders | None) -> list[Grade]:
-    if all(row.ladder.literal for row in rows):
-        return [outcome.value for outcome in run_calls([row.call() for row in rows], None)]
+def _compared(rows: Sequence[tuple[Problem, Answer | None]], ladder: Ladder, workers: Graders | None) -> list[Grade]:
     # Many samples give the same answer; each is compared with the gold one once.
-    answers = [row.answer() for row in rows]
-    keys = [
-        (row.problem.id, row.ladder, None if answer is None else answer.text)
-        for row, answer in zip(rows, answers, strict=True)
-    ]
-    calls = {key: row.call() for key, row in zip(keys, rows, strict=True)}
-    outcomes = dict(zip(calls, run_calls(list(calls.values()), workers), strict=True))
-    return [row.grade_from(outcomes[key], answer) for row, key, answer in zip(rows, keys, answers, strict=True)]
+    keys = [(problem.id, None if answer is None else answer.text) for problem, answer in rows]
+    calls = {key: _call(problem, answer, ladder) for key, (problem, answer) in zip(keys, rows, strict=True)}
+    found = run_calls(list(calls.values()), None if ladder.literal else workers)
+    outcomes = dict(zip(calls, found, strict=True))
+    return [_grade(problem, answer, outcomes[key]) for key, (problem, answer) in zip(keys, rows, strict=True)]
 
 
-def _paper_grades(
-    pairs: Sequence[tuple[Problem, Attempt]], ladder: Ladder, few_shot: bool, workers: Graders | None
-) -> list[bool | None]:
+def _call(problem: Problem, answer: Answer | None, ladder: Ladder) -> Call:
+    golds = problem.answers
+    comparisons = len(golds) if problem.answers_mode == "any" else 1
+    # One gold is passed as a text: several need a mode that says what they mean.
+    gold = golds[0] if len(golds) == 1 else golds
+    arguments = (answer, gold, ladder, problem.answers_mode)
+    return Call(grade_answer, arguments, seconds=comparisons * ladder.seconds + GRACE)
+
+
+def _grade(problem: Problem, answer: Answer | None, outcome: Outcome) -> Grade:
+    text, rule = (None, None) if answer is None else (answer.text, answer.rule)
+    if outcome.lost is not None:
+        rung = Rung.TIMEOUT if outcome.lost is Lost.TIMEOUT else Rung.ERROR
+        golds = problem.answers[:1] if problem.answers_mode == "any" else problem.answers
+        return Grade(False, rung, gold=", ".join(golds), answer=text, rule=rule)
+    found: Grade = outcome.value
+    # The same answer may have been found by another rule in another sample.
+    return replace(found, rule=rule) if found.rule is not None else found
+
+
+def _paper_grades(pairs: Pairs, ladder: Ladder, few_shot: bool, workers: Graders | None) -> list[bool | None]:
     found = [
         # Where programs run there is no few-shot rule: the answer is in the transcript.
-        paper_answers(attempt.text, problem.question, ladder, few_shot and attempt.tools is None)
+        paper_answers(
+            attempt.text, problem.question, ladder, few_shot and attempt.tools is None, _last_result(attempt)
+        )
         for problem, attempt in pairs
     ]
     keys = [(problem.id, answers) for (problem, _), answers in zip(pairs, found, strict=True)]
@@ -153,52 +174,72 @@ def _paper_grades(
 # ---- votes
 
 
+def _alike(texts: Mapping[str, str], numbers: Mapping[str, Number | None], tolerance: Fraction) -> dict[str, str]:
+    """For each answer the first one that is plainly the same: the same number, or the same text.
+
+    Which ones are together does not depend on their order. Numbers join from the smallest on, while they are within
+    the tolerance of the one that began. A percent sign of an answer is a unit, as in `same_number`: 40 % votes with 40
+    and never with 0.4, whether the gold answer is 40, 0.4 or 40 %, and so with none that is graded otherwise.
+
+    Example, for 40%, 0.4 and 40.0:
+        _alike(texts, numbers, tolerance) == {"40%": "40%", "0.4": "0.4", "40.0": "40%"}
+    """
+    began: dict[Fraction, Fraction] = {}
+    smallest: Fraction | None = None
+    for value in sorted({number.value for number in numbers.values() if number is not None}):
+        if smallest is None or value - smallest >= tolerance:
+            smallest = value
+        began[value] = smallest
+    first: dict[Fraction | str, str] = {}
+    found: dict[str, str] = {}
+    for answer, number in numbers.items():
+        found[answer] = first.setdefault(texts[answer] if number is None else began[number.value], answer)
+    return found
+
+
 @dataclass
 class _Ballot:
     """The different answers to one problem, and the group that each has joined."""
 
     ladder: Ladder
-    waiting: list[str]  # in order of first appearance
+    answers: Sequence[str]  # in order of first appearance
     timeouts: Counter[str]
-    group: dict[str, int] = field(default_factory=dict)
     founder: str = ""  # the first answer of the newest group
     groups: int = 0
-    _numbers: dict[str, Number | None] = field(default_factory=dict)
-    _texts: dict[str, str] = field(default_factory=dict)
+    waiting: list[str] = field(init=False)  # those without a group, one of each kind
+    _kind: dict[str, str] = field(init=False)
+    _numbers: dict[str, Number | None] = field(init=False)
+    _texts: dict[str, str] = field(init=False)
+    _group: dict[str, int] = field(default_factory=dict)  # of each kind
 
     def __post_init__(self) -> None:
-        algebra = not self.ladder.literal
-        for answer in self.waiting:
-            self._texts[answer] = normalise(answer, self.ladder)
-            self._numbers[answer] = parse_number(answer, units=self.ladder.units, algebra=algebra)
+        units, algebra = self.ladder.units, not self.ladder.literal
+        self._numbers = {answer: parse_number(answer, units=units, algebra=algebra) for answer in self.answers}
+        self._texts = {answer: normalise(answer, self.ladder) for answer in self.answers}
+        self._kind = _alike(self._texts, self._numbers, Fraction(str(self.ladder.tolerance)))
+        self.waiting = list(dict.fromkeys(self._kind.values()))
 
     def open_group(self) -> list[str]:
-        """The next answer founds a group, and those that are plainly the same join; the ones to compare with it."""
-        self.founder, *others = self.waiting
-        self.group[self.founder] = self.groups
+        """The next answer founds a group; those that only algebra can compare with it."""
+        self.founder, *self.waiting = self.waiting
+        self._group[self.founder] = self.groups
         self.groups += 1
-        same = {other: self._plainly_same(other) for other in others}
-        for other in others:
-            if same[other]:
-                self.join(other)
-        self.waiting = [other for other in others if not same[other]]
-        return [other for other in self.waiting if same[other] is None]
+        return [other for other in self.waiting if self._needs_algebra(other)]
 
     def join(self, answer: str) -> None:
-        self.group[answer] = self.group[self.founder]
+        """The newest group gets one more."""
+        self._group[answer] = self._group[self.founder]
+        self.waiting.remove(answer)
 
-    def _plainly_same(self, other: str) -> bool | None:
-        """None: only algebra can tell."""
-        texts = self._texts[self.founder], self._texts[other]
-        if texts[0] == texts[1]:
-            return True
-        left, right = self._numbers[self.founder], self._numbers[other]
-        if left is not None and right is not None:
-            # A percent sign counts differently on the two sides. Which answer came first must not matter.
-            tolerance = self.ladder.tolerance
-            return same_number(left, right, tolerance) or same_number(right, left, tolerance)
-        slow = any(self.timeouts[answer] >= MOST_TIMEOUTS for answer in (self.founder, other))
-        return False if self.ladder.literal or slow or ":" in "".join(texts) else None
+    def vote(self, answer: str) -> int:
+        return self._group[self._kind[answer]]
+
+    def _needs_algebra(self, other: str) -> bool:
+        pair = (self.founder, other)
+        if self.ladder.literal or all(self._numbers[answer] is not None for answer in pair):
+            return False
+        slow = any(self.timeouts[answer] >= MOST_TIMEOUTS for answer in pair)
+        return not slow and not any(":" in self._texts[answer] for answer in pair)
 
 
 def _votes(
@@ -206,7 +247,7 @@ def _votes(
 ) -> list[int | None]:
     """For each attempt its group of equal answers, numbered in order of first appearance; None without an answer.
 
-    An answer joins the first group whose founder it equals. So all answers can be compared with one founder at a time,
+    A formula joins the first group whose founder it equals. So all answers can be compared with one founder at a time,
     for all problems at once.
     """
     answers: dict[str, list[str]] = {}
@@ -222,7 +263,7 @@ def _votes(
     while unsettled := [ballot for ballot in ballots.values() if ballot.waiting]:
         _settle([(ballot, other) for ballot in unsettled for other in ballot.open_group()], ladder, workers)
     return [
-        None if found.answer is None else ballots[attempt.problem].group[found.answer]
+        None if found.answer is None else ballots[attempt.problem].vote(found.answer)
         for attempt, found in zip(attempts, grades, strict=True)
     ]
 
@@ -235,5 +276,4 @@ def _settle(pairs: Sequence[tuple[_Ballot, str]], ladder: Ladder, workers: Grade
         same, rung = (False, Rung.TIMEOUT) if outcome.lost is not None else outcome.value
         if same:
             ballot.join(other)
-            ballot.waiting.remove(other)
         ballot.timeouts[other] += rung is Rung.TIMEOUT

@@ -62,6 +62,8 @@ class EvaluationFolder:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"{self.path} is a file: name a folder for what the evaluation leaves.")
 
     # ---- writing
 
@@ -83,10 +85,12 @@ class EvaluationFolder:
         number = 1 + max((int(path.stem) for path in self._files(benchmark, decoding)), default=-1)
         write_file(folder / f"{number:05}.parquet", sink.getvalue())
 
-    def restart(self, benchmark: str, decoding: str) -> None:
-        """Forget the attempts of a pass."""
-        for path in self._files(benchmark, decoding):
-            path.unlink()
+    def restart(self) -> None:
+        """Forget all attempts, and what was made of them."""
+        for benchmark, decoding in self.passes():
+            for path in self._files(benchmark, decoding):
+                path.unlink()
+        (self.path / "results.json").unlink(missing_ok=True)
 
     def write_results(self, results: Mapping[str, Any], tables: Mapping[str, str]) -> None:
         """The numbers, and the tables by file name."""
@@ -98,15 +102,24 @@ class EvaluationFolder:
 
     # ---- reading
 
-    def results(self) -> dict[str, Any]:
-        """What results.json says."""
+    def results(self) -> dict[str, Any] | None:
+        """What results.json says; None if there is none yet."""
         path = self.path / "results.json"
         if not path.is_file():
-            raise ConfigError(f"{self.path} has no results.json: it is no folder of a finished evaluation.")
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found.get("format") != FORMAT:
-            raise DataError(f"{path} has format {found.get('format')!r}; this version reads {FORMAT}.")
-        return dict(found)
+            return None
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{path} is no JSON ({error}). Remove it: it is made again from the attempts.") from error
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise DataError(f"{path} is not of format {FORMAT}, which this version reads. Choose another folder.")
+        return found
+
+    def identity(self, benchmark: str, decoding: str) -> dict[str, Any]:
+        """What the attempts of a pass are of: weights, settings, prompts."""
+        for path in self._files(benchmark, decoding):
+            return _identity_of(_read(path, ["problem"]))
+        return {}
 
     def kept(
         self, benchmark: str, decoding: str, problems: Mapping[str, Problem], identity: Mapping[str, Any]
@@ -116,7 +129,7 @@ class EvaluationFolder:
         wanted = {"format": FORMAT, **identity}
         for path in self._files(benchmark, decoding):
             table = _read(path)
-            found = json.loads((table.schema.metadata or {}).get(IDENTITY, b"{}"))
+            found = _identity_of(table)
             other = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
             if other:
                 self._refuse(path, "; ".join(f"{key}: {found.get(key)!r}, now {wanted.get(key)!r}" for key in other))
@@ -165,6 +178,10 @@ def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
         return pq.read_table(path, columns=columns)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read ({error}). Remove it: its problems are asked again.") from error
+
+
+def _identity_of(table: pa.Table) -> dict[str, Any]:
+    return dict(json.loads((table.schema.metadata or {}).get(IDENTITY, b"{}")))
 
 
 def _row(problem: Problem, scored: Scored) -> dict[str, Any]:

@@ -13,15 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from string import ascii_lowercase
-from typing import Any, Literal, get_args
+from typing import Any
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.paper_results import PAPER_BENCHMARKS, PAPER_RESULTS, Cell, TableRow
 from gruppo.evaluation.types import Mode
 
-__all__ = ["Cell", "Intervals", "TableRow", "columns_of", "latex", "markdown", "rows_of"]
+__all__ = ["Cell", "TableRow", "columns_of", "latex", "markdown", "rows_of"]
 
-Intervals = Literal["none", "half", "whole"]  # nothing, `± 2.0`, or `[80.8, 84.9]`
 
 SECTIONS: tuple[tuple[Mode, str], ...] = (
     ("cot", "Chain-of-Thought Reasoning"),
@@ -106,7 +105,7 @@ class _Layout:
     notes: Mapping[str, str]  # the mark of each note
     vote: bool  # whether any number is of a vote
     references: bool
-    intervals: Intervals
+    intervals: bool
 
     def title(self, column: str) -> str:
         return self.titles.get(column) or TITLES.get(column, column)
@@ -116,7 +115,7 @@ class _Layout:
         return [(name, list(run)) for name, run in groupby(self.columns, lambda column: LANGUAGES.get(column, ""))]
 
     def caption(self) -> str:
-        return "Top-1 accuracy in percent" + ("" if self.intervals == "none" else ", with 95 % intervals") + "."
+        return "Top-1 accuracy in percent" + (", with 95 % intervals" if self.intervals else "") + "."
 
     def footnotes(self) -> list[tuple[str, str]]:
         """(mark, text), in the order of the marks; a remark on all of the table has no mark."""
@@ -124,12 +123,12 @@ class _Layout:
         notes = [(mark, _sentence(note)) for note, mark in self.notes.items()]
         return [*vote, *notes, *([("", REFERENCES)] if self.references else [])]
 
-    def spread(self, cell: Cell, plus_minus: str) -> str:
+    def spread(self, cell: Cell) -> str:
         """What follows a value: its interval, if wanted."""
-        if cell.interval is None or self.intervals == "none":
+        if cell.interval is None or not self.intervals:
             return ""
-        low, high = cell.interval
-        return f" {plus_minus} {(high - low) / 2:.1f}" if self.intervals == "half" else f" [{low:.1f}, {high:.1f}]"
+        low, high = cell.interval  # of Wilson, whose middle is not the value
+        return f" [{low:.1f}, {high:.1f}]"
 
 
 def _layout(
@@ -137,13 +136,11 @@ def _layout(
     references: bool,
     benchmarks: Sequence[str],
     titles: Mapping[str, str] | None,
-    intervals: Intervals,
+    intervals: bool,
 ) -> _Layout:
     columns = tuple(benchmarks)
     if not columns or len(set(columns)) < len(columns):
         raise ConfigError(f"benchmarks={benchmarks!r} must name at least one benchmark, and each only once.")
-    if intervals not in get_args(Intervals):
-        raise ConfigError(f"intervals={intervals!r} must be one of {', '.join(get_args(Intervals))}.")
     if not rows and not references:
         raise ConfigError("A table needs rows, or references=True for those of the paper.")
     modes = {row.mode for row in rows} or {mode for mode, _ in SECTIONS}
@@ -203,14 +200,14 @@ def markdown(
     references: bool = True,
     benchmarks: Sequence[str] = PAPER_BENCHMARKS,
     titles: Mapping[str, str] | None = None,
-    intervals: Intervals = "none",
+    intervals: bool = False,
 ) -> str:
     """Your rows as a Markdown table, below those of the paper where they have the same mode.
 
     Without rows it is the paper's table. `titles` names columns of benchmarks of your own.
 
     Example:
-        print(markdown(rows_of(results), benchmarks=("gsm8k", "math500"), intervals="half"))
+        print(markdown(rows_of(results), benchmarks=("gsm8k", "math500"), intervals=True))
     """
     layout = _layout(rows, references, benchmarks, titles, intervals)
     width = 2 + len(layout.columns)
@@ -250,7 +247,7 @@ def _markdown_cell(cell: Cell | None, layout: _Layout, *, bold: bool) -> str:
     value = f"{cell.value:.1f}" + ("\\*" if cell.majority else "")
     value = f"**{value}**" if bold and not cell.note else value
     mark = f" <sup>{layout.notes[cell.note]}</sup>" if cell.note else ""
-    return value + layout.spread(cell, "±") + mark
+    return value + layout.spread(cell) + mark
 
 
 def _plain(text: str) -> str:
@@ -267,7 +264,7 @@ def latex(
     references: bool = True,
     benchmarks: Sequence[str] = PAPER_BENCHMARKS,
     titles: Mapping[str, str] | None = None,
-    intervals: Intervals = "none",
+    intervals: bool = False,
 ) -> str:
     """The same table for LaTeX: a `table` that needs the package booktabs and nothing else.
 
@@ -336,7 +333,7 @@ def _latex_cell(cell: Cell | None, layout: _Layout, *, bold: bool) -> str:
     value = f"{cell.value:.1f}"
     value = f"\\textbf{{{value}}}" if bold and not cell.note else value
     marks = ("*" if cell.majority else "") + (layout.notes[cell.note] if cell.note else "")
-    return value + layout.spread(cell, "$\\pm$") + (f"$^{{{marks}}}$" if marks else "")
+    return value + layout.spread(cell) + (f"$^{{{marks}}}$" if marks else "")
 
 
 _ESCAPES = {

@@ -16,7 +16,6 @@ the keys and values that it kept.
     anything else      finished                                      the same
 """
 
-import os
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +23,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from gruppo.errors import ConfigError
+from gruppo.evaluation.graders import cores
 from gruppo.evaluation.programs import (
     NO_PROGRAM,
+    OUTPUT_STOP,
     ProgramResult,
     make_sandbox,
+    output_block,
     program,
     python_blocks,
     run_program,
@@ -37,9 +39,9 @@ from gruppo.rollout.base import RolloutBackend, stop_strings
 from gruppo.sandbox import Sandbox
 from gruppo.types import Completion, SampleRequest, StopReason
 
-__all__ = ["Segment", "TirSettings", "Transcript", "run_rounds"]
+__all__ = ["OUTPUT_STOP", "Segment", "TirSettings", "Transcript", "run_rounds"]
 
-CLOSING = "\n```\n"
+MOST = 32  # programs that run at one time, unless told
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,6 @@ class TirSettings:
 
     rounds: int = 4  # times that the model speaks, at most
     max_total_tokens: int = 2048  # written by the model, in all rounds together
-    output_stop: str = "```output"  # what a model writes where it expects an output
     allow_unconfined: Collection[str] = ()  # protections that `open_sandbox` does without; see `Sandbox`
     workers: int | None = None  # programs that run at one time; None: two for each processor, at most 32
 
@@ -61,9 +62,11 @@ class TirSettings:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"TirSettings({name}={value!r}): give a whole number of at least 1.")
-        fence, kind = self.output_stop[:3], self.output_stop[3:]
-        if fence != "```" or not kind or "`" in kind or kind != kind.strip() or "\n" in kind:
-            raise ConfigError(f"TirSettings(output_stop={self.output_stop!r}): give a fence such as '```output'.")
+
+    @property
+    def output_stop(self) -> str:
+        """The stop string that ends a round."""
+        return OUTPUT_STOP
 
     def open_sandbox(self) -> Sandbox:
         """The place for the programs; raises `SandboxError` where the machine cannot confine them."""
@@ -118,22 +121,22 @@ def run_rounds(
 ) -> list[Transcript]:
     """`samples` transcripts for each prompt, flat and in order.
 
-    `backend.config.stop_strings` must hold `settings.output_stop`; other strings there end a transcript.
+    `backend.config.stop_strings` must hold OUTPUT_STOP; other strings there end a transcript.
     `max_new_tokens` is the limit of one round. Sample i of a prompt draws from its noise key and i, as in
     `SampleRequest`. Rows of a round wait for each other, and its programs run side by side. The whole is one block of
     `backend.turns()`, so it cannot stand in another one.
 
     Example:
-        config.stop_strings = [settings.output_stop]
+        config.stop_strings = [OUTPUT_STOP]
         run_rounds(backend, tokenizer, [ids], samples=1, noise_keys=[0], max_new_tokens=1024, settings=settings,
                    sandbox=settings.open_sandbox())[0].text
         -> "```python\\nprint(6 * 7)\\n```\\n```output\\n42\\n```\\nSo \\\\boxed{42}."
     """
-    _check(backend, prompts, samples, noise_keys, max_new_tokens, settings)
+    _check(backend, prompts, samples, noise_keys, max_new_tokens)
     rows = [
         _Row(prompt, key, sample) for prompt, key in zip(prompts, noise_keys, strict=True) for sample in range(samples)
     ]
-    loop = _Loop(settings, _Codec(tokenizer, settings.output_stop), tuple(stop_strings(backend.config)))
+    loop = _Loop(settings, _Codec(tokenizer, OUTPUT_STOP), tuple(stop_strings(backend.config)))
 
     def run(code: str | None) -> ProgramResult:
         return NO_PROGRAM if code is None else run_program(sandbox, code)
@@ -158,23 +161,20 @@ def _check(
     samples: int,
     noise_keys: Sequence[int],
     max_new_tokens: int,
-    settings: TirSettings,
 ) -> None:
     if samples < 1 or max_new_tokens < 1:
         raise ConfigError(f"samples={samples}, max_new_tokens={max_new_tokens}: both must be at least 1.")
     if len(prompts) != len(noise_keys):
         raise ConfigError(f"There are {len(prompts)} prompts but {len(noise_keys)} noise_keys; give one for each.")
-    wanted = settings.output_stop
-    if wanted not in stop_strings(backend.config):
+    if OUTPUT_STOP not in stop_strings(backend.config):
         raise ConfigError(
-            f"The backend does not stop at {wanted!r}, so that the model would invent the output of its programs. "
+            f"The backend does not stop at {OUTPUT_STOP!r}, so that the model would invent what its programs print. "
             f"Add it to the stop_strings of the backend's config, which are {stop_strings(backend.config)!r}."
         )
 
 
 def _workers() -> int:
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(32, 2 * processors)
+    return min(2 * cores(), MOST)
 
 
 # ---- a row and its rounds
@@ -193,7 +193,7 @@ class _Row:
     segments: list[Segment] = field(default_factory=list)
     tokens: int = 0
     rounds: int = 0
-    results: list[ProgramResult] = field(default_factory=list)
+    results: list[ProgramResult] = field(default_factory=list)  # of programs that were run
     stop: StopReason | None = None  # None: goes on
     waits: bool = False  # for the result of `code`
     code: str | None = None  # None: there is nothing to run
@@ -246,7 +246,7 @@ class _Loop:
         text = self.codec.decode(row.ids[row.begin :])
         found = min(((text.find(stop), stop) for stop in self.stops if stop in text), default=None)
         spent = row.tokens >= self.settings.max_total_tokens
-        if found is not None and found[1] == self.settings.output_stop:
+        if found is not None and found[1] == OUTPUT_STOP:
             self._wait(row, text[: found[0]])
             row.stop = StopReason.LENGTH if spent else StopReason.STOP_STRING if last else None
         elif found is not None:
@@ -262,11 +262,12 @@ class _Loop:
 
     def answer(self, row: _Row, result: ProgramResult) -> None:
         """Put a result behind the stretch that asked for it; the next one begins after that."""
-        row.results.append(result)
+        if row.code is not None:
+            row.results.append(result)
         row.waits = False
         said = row.segments[-1].text
         newline = "" if said.endswith("\n") or not said else "\n"
-        output = f"{newline}{self.settings.output_stop}\n{result.text}{CLOSING}"
+        output = newline + output_block(result.text)
         row.segments.append(Segment("output", output))
         if row.stop is None:
             row.ids[row.begin :] = self.codec.continued(row.ids[row.begin :], said, output)

@@ -134,7 +134,7 @@ class Decoding:
             raise ConfigError(f"{self}: samples and max_new_tokens must be at least 1.")
         if self.temperature < 0 or not 0 < self.top_p <= 1:
             raise ConfigError(f"{self}: temperature must be at least 0, and top_p above 0 and at most 1.")
-        if self.greedy and self.samples > 1:
+        if self.greedy and (self.samples > 1 or self.top_p < 1):
             raise ConfigError(f"{self}: greedy samples are all the same; set a temperature above 0.")
 
     @property
@@ -155,7 +155,7 @@ class ToolUse:
     """What the programs of one attempt did."""
 
     rounds: int = 0  # times that the model spoke
-    executions: int = 0
+    executions: int = 0  # programs that were run; an output asked for without a program is none
     errors: int = 0  # executions that failed in any way, timeouts among them
     timeouts: int = 0
     output: str | None = None  # stdout of the last execution, whole; None: none, or it failed

@@ -1,7 +1,7 @@
 """Find the answer in a completion: the first rule that fires, and which one it was.
 
 1. the last complete `\\boxed{…}`            4. the last "the answer is …", "答案是…"
-2. "final answer is $…$"                     5. the last program output, where the ladder allows it
+2. "final answer is $…$"                     5. what the last program printed, if one ran
 3. the last "#### 18"                        6. the last number
 
 Every rule takes time linear in the length of the text.
@@ -39,29 +39,30 @@ CLAUSE = re.compile(r",(?![0-9]{3})|(?<!\\)\(")
 ANOTHER = re.compile(r"^\s*(?:and\b|和)|\bor\b|或", re.IGNORECASE)
 PHRASE = re.compile(r" (?:after|for|from|in|within) (?=[0-9$])")  # "7 eggs are left after 3 days"
 HEADLINE = re.compile(r"\s{0,20}[0-9.]{1,10} [A-Z][a-z]")
-OUTPUT = "```output"
-OUTPUT_BLOCK = re.compile(r"```output([^`]*)```")
-NO_OUTPUT = "(no output)"
-FAILURE = re.compile(r"error|traceback|exception|timed? ?out", re.IGNORECASE)
+LABEL = re.compile(r"[^\W\d][^:=]{0,60}: (?=\S)")  # "Percent error: 4"
 
 
-def extract(completion: str, ladder: Ladder) -> Answer | None:
+def extract(completion: str, ladder: Ladder, output: str | None = None) -> Answer | None:
     """The answer of a completion, or None.
+
+    `output` is what the model's last program printed, if it ran without an error. It is given apart, and never looked
+    for in the completion: there, a model can write whatever it likes.
 
     Example:
         extract(r"so \\boxed{3}, no: \\boxed{18}", LADDERS["gsm8k"]) == Answer("18", Rule.BOX)
+        extract("See above, in 2 steps.", LADDERS["gsm8k"], output="17\\n18\\n") == Answer("18", Rule.OUTPUT)
     """
     text = plain_text(completion[-LONGEST:])[-LONGEST:]
-    rules: list[tuple[Rule, Callable[[str, Ladder], str | None]]] = [
-        (Rule.BOX, lambda text, ladder: last_box(text)),
-        (Rule.MINERVA, _minerva),
-        (Rule.HASHES, _hashes),
-        (Rule.SENTENCE, _sentence),
-        (Rule.OUTPUT, _program_output),
-        (Rule.LAST_NUMBER, _last_number),
+    rules: list[tuple[Rule, Callable[[], str | None]]] = [
+        (Rule.BOX, lambda: last_box(text)),
+        (Rule.MINERVA, lambda: _minerva(text)),
+        (Rule.HASHES, lambda: _hashes(text, ladder)),
+        (Rule.SENTENCE, lambda: _sentence(text, ladder)),
+        (Rule.OUTPUT, lambda: None if output is None else _printed(output, ladder)),
+        (Rule.LAST_NUMBER, lambda: _last_number(text)),
     ]
     for rule, find in rules:
-        found = find(text, ladder)
+        found = find()
         if found is not None:
             return Answer(found, rule)
     return None
@@ -86,7 +87,7 @@ def extract_gold(reference: str, ladder: Ladder) -> str | None:
 
 
 def _marked(text: str, ladder: Ladder) -> str | None:
-    return last_box(text) or _minerva(text, ladder) or _hashes(text, ladder)
+    return last_box(text) or _minerva(text) or _hashes(text, ladder)
 
 
 def is_grade_school(reference: str) -> bool:
@@ -168,7 +169,7 @@ def boxes_of_the_last_line(completion: str) -> str | None:
     return ", ".join(reversed(found)) or None
 
 
-def _minerva(text: str, ladder: Ladder) -> str | None:
+def _minerva(text: str) -> str | None:
     found = MINERVA.findall(text)
     return found[-1].strip() if found else None
 
@@ -233,23 +234,20 @@ def _math_in(span: str) -> str:
     return found[-1] if found else span
 
 
-def _program_output(text: str, ladder: Ladder) -> str | None:
-    start = text.rfind(OUTPUT)
-    if not ladder.tool_output or start < 0:
+def _printed(output: str, ladder: Ladder) -> str | None:
+    """The answer in the last line that a program printed: what it announces, or the line without its label."""
+    lines = [line for line in plain_text(output[-LONGEST:])[-LONGEST:].splitlines() if line.strip()]
+    if not lines:
         return None
-    block = text[start + len(OUTPUT) :].partition("```")[0]
-    lines = [line for line in block.splitlines() if line.strip()]
-    return lines[-1].strip() if lines and not _says_nothing(block) else None
+    line = lines[-1].strip()
+    announced = _marked(line, ladder) or _sentence(line, ladder)
+    if announced is not None:
+        return announced
+    label = LABEL.match(line)
+    return _math_in(line[label.end() :] if label else line)
 
 
-def _says_nothing(block: str) -> bool:
-    """Whether an output is an error message, or the remark that there was none."""
-    return block.strip() == NO_OUTPUT or FAILURE.search(block) is not None
-
-
-def _last_number(text: str, ladder: Ladder) -> str | None:
-    if ladder.tool_output:  # "line 3" of a traceback is no answer
-        text = OUTPUT_BLOCK.sub(lambda found: "" if _says_nothing(found[1]) else found[0], text)
+def _last_number(text: str) -> str | None:
     found = deque(numbers_in(_without_math_signs(text)), maxlen=1)
     return found[0] if found else None
 

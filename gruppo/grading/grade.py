@@ -18,7 +18,7 @@ from gruppo.grading.symbolic import compare_formulas
 from gruppo.grading.text import plain_text, tidy
 from gruppo.grading.types import Answer, AnswersMode, Grade, Ladder, Rule, Rung, find_ladder
 
-__all__ = ["compare", "grade", "normalise"]
+__all__ = ["compare", "find_answer", "grade", "grade_answer", "normalise"]
 
 LONGEST = 2000  # characters of an answer that are compared as text
 
@@ -81,16 +81,42 @@ def grade(
     gold: str | Sequence[str],
     ladder: str | Ladder = "math",
     answers_mode: AnswersMode = "last",
+    output: str | None = None,
 ) -> Grade:
     """Grade a completion against a reference answer or worked solution.
 
     `answers_mode` says what several golds mean: "all" wants every one of them (boxes of the last line that has any),
-    "any" one of them; "last" and "same" take one gold.
+    "any" one of them; "last" and "same" take one gold. `output` is what the model's last program printed; see
+    `extract`.
 
     Example:
         grade("16 - 3 - 4 = 9, so \\\\boxed{18 eggs}", "#### 18", "gsm8k").correct is True
     """
     ladder = find_ladder(ladder)
+    return grade_answer(find_answer(completion, ladder, answers_mode, output), gold, ladder, answers_mode)
+
+
+def find_answer(
+    completion: str, ladder: Ladder, answers_mode: AnswersMode = "last", output: str | None = None
+) -> Answer | None:
+    """The first step of `grade`: the answer of a completion, or None.
+
+    Example:
+        find_answer(r"\\boxed{2} and \\boxed{5}", LADDERS["math"], "all") == Answer("2, 5", Rule.BOX)
+    """
+    if answers_mode == "all" and (joined := boxes_of_the_last_line(completion)) is not None:
+        return Answer(joined, Rule.BOX)
+    return extract(completion, ladder, output)
+
+
+def grade_answer(
+    answer: Answer | None, gold: str | Sequence[str], ladder: Ladder, answers_mode: AnswersMode = "last"
+) -> Grade:
+    """The second step of `grade`: compare the answer that was found with the reference.
+
+    Example:
+        grade_answer(Answer("18 eggs", Rule.BOX), "#### 18", LADDERS["gsm8k"]).correct is True
+    """
     if answers_mode not in get_args(AnswersMode):
         raise ConfigError(f"answers_mode={answers_mode!r} must be one of {', '.join(get_args(AnswersMode))}.")
     golds = [gold] if isinstance(gold, str) else list(gold)
@@ -101,7 +127,6 @@ def grade(
         return Grade(None, Rung.NO_GOLD)
     if answers_mode == "all":
         found_golds = [", ".join(found_golds)]
-    answer = _answer(completion, ladder, answers_mode)
     if answer is None:
         return Grade(False, Rung.NO_ANSWER, gold=found_golds[0])
     grades = []
@@ -111,9 +136,3 @@ def grade(
         if correct:
             break
     return next((g for g in grades if g.correct), grades[0])
-
-
-def _answer(completion: str, ladder: Ladder, answers_mode: AnswersMode) -> Answer | None:
-    if answers_mode == "all" and (joined := boxes_of_the_last_line(completion)) is not None:
-        return Answer(joined, Rule.BOX)
-    return extract(completion, ladder)

@@ -23,7 +23,7 @@ class Rule(StrEnum):
     MINERVA = "minerva"  # "final answer is $…$"
     HASHES = "hashes"  # "#### 18"
     SENTENCE = "sentence"  # "the answer is …", "答案是…"
-    OUTPUT = "output"  # the last program output
+    OUTPUT = "output"  # what the last program printed
     LAST_NUMBER = "last_number"  # the last number of the text
 
 
@@ -85,7 +85,6 @@ class Ladder:
     units: bool = True  # a unit after a number is dropped
     tolerance: float = 1e-3  # numbers that differ by less are equal
     seconds: float = 5.0  # of one symbolic comparison
-    tool_output: bool = False  # a program's output may hold the answer
 
     def __post_init__(self) -> None:
         unknown = set(self.languages) - {"en", "zh"}

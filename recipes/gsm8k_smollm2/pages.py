@@ -1,4 +1,4 @@
-"""What docs/experiments.md shows of the result files: two figures and two tables."""
+"""What docs/experiments.md shows of the result files: figures and three tables."""
 
 import json
 import re
@@ -19,8 +19,10 @@ TITLES = {
     "dr_grpo": "Dr. GRPO",
     "trl": "GRPO with TRL 1.16 + vLLM 0.24",
 }
+# Others are parts of a sweep, with names that say what was changed; they have a figure of their own.
 COLOURS = {"grpo": "#0072B2", "rloo": "#009E73", "dapo": "#D55E00", "dr_grpo": "#CC79A7", "trl": "#555555"}
 RACE = {"grpo": "GRPO with gruppo", "trl": TITLES["trl"]}  # in the figure over seconds
+GAINS = ("top-1", "avg", "maj", "pass")  # the order of their columns
 ENDS = 5  # updates at the beginning and at the end of a run whose mean is shown
 SMOOTH = 9  # updates whose mean is the bold line
 NONE = "–"
@@ -38,6 +40,13 @@ def experiments(results: Results) -> list[str]:
     """Those that there are results of, in their order; one that has no title here comes last, under its own name."""
     known = [name for name in TITLES if name in results]
     return known + [name for name in results if name not in (*TITLES, "start")]
+
+
+def sweep(results: Results) -> list[str]:
+    """What is drawn in the figure of the sweep: experiments with changed settings, and those that they change."""
+    changed = [name for name in experiments(results) if name not in TITLES]
+    plain = [name for name in TITLES if name in results and any(each.startswith(f"{name}_") for each in changed)]
+    return [*plain, *changed] if changed else []
 
 
 def title(name: str) -> str:
@@ -73,18 +82,14 @@ def _accuracies(evaluations: Sequence[Mapping[str, Any] | None]) -> list[str]:
     return [span([evaluation.get(key) for evaluation in found], percent) for key in ("greedy", "avg", "maj", "pass")]
 
 
-def _chosen(gain: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The gain in the mean over samples, else in greedy answers."""
-    return (gain or {}).get("sampled") or (gain or {}).get("greedy")
-
-
-def _gain(result: Mapping[str, Any]) -> str:
-    """The gain of all seeds with its interval; of seeds that began with different models, each one's."""
-    together = _chosen(result.get("gain"))
+def _gain(result: Mapping[str, Any], metric: str) -> str:
+    """The gain of all seeds with its interval, bold if significant; where starts differ, the span over seeds."""
+    together = result.get("gain", {}).get(metric)
     if together:
         low, high = together["interval"]
-        return f"{together['difference']:+.1f} ({low:+.1f} to {high:+.1f})"
-    apart = [_chosen(run["gain"]) for run in result["runs"]]
+        shown = f"{together['difference']:+.1f}"
+        return f"{f'**{shown}**' if together['significant'] else shown} ({low:+.1f} to {high:+.1f})"
+    apart = [run["gain"].get(metric) for run in result["runs"]]
     return span([gain["difference"] for gain in apart if gain], "{:+.1f}".format)
 
 
@@ -93,20 +98,32 @@ def accuracy_table(results: Results) -> str:
     start = results["start"]
     evaluations = [start["base"], *(run["evaluation"] for run in start["runs"])]
     k = next((each["samples"] for each in evaluations if each and "samples" in each), "k")
-    head = ("", "seeds", "updates", "top-1", f"avg@{k}", f"maj@{k}", f"pass@{k}", f"gain in avg@{k}")
+    head = ("", "seeds", "updates", "top-1", f"avg@{k}", f"maj@{k}", f"pass@{k}")
     lines = [_row(*head), "|---" * len(head) + "|"]
     link = f"([file](../benchmarks/results/{PREFIX}start.json))"
-    lines.append(_row("SmolLM2-135M-Instruct", NONE, NONE, *_accuracies([start["base"]]), NONE))
+    lines.append(_row("SmolLM2-135M-Instruct", NONE, NONE, *_accuracies([start["base"]])))
     warmups = start["runs"]
     updates = span([run["updates"] for run in warmups], "{:.0f}".format)
     scores = _accuracies([run["evaluation"] for run in warmups])
-    lines.append(_row(f"after the warm-up {link}", str(len(warmups)), updates, *scores, NONE))
+    lines.append(_row(f"after the warm-up {link}", str(len(warmups)), updates, *scores))
     for name in experiments(results):
         runs = results[name]["runs"]
         link = f"([file](../benchmarks/results/{PREFIX}{name}.json))"
         updates = span([run["updates"] for run in runs], "{:.0f}".format)
         scores = _accuracies([run["evaluation"] for run in runs])
-        lines.append(_row(f"{title(name)} {link}", str(len(runs)), updates, *scores, _gain(results[name])))
+        lines.append(_row(f"{title(name)} {link}", str(len(runs)), updates, *scores))
+    return "\n".join(lines)
+
+
+def gain_table(results: Results) -> str:
+    """How many points each experiment gained over its start, by metric, as a Markdown table."""
+    names = experiments(results)
+    found = {metric: None for name in names for run in results[name]["runs"] for metric in run["gain"]}
+    metrics = sorted(found, key=lambda metric: GAINS.index(metric.partition("@")[0]))
+    lines = [_row("points gained (bold: significant at 95 %)", "seeds", *metrics), "|---" * (len(metrics) + 2) + "|"]
+    for name in names:
+        gains = [_gain(results[name], metric) for metric in metrics]
+        lines.append(_row(title(name), str(len(results[name]["runs"])), *gains))
     return "\n".join(lines)
 
 
@@ -134,10 +151,12 @@ def block(results: Results) -> str:
     """What stands between the marks of the page."""
     if "start" not in results or not experiments(results):
         raise DataError(f"{PREFIX}start.json and a file of an experiment are needed; run report.py on some archives.")
-    parts = [accuracy_table(results)]
+    parts = [accuracy_table(results), gain_table(results)]
     if set(RACE) <= set(results):
         parts.append(f"![accuracy of samples against seconds](figures/{PREFIX}time.svg)")
     parts += [speed_table(results), f"![accuracy of samples against updates](figures/{PREFIX}steps.svg)"]
+    if sweep(results):
+        parts.append(f"![the same with other settings](figures/{PREFIX}sweep.svg)")
     return "\n\n".join(parts)
 
 
@@ -176,8 +195,8 @@ def draw(results: Results, names: Mapping[str, str], axis: str, label: str, path
     # Text stays text and nothing is random: small files that change only with the numbers.
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": PREFIX, "font.size": 9, "path.simplify": True}):
         figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
-        for name, called in names.items():
-            colour = COLOURS.get(name, "black")
+        for place, (name, called) in enumerate(names.items()):
+            colour = COLOURS.get(name, f"C{place}")
             for number, run in enumerate(results[name]["runs"]):
                 where = run["steps"][axis]
                 accuracies = [100 * value for value in run["steps"]["accuracy"]]
@@ -200,8 +219,11 @@ def write(results: Results, docs: Path) -> list[Path]:
     text = page.read_text(encoding="utf-8") if page.exists() else "# Experiments\n\n" + "\n".join(MARKS) + "\n"
     filled = fill(text, results)
     made = [figures / f"{PREFIX}steps.svg", page]
-    ours = [name for name in experiments(results) if results[name]["library"] == "gruppo"]
+    ours = [name for name in experiments(results) if results[name]["library"] == "gruppo" and name in TITLES]
     draw(results, {name: title(name) for name in ours or experiments(results)}, "step", "update", made[0])
+    if names := sweep(results):
+        made.insert(0, figures / f"{PREFIX}sweep.svg")
+        draw(results, {name: title(name) for name in names}, "step", "update", made[0])
     if set(RACE) <= set(results):
         made.insert(0, figures / f"{PREFIX}time.svg")
         draw(results, RACE, "seconds", "seconds of training", made[0])

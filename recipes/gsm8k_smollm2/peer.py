@@ -7,18 +7,10 @@ Needs TRL 1.16 and vLLM 0.24, which gruppo itself does not. The output folder ge
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from benchmarks.rollout_vllm import ENVIRONMENT
-from gruppo import TrlParser
 from recipes.gsm8k_smollm2.record import origin
-from recipes.gsm8k_smollm2.train import RecipeArguments, run
-
-
-def parse(argv: Sequence[str] | None, config_class: Any) -> tuple[RecipeArguments, Any]:
-    """The arguments of the recipe, and TRL's config."""
-    recipe, args = TrlParser((RecipeArguments, config_class)).parse_args_and_config(argv)
-    return recipe, args
+from recipes.gsm8k_smollm2.train import parse_for, run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ.setdefault(name, value)  # before TRL imports vLLM
     from trl import GRPOConfig, GRPOTrainer
 
-    recipe, args = parse(argv, GRPOConfig)
+    recipe, args = parse_for(GRPOConfig, argv)
     packages = ("trl", "vllm") if args.use_vllm else ("trl",)
     run(recipe, args, GRPOTrainer, {"library": "trl", **origin("peer", *packages)})
 

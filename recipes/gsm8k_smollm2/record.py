@@ -1,9 +1,11 @@
 """What a run of this recipe leaves behind: record.json, in one format for gruppo and for its peer.
 
     {"library": "gruppo", "experiment": "grpo", "seed": 0, "config": {…}, "commit": …, "device": …, "versions": …,
-     "construct_seconds": 6.1, "train_seconds": 420.3, "steps": [{"step": 1, "seconds": 4.9, "accuracy": 0.06, …}, …]}
+     "start_weights": "4be1…", "construct_seconds": 6.1, "train_seconds": 420.3,
+     "steps": [{"step": 1, "seconds": 4.9, "accuracy": 0.06, …}, …]}
 
 Seconds count from the beginning of training, and `accuracy` is that of all completions that a step sampled.
+`start_weights` is the fingerprint of the weights before the first step: the `weights` of the warm-up they came from.
 """
 
 import json
@@ -15,7 +17,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from benchmarks.common import provenance
-from recipes.gsm8k_smollm2.task import ACCURACY
+from gruppo.evaluation.models import weights_fingerprint
+from recipes.gsm8k_smollm2.task import ACCURACY, SAMPLED_ACCURACY
 
 NAME = "record.json"
 # What is kept of a step beside its accuracy, by the names of the logs.
@@ -51,19 +54,12 @@ def origin(script: str, *packages: str) -> dict[str, Any]:
 def sampled_accuracy(logs: Mapping[str, Any]) -> float:
     """The share of right answers among all completions of a step.
 
-    With dynamic sampling the logged rewards are those of the prompts that were kept. Those that were replaced have
-    groups of equal rewards: all right, or all wrong and none of them long enough to be punished.
+    The reward logs it. A trainer that does not pass that on replaces no prompts, so the mean of its rewards will do.
 
-    Example, 64 prompts kept with an accuracy of 0.25, and 64 replaced with 0.05:
-        sampled_accuracy({…}) == 0.15
+    Example, half of what was kept is right, but a quarter of everything:
+        sampled_accuracy({"rewards/math_answer_reward/mean": 0.5, "math_answer/sampled": 0.25}) == 0.25
     """
-    kept = float(logs[ACCURACY])
-    replaced = float(logs.get("dynamic_sampling/prompts_replaced") or 0)
-    if not replaced:
-        return kept
-    prompts = float(logs["dynamic_sampling/prompts_sampled"])
-    of_replaced = max(0.0, float(logs["dynamic_sampling/reward_of_replaced"]))
-    return (kept * (prompts - replaced) + of_replaced * replaced) / prompts
+    return float(logs[ACCURACY] if logs.get(SAMPLED_ACCURACY) is None else logs[SAMPLED_ACCURACY])
 
 
 def step_of(step: int, seconds: float, logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,9 +78,10 @@ class Recorder(TrainerCallback):
         self._constructed = time.perf_counter()
         self._began = self._saved = 0.0
 
-    def built(self) -> None:
-        """The trainer is there: note how long that took."""
+    def built(self, model: Any) -> None:
+        """The trainer is there: note how long that took, and which weights it begins with."""
         self.record["construct_seconds"] = round(time.perf_counter() - self._constructed, 2)
+        self.record["start_weights"] = weights_fingerprint(model)
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()

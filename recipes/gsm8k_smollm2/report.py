@@ -3,9 +3,9 @@
     python -m recipes.gsm8k_smollm2.report RUNS      archives → benchmarks/results/learn_smollm2_*.json → pages
     python -m recipes.gsm8k_smollm2.report           the pages again, from the result files
 
-RUNS holds the archives, in folders of any depth. Runs are compared with the warm-up beside them, so the archives of
-sittings that began with the same warm-up belong into one folder, and those with another one into another. The figures
-go to docs/figures, the tables into docs/experiments.md.
+RUNS holds the archives, in folders of any depth. A run is compared with the warm-up whose weights it began with, in
+whatever folder that is; runs of all sittings that began with the same weights are put together. The figures go to
+docs/figures, the tables into docs/experiments.md.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import Any
 
 from gruppo.errors import DataError
 from gruppo.evaluation.compare import compare
+from gruppo.evaluation.statistics import majority_at_k, pass_at_k
 from recipes.gsm8k_smollm2 import pages
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,8 @@ COLUMNS = ("accuracy", "reward", "length", "clipped", "entropy", "flat", "prompt
 MOST_STEPS = 300
 
 Facts = dict[str, Any]
-Correct = Mapping[str, Mapping[str, Sequence[float]]]  # pass → problem → its attempts
+Attempts = Mapping[str, Sequence[tuple[int, int | None]]]  # of each problem: right or not, and the vote
+Correct = Mapping[str, Attempts]  # by pass
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Run:
         if self.record is None:
             return "base"
         return str(self.record.get("experiment", "warmup"))
+
+    @property
+    def seed(self) -> int:
+        return int((self.record or {}).get("seed", 0))
 
 
 # ---- reading
@@ -91,23 +97,45 @@ def evaluation_of(run: Run) -> Facts | None:
     return {name: rounded(value) for name, value in facts.items()}
 
 
-def gains(starts: Correct | None, ends: Sequence[Correct]) -> Facts:
-    """By pass: how much better the ends are than the start, in percentage points, paired by problem.
+def scores(attempts: Attempts, decoding: str, k: int) -> dict[str, dict[str, list[float]]]:
+    """By metric and problem: top-1 of a greedy pass, or avg@k, maj@k and pass@k of a sampled one.
 
-    Runs of several seeds are put together: the score of a problem is its mean over all of them.
+    Example, one problem, right once of twice:
+        scores({"p": [(1, 0), (0, 1)]}, "sampled", 2)
+        == {"avg@2": {"p": [1, 0]}, "maj@2": {"p": [0.5]}, "pass@2": {"p": [1]}}
     """
-    if starts is None or not ends:
-        return {}
+    right = {problem: [float(correct) for correct, _ in each] for problem, each in attempts.items()}
+    if decoding == "greedy":
+        return {"top-1": right}
+    found = {f"avg@{k}": right}
+    if k > 1:
+        votes = {problem: [vote for _, vote in each] for problem, each in attempts.items()}
+        found[f"maj@{k}"] = {p: [majority_at_k(votes[p], [each == 1 for each in right[p]], k)] for p in right}
+        found[f"pass@{k}"] = {p: [pass_at_k(len(each), int(sum(each)), k)] for p, each in right.items()}
+    return found
+
+
+def gains(start: Correct, ends: Sequence[Correct]) -> Facts:
+    """By metric: how much better the ends are than the start, in percentage points, paired by problem.
+
+    Runs of several seeds are put together: the score of a problem is its mean over all of them. `significant` is at
+    95 %, over problems; how much seeds vary is not in it.
+    """
     result = {}
-    for decoding in starts:
-        pooled: dict[str, list[float]] = {}
-        for end in ends:
-            for problem, attempts in end.get(decoding, {}).items():
-                pooled.setdefault(problem, []).extend(map(float, attempts))
-        if pooled:
-            found = compare({problem: list(map(float, a)) for problem, a in starts[decoding].items()}, pooled)
-            chosen = {"difference": found.difference, "interval": list(found.interval), "p_value": found.p_value}
-            result[decoding] = rounded({**chosen, "problems": found.problems, "runs": len(ends)})
+    for decoding in start:
+        having = [end[decoding] for end in ends if decoding in end]
+        if not having:
+            continue
+        k = min(len(each) for attempts in (start[decoding], *having) for each in attempts.values())
+        before, *after = (scores(attempts, decoding, k) for attempts in (start[decoding], *having))
+        for metric, first in before.items():
+            pooled: dict[str, list[float]] = {}
+            for end in after:
+                for problem, values in end[metric].items():
+                    pooled.setdefault(problem, []).extend(values)
+            found = compare(first, pooled)
+            chosen = {name: getattr(found, name) for name in ("difference", "interval", "p_value", "significant")}
+            result[metric] = rounded({**chosen, "problems": found.problems, "runs": len(having)})
     return result
 
 
@@ -136,12 +164,55 @@ def rounded(value: Any) -> Any:
     return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
+# ---- starts
+
+
+def starts_of(runs: Iterable[Run]) -> dict[str, Run]:
+    """The warm-ups by the weights that they made. Where several made the same, the one with the fullest evaluation."""
+    by_weights: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.experiment == "warmup" and run.record is not None:
+            by_weights.setdefault(run.record["weights"], []).append(run)
+    return {weights: fullest(members) for weights, members in by_weights.items()}
+
+
+def fullest(runs: Sequence[Run]) -> Run:
+    """Of runs with the same weights, the one whose evaluation has most passes; what others have must be the same."""
+    chosen = max(runs, key=lambda run: len(run.correct or ()))
+    for run in runs:
+        for decoding, attempts in (run.correct or {}).items():
+            if chosen.correct is not None and attempts != chosen.correct.get(decoding):
+                raise DataError(
+                    f"{chosen.folder} and {run.folder} have the same weights and different evaluations ({decoding}). "
+                    "Take one of them away, and its archive: all runs that began with them need the same start."
+                )
+    return chosen
+
+
+def start_for(run: Run, starts: Mapping[str, Run]) -> Run:
+    """The warm-up that a run began with."""
+    weights = (run.record or {}).get("start_weights")
+    start = starts.get(weights or "")
+    if start is None:
+        known = ", ".join(f"{each} ({warmup.folder})" for each, warmup in starts.items())
+        raise DataError(
+            f"{run.folder} began with the weights {weights}, and no warm-up here made those; there are {known}. "
+            "Add the archive of the warm-up that it began with, or take the run away."
+        )
+    if start.correct is None and run.correct is not None:
+        raise DataError(
+            f"{start.folder}, which {run.folder} began with, was not evaluated: there is nothing to compare with. "
+            "Add the archive of a sitting that evaluated it."
+        )
+    return start
+
+
 # ---- result files
 
 
-def start_result(runs: Iterable[Run]) -> Facts:
+def start_result(runs: Sequence[Run]) -> Facts:
     """Where every experiment begins: the model as it is, and after each warm-up."""
-    warmups = [run for run in runs if run.experiment == "warmup"]
+    warmups = list(starts_of(runs).values())
     bases = [run for run in runs if run.experiment == "base"]
     records = [run.record for run in warmups if run.record is not None]
     if not records:
@@ -150,7 +221,7 @@ def start_result(runs: Iterable[Run]) -> Facts:
     return {
         **{name: records[0][name] for name in PROVENANCE},
         "experiment": "start",
-        "base": evaluation_of(bases[0]) if bases else None,
+        "base": evaluation_of(fullest(bases)) if bases else None,
         "runs": [
             {
                 **{name: record[name] for name in kept},
@@ -164,32 +235,28 @@ def start_result(runs: Iterable[Run]) -> Facts:
     }
 
 
-def experiment_result(name: str, runs: Sequence[Run]) -> Facts:
+def experiment_result(name: str, runs: Sequence[Run], starts: Mapping[str, Run]) -> Facts:
     """One experiment: its settings, and the runs of all its seeds."""
-    members = sorted((run for run in runs if run.experiment == name), key=lambda run: _seed(run))
-    starts = {run.folder.parent: run.correct for run in runs if run.experiment == "warmup"}
+    members = sorted((run for run in runs if run.experiment == name), key=lambda run: run.seed)
     first = members[0].record
     assert first is not None
-    for run in members[1:]:
+    for earlier, run in pairwise(members):
         if run.record is not None and run.record["config"] != first["config"]:
             raise DataError(f"{run.folder} and {members[0].folder} are both {name}, with different settings.")
+        if run.seed == earlier.seed:
+            raise DataError(
+                f"{run.folder} and {earlier.folder} are both {name} with seed {run.seed}; keep one of them."
+            )
     result = {key: first[key] for key in (*PROVENANCE, "experiment", "library", "config")}
-    result["runs"] = [_member(run, starts.get(run.folder.parent)) for run in members]
-    by_start: dict[Path, list[Correct]] = {}
-    for run in members:
-        if run.correct is not None:
-            by_start.setdefault(run.folder.parent, []).append(run.correct)
-    if len(by_start) == 1:  # seeds with different starts have no common difference
-        ((folder, ends),) = by_start.items()
-        result["gain"] = gains(starts.get(folder), ends)
+    result["runs"] = [_member(run, start_for(run, starts)) for run in members]
+    # Seeds with different starts have no common difference.
+    if len({run["start_weights"] for run in result["runs"]}) == 1:
+        start = start_for(members[0], starts).correct
+        result["gain"] = gains(start or {}, [run.correct for run in members if run.correct is not None])
     return result
 
 
-def _seed(run: Run) -> int:
-    return int((run.record or {}).get("seed", 0))
-
-
-def _member(run: Run, start: Correct | None) -> Facts:
+def _member(run: Run, start: Run) -> Facts:
     record = run.record or {}
     steps = record["steps"]
     ends = [0.0, *(step["seconds"] for step in steps)]
@@ -197,6 +264,7 @@ def _member(run: Run, start: Correct | None) -> Facts:
     laps = [after - before for before, after in pairwise(ends)]
     return {
         "seed": record["seed"],
+        "start_weights": record["start_weights"],
         "updates": len(steps),
         "construct_seconds": record.get("construct_seconds"),
         "train_seconds": record["train_seconds"],
@@ -204,7 +272,7 @@ def _member(run: Run, start: Correct | None) -> Facts:
         "first_accuracy": round(statistics.fmean(accuracies[: pages.ENDS]), 6),
         "last_accuracy": round(statistics.fmean(accuracies[-pages.ENDS :]), 6),
         "evaluation": evaluation_of(run),
-        "gain": gains(start, [run.correct] if run.correct is not None else []),
+        "gain": gains(start.correct or {}, [run.correct] if run.correct is not None else []),
         "steps": thin(steps),
     }
 
@@ -220,7 +288,7 @@ def write_results(runs: Sequence[Run], folder: Path) -> list[Path]:
     trained = [run for run in runs if run.record is not None and run.record.get("steps")]
     results = {"start": start_result(runs)}
     for name in dict.fromkeys(run.experiment for run in trained):
-        results[name] = experiment_result(name, [run for run in runs if run in trained or run.experiment == "warmup"])
+        results[name] = experiment_result(name, trained, starts_of(runs))
     paths = []
     for name, result in results.items():
         paths.append(folder / f"{pages.PREFIX}{name}.json")

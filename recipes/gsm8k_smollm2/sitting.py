@@ -4,6 +4,7 @@
 
 A job is base (evaluates the model as it is), warmup, trl, or the name of a YAML file here, with a seed behind a colon.
 All but the first two begin with the model that warmup left in the folder --work, in this sitting or an earlier one.
+For a sweep they take changes from sweep.yaml: grpo@lr3e-5+g8:0 is an experiment of its own, grpo_lr3e-5_g8.
 OUT gets an archive for each job, without weights, and sitting.json, which says how each one went. Both are brought up
 to date after every step, so that a sitting that is cut short leaves what it has. report.py reads the archives.
 """
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.rollout_vllm import ENVIRONMENT
 from gruppo.errors import ConfigError
 from gruppo.evaluation.store import EvaluationFolder
@@ -28,7 +31,8 @@ from gruppo.evaluation.store import EvaluationFolder
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PACKAGE = "recipes.gsm8k_smollm2"
-RECIPES = sorted(path.stem for path in HERE.glob("*.yaml"))
+RECIPES = ("grpo", "rloo", "dapo", "dr_grpo", "trl")  # each has its YAML file
+CHANGES: dict[str, dict[str, Any]] = yaml.safe_load((HERE / "sweep.yaml").read_text(encoding="utf-8"))
 PACKED = (
     *("record.json", "warmup.json", "metrics.jsonl", "config.yaml", "environment.json", "events.jsonl"),
     *("train.log", "eval.log", "eval/results.json", "eval/results.md", "correct.json"),
@@ -39,13 +43,18 @@ LONGEST_LOG = 2**20  # bytes that are packed, from the end
 
 @dataclass(frozen=True)
 class Job:
-    """One thing to do: `grpo:1` is Job("grpo", 1)."""
+    """One thing to do: `grpo:1` is Job("grpo", 1), and `grpo@lr3e-5` Job("grpo", changes=("lr3e-5",))."""
 
     recipe: str
     seed: int = 0
+    changes: tuple[str, ...] = ()  # keys of sweep.yaml
 
     def __str__(self) -> str:
-        return self.recipe if self.recipe == "base" else f"{self.recipe}-{self.seed}"
+        return self.experiment if self.recipe == "base" else f"{self.experiment}-{self.seed}"
+
+    @property
+    def experiment(self) -> str:
+        return "_".join([self.recipe, *self.changes])
 
     @property
     def learns_from_rewards(self) -> bool:
@@ -56,19 +65,29 @@ def parse_jobs(text: str) -> list[Job]:
     """The jobs of a list.
 
     Example:
-        parse_jobs("base,grpo:1") == [Job("base"), Job("grpo", 1)]
+        parse_jobs("base,grpo:1,grpo@lr3e-5") == [Job("base"), Job("grpo", 1), Job("grpo", 0, ("lr3e-5",))]
     """
-    jobs = []
-    for part in text.split(","):
-        recipe, colon, seed = part.strip().partition(":")
-        if recipe not in ("base", "warmup", *RECIPES):
-            raise ConfigError(f"--jobs {part!r}: choose from base, warmup, {', '.join(RECIPES)}.")
-        if colon and not seed.isdecimal():
-            raise ConfigError(f"--jobs {part!r}: a seed is a whole number, as in {recipe}:1.")
-        jobs.append(Job(recipe, int(seed or 0)))
+    jobs = [_parse_job(part.strip()) for part in text.split(",")]
     if len(set(jobs)) < len(jobs):
         raise ConfigError(f"--jobs {text!r} names a job twice; give it another seed.")
     return jobs
+
+
+def _parse_job(text: str) -> Job:
+    name, colon, seed = text.partition(":")
+    recipe, at, changed = name.partition("@")
+    if recipe not in ("base", "warmup", *RECIPES):
+        raise ConfigError(f"--jobs {text!r}: choose from base, warmup, {', '.join(RECIPES)}.")
+    if colon and not seed.isdecimal():
+        raise ConfigError(f"--jobs {text!r}: a seed is a whole number, as in {recipe}:1.")
+    names = changed.split("+") if at else []
+    if (names and recipe not in RECIPES) or not set(names) <= set(CHANGES):
+        raise ConfigError(f"--jobs {text!r}: changes are for {', '.join(RECIPES)}; choose from {', '.join(CHANGES)}.")
+    settings = [setting for name in names for setting in CHANGES[name]]
+    if len(set(settings)) < len(settings):
+        raise ConfigError(f"--jobs {text!r} changes the same thing twice.")
+    # In the order of the file, so that lr3e-5+g8 and g8+lr3e-5 are one experiment.
+    return Job(recipe, int(seed or 0), tuple(name for name in CHANGES if name in names))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -83,7 +102,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=420, help="and of each training (default: %(default)s)")
     parser.add_argument("--reserve", type=float, default=90, help="kept for its start and its evaluation")
     parser.add_argument("--benchmark", default="gsm8k", help="for `gruppo eval`; gsm8k:100 is a part of it")
-    parser.add_argument("--samples", type=int, default=8, help="of each problem, beside the greedy one")
+    parser.add_argument("--samples", type=int, default=8, help="of each problem, beside the greedy one; 0: none")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="in the evaluation (default: %(default)s)")
     parser.add_argument("--vllm-site", type=Path, help="folder that vLLM is installed in, if not this environment")
     parser.add_argument("--warmup-arguments", type=shlex.split, default=[], help="further ones, in quotes")
@@ -148,7 +167,11 @@ class Sitting:
         paths = ["--model", str(self.start_model), "--data", str(options.data), "--output_dir", str(folder)]
         paths = ["--config", str(HERE / f"{job.recipe}.yaml"), *paths]
         limits = ["--seed", str(job.seed), "--max_seconds", f"{seconds:.0f}"]
-        return [*python, f"{PACKAGE}.{script}", *paths, *limits, *options.train_arguments]
+        settings = {"experiment": job.experiment} if job.changes else {}
+        for name in job.changes:
+            settings |= CHANGES[name]
+        changed = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+        return [*python, f"{PACKAGE}.{script}", *paths, *limits, *changed, *options.train_arguments]
 
     def evaluation(self, model: Path, folder: Path) -> list[str]:
         """The command that evaluates."""
@@ -204,11 +227,19 @@ def is_model(folder: Path) -> bool:
 
 
 def write_correct(folder: Path) -> None:
-    """Which problems were solved: {"greedy": {"gsm8k/test/0": [true], …}, "sampled": {…: [true, false, …]}}."""
+    """Every attempt at every problem, as whether it is right and what it votes for.
+
+    {"greedy": {"gsm8k/test/0": [[1, 0]], …}, "sampled": {"gsm8k/test/0": [[1, 0], [0, 1], [0, null], …], …}}
+    """
     evaluation = EvaluationFolder(folder / "eval")
-    if (folder / "eval/results.json").exists():
-        correct = {decoding: evaluation.scores(benchmark, decoding) for benchmark, decoding in evaluation.passes()}
-        (folder / "correct.json").write_text(json.dumps(correct) + "\n")
+    if not (folder / "eval/results.json").exists():
+        return
+    correct: dict[str, dict[str, list[tuple[int, int | None]]]] = {}
+    for benchmark, decoding in evaluation.passes():
+        problems = correct.setdefault(decoding, {})
+        for row in sorted(evaluation.attempts(benchmark, decoding), key=lambda row: row.attempt.sample):
+            problems.setdefault(row.attempt.problem, []).append((int(row.correct), row.vote))
+    (folder / "correct.json").write_text(json.dumps(correct) + "\n")
 
 
 def pack(folder: Path, archive: Path) -> None:

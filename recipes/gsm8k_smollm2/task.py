@@ -7,7 +7,7 @@ The data folder holds gsm8k/train.jsonl, compressed or not, one problem a line:
 
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from datasets import Dataset
 from gruppo.errors import DataError
 from gruppo.evaluation.prompts import INSTRUCTIONS
 from gruppo.rewards import get_math_answer_reward, get_soft_overlong_punishment
+from gruppo.rewards.marks import in_worker
 
 Row = dict[str, Any]
 
@@ -23,6 +24,7 @@ FILE = "gsm8k/train.jsonl"
 KEYS = ("question", "solution", "answer")
 INSTRUCTION = INSTRUCTIONS["cot", "en"]  # of the evaluation, so that training asks the same
 ACCURACY = "rewards/math_answer_reward/mean"  # what trainers call the mean of the first reward
+SAMPLED_ACCURACY = "math_answer/sampled"  # the same over all completions, those of replaced prompts too
 OVERLONG_WEIGHT = 0.5  # a wrong answer costs 1 and the longest completion half of that, as in the DAPO paper
 
 
@@ -60,12 +62,38 @@ def dataset(rows: list[Row]) -> Dataset:
     return Dataset.from_list([{"prompt": prompt(row), "answer": row["answer"]} for row in rows])
 
 
+_grade = get_math_answer_reward("gsm8k", column="answer")
+
+
+@in_worker
+def math_answer_reward(
+    completions: Sequence[Any],
+    answer: Sequence[str],
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """1 for the right number, 0 for a wrong one or none.
+
+    With dynamic sampling a trainer's own mean is that of the prompts it kept. What a reward logs is averaged over
+    everything it was asked about, so every completion is logged by itself.
+
+    Example:
+        math_answer_reward(["so \\\\boxed{7}", "so \\\\boxed{8}"], answer=["7", "7"]) == [1.0, 0.0]
+    """
+    scores = _grade(completions, log_extra, log_metric, answer=answer)
+    if log_metric is not None:
+        for score in scores:
+            if score is not None:
+                log_metric(SAMPLED_ACCURACY, score)
+    return scores
+
+
 def rewards(overlong_tokens: int, limit: int) -> tuple[list[Callable[..., Any]], list[float]]:
     """The reward functions and their weights: 1 for the right number, and a punishment of length if that is asked for.
 
     The punishment grows over the last `overlong_tokens` of the `limit`; 0 leaves it out.
     """
-    accuracy = get_math_answer_reward("gsm8k", column="answer")
     if not overlong_tokens:
-        return [accuracy], [1.0]
-    return [accuracy, get_soft_overlong_punishment(limit, overlong_tokens)], [1.0, OVERLONG_WEIGHT]
+        return [math_answer_reward], [1.0]
+    return [math_answer_reward, get_soft_overlong_punishment(limit, overlong_tokens)], [1.0, OVERLONG_WEIGHT]

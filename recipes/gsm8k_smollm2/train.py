@@ -2,8 +2,9 @@
 
     python -m recipes.gsm8k_smollm2.train --config recipes/gsm8k_smollm2/grpo.yaml --model runs/warmup --data DATA
 
-Whatever the YAML says can be said on the command line too, and that wins: `--seed 1 --learning_rate 2e-5`. The output
-folder gets the trained model, the run's own record (metrics.jsonl, config.yaml, …) and record.json.
+The file is read over common.yaml. Whatever the two say can be said on the command line too, and that wins:
+`--seed 1 --learning_rate 2e-5`. The output folder gets the trained model, the run's own record (metrics.jsonl,
+config.yaml with all settings, …) and record.json.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers import PrinterCallback, set_seed
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrlParser
@@ -18,6 +20,7 @@ from gruppo.errors import ConfigError
 from recipes.gsm8k_smollm2 import task
 from recipes.gsm8k_smollm2.record import Recorder, config_of, origin
 
+COMMON = Path(__file__).with_name("common.yaml")
 ALGORITHMS: dict[str, tuple[Any, Any]] = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}
 
 
@@ -46,8 +49,15 @@ def parse(argv: Sequence[str] | None = None) -> tuple[RecipeArguments, Any]:
     """The arguments of the recipe, and the config of the trainer that they ask for."""
     # Twice: the first time tells which config has to be read.
     first = TrlParser(RecipeArguments).parse_args_and_config(argv, return_remaining_strings=True)[0]
-    config_class, _ = ALGORITHMS[first.algorithm]
-    recipe, args = TrlParser((RecipeArguments, config_class)).parse_args_and_config(argv)
+    return parse_for(ALGORITHMS[first.algorithm][0], argv)
+
+
+def parse_for(config_class: Any, argv: Sequence[str] | None) -> tuple[RecipeArguments, Any]:
+    """The same with a config that is known: common.yaml, over it the file of `--config`, over that the arguments."""
+    parser = TrlParser((RecipeArguments, config_class))
+    if unknown := parser.set_defaults_with_config(**yaml.safe_load(COMMON.read_text(encoding="utf-8"))):
+        raise ConfigError(f"{COMMON}: {config_class.__name__} has no {' and no '.join(unknown[::2])}.")
+    recipe, args = parser.parse_args_and_config(argv)
     return recipe, args
 
 
@@ -66,7 +76,7 @@ def run(recipe: RecipeArguments, args: Any, trainer_class: Any, facts: dict[str,
         callbacks=[recorder],
     )
     trainer.remove_callback(PrinterCallback)
-    recorder.built()
+    recorder.built(trainer.model)
     trainer.train()
     trainer.save_model(args.output_dir)
 

@@ -9,7 +9,8 @@ import pytest
 
 from gruppo.cli import main
 from gruppo.cli.evaluate import parser
-from gruppo.evaluation.run import Settings
+from gruppo.evaluation.settings import Settings
+from gruppo.evaluation.tir import TirSettings
 from tests.evaluation.demo import save_model, write_problems
 
 SAMPLE = Path(__file__).parents[1] / "evaluation" / "sample"
@@ -33,8 +34,12 @@ def run_eval(place: Path, *more: str) -> int:
 
 def test_there_is_an_option_for_each_setting() -> None:
     actions = {action.dest: action for action in parser()._actions}
-    for field in fields(Settings):
-        assert actions[field.name].default == field.default, field.name
+    assert {field.name for field in fields(Settings)} <= set(actions)
+    for name, default in (("max_new_tokens", 1024), ("rounds", 4), ("max_total_tokens", 2048), ("temperature", 0.7)):
+        assert f"default: {default}" in str(actions[name].help)
+    assert Settings().max_new_tokens == 1024
+    assert Settings(samples=2).passes()[1].temperature == 0.7
+    assert (TirSettings().rounds, TirSettings().max_total_tokens) == (4, 2048)
 
 
 def test_a_model_and_a_comparison(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +56,9 @@ def test_a_model_and_a_comparison(place: Path, capsys: pytest.CaptureFixture[str
     assert main(["eval", "--compare", str(first), str(second)]) == 0
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if line.startswith("demo, ")] == [
-        *("demo, top-1", "demo, avg@2", "demo, pass@2", "demo, maj@2")
+        *("demo, greedy: asked in the same way", "demo, top-1"),
+        "demo, sampled: asked in different ways: temperature 0.7 and 2.0",
+        *("demo, avg@2", "demo, pass@2", "demo, maj@2"),
     ]
     assert "first" in shown
     assert "second" in shown

@@ -6,17 +6,20 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import gruppo
 from gruppo.demo import model_path
 from gruppo.demo.task import problems
+from gruppo.evaluation.run import Results
 from gruppo.evaluation.types import Benchmark
 from gruppo.grading import LADDERS
 
 # The demo's prompts are the question alone, so the template leaves the instruction out.
 TEMPLATE = "{% for message in messages %}Q: {{ message['content'].split('\n')[0] }}\n{% endfor %}"
+COUNT = 24
 DEMO = Benchmark("demo", "Demo", file="demo.jsonl", ladder=LADDERS["gsm8k"], group_by=("level",))
 
 
-def write_problems(folder: Path, count: int = 24) -> Path:
+def write_problems(folder: Path, count: int = COUNT) -> Path:
     """A data folder with problems of the demo; their level is the number of digits of the answer."""
     rows = [
         {"question": each.question, "answer": each.answer, "level": len(str(each.answer))}
@@ -41,3 +44,12 @@ def save_model(folder: Path) -> Path:
     model().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+def evaluate(model: Any, data: Path, benchmark: Any = DEMO, **settings: Any) -> Results:
+    defaults: dict[str, Any] = dict(tokenizer=tokenizer(), data_dir=data, max_new_tokens=40)
+    return gruppo.evaluate(model, benchmark, **{**defaults, **settings})
+
+
+def texts(results: Results, decoding: str = "greedy", benchmark: str = "demo") -> list[str]:
+    return [each.attempt.text for each in results.scored[benchmark][decoding]]

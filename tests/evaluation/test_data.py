@@ -232,10 +232,24 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, messag
         load_problems(GSM8K, tmp_path)
 
 
-def test_text_that_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "one.jsonl").write_text('{"question": "\\ud800", "answer": "1"}')
-    with pytest.raises(DataError, match=r"one\.jsonl:1: `question` is no valid text"):
-        load_problems(GSM8K, tmp_path / "one.jsonl")
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("question", {"question": "\ud800"}),
+        ("id", {"id": "x\udfff"}),
+        ("level", {"level": "Level \ud800"}),
+        ("subject", {"subject": "\ud800"}),
+        ("answer", {"answer": "1 \ud800"}),
+        ("answer", {"answer": "so \ud800\n#### 1"}),
+        ("answer", {"answers": ["1", "x\ud800"], "answers_mode": "all"}),
+    ],
+)
+@pytest.mark.parametrize("benchmark", [GSM8K, MATH], ids=lambda benchmark: benchmark.name)
+def test_text_that_is_no_text(tmp_path: Path, benchmark: Benchmark, key: str, change: dict[str, Any]) -> None:
+    row = {"question": "q", "answer": "1"} | change
+    (tmp_path / "one.jsonl").write_text(json.dumps(row))
+    with pytest.raises(DataError, match=rf"one\.jsonl:1: `{key}` is no valid text"):
+        load_problems(benchmark, tmp_path / "one.jsonl")
 
 
 def test_a_set_of_formulas_takes_no_essay(tmp_path: Path) -> None:
@@ -279,6 +293,7 @@ def test_a_packed_file_is_found_and_a_plain_one_comes_first(tmp_path: Path) -> N
         ("a.jsonl.gz", b"no gzip", "damaged"),
         ("a.jsonl.gz", gzip.compress(b'{"question": "q", "answer": "1"}\n' * 100)[:-10], "damaged"),
     ],
+    ids=["empty", "blank", "cut short", "not UTF-8", "a list", "no gzip", "gzip cut short"],
 )
 def test_a_damaged_file(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)

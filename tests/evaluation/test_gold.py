@@ -1,6 +1,7 @@
 """Gold answers are right in their own places and wrong in others', and a report says where that fails."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gruppo.errors import ConfigError
 from gruppo.evaluation.gold import GoldFailure, check_gold
 from gruppo.evaluation.scoring import Graders
 from gruppo.evaluation.types import Benchmark, Problem
@@ -51,6 +53,14 @@ def test_the_golds_of_the_real_sets(name, file, count):
         f"{name}: {count} of {count} gold answers accepted, {count} of {count} answers of other problems rejected."
     )
     assert report.ok
+
+
+def test_a_missing_package_is_told_before_anything_is_graded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    for name, paper in [("math", False), ("gsm8k", True)]:
+        with pytest.raises(ConfigError, match=r"gruppo\[math\]"):
+            check_gold(benchmark(name), [], paper=paper)
+    assert check_gold(benchmark("gsm8k"), []).ok
 
 
 MIXED = ["18", "1,250", "40%", "0.4", "40", "2/6", "1/3", "0.5", "7", "7", "7.0", "-3", "12.5"]

@@ -65,18 +65,58 @@ def test_the_precision(tmp_path: Path) -> None:
     folder = save_model(tmp_path)
     assert load_subject(folder).dtype == "float32", "on a CPU"
     assert load_subject(folder, dtype="bfloat16").dtype == "bfloat16"
-    with pytest.raises(ConfigError, match="dtype='half-ish'"):
-        load_subject(folder, dtype="half-ish")
+    for wrong in ("half-ish", "int8"):
+        with pytest.raises(ConfigError, match=f"dtype='{wrong}'"):
+            load_subject(folder, dtype=wrong)
 
 
 def test_the_fingerprint_sees_every_tensor() -> None:
     changed = model()
     seen = {weights_fingerprint(changed)}
     tensors = changed.state_dict()
-    for tensor in tensors.values():
-        tensor.view(-1)[0] += 1
+    for place, tensor in enumerate(tensors.values()):
+        tensor.view(-1)[-1 - place % len(tensor)] += 1e-4
         seen.add(weights_fingerprint(changed))
     assert len(seen) == 1 + len(tensors)
+
+
+def test_the_fingerprint_sees_where_a_value_stands() -> None:
+    changed = model()
+    before = weights_fingerprint(changed)
+    weight = changed.get_input_embeddings().weight.data
+    weight[[3, 4]] = weight[[4, 3]]
+    assert weights_fingerprint(changed) != before
+    weight[[3, 4]] = weight[[4, 3]]
+    assert weights_fingerprint(changed) == before
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "model.safetensors").write_bytes(b"cut"),
+        lambda folder: (folder / "config.json").write_text("{"),
+        lambda folder: (folder / "config.json").write_text('{"model_type": "no_such_model"}'),
+        lambda folder: [path.unlink() for path in folder.glob("tokenizer*")],
+    ],
+    ids=["cut weights", "no JSON", "an unknown kind", "no tokenizer"],
+)
+def test_a_broken_folder_is_told(tmp_path: Path, spoil: Any) -> None:
+    spoil(save_model(tmp_path / "model"))
+    with pytest.raises(ConfigError, match="model' could not be loaded: "):
+        load_subject(tmp_path / "model")
+
+
+def test_the_size_in_words() -> None:
+    subject = load_subject(model(), tokenizer())
+    count = sum(parameter.numel() for parameter in subject.model.parameters())
+    assert subject.size == f"{count / 1e6:.0f}M"
+
+
+def test_the_callers_tokenizer_is_left_alone() -> None:
+    own = tokenizer()
+    own.pad_token = None
+    assert load_subject(model(), own).tokenizer.pad_token == own.eos_token
+    assert own.pad_token is None
 
 
 def test_auto_falls_back_and_builtin_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

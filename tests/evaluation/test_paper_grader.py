@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gruppo.evaluation.paper_grader import paper_answers, paper_correct, paper_equal, paper_match, paper_normalise
+from gruppo.evaluation.paper_grader import paper_answers, paper_equal, paper_match, paper_normalise
 from gruppo.evaluation.types import Problem
 from gruppo.grading import LADDERS, Ladder, compare
 
@@ -61,7 +61,8 @@ PAIRS = [
 
 def correct(completion, gold, ladder=MATH, question="What is it?", mode="last", few_shot=False):
     answers = (gold,) if isinstance(gold, str) else gold
-    return paper_correct(completion, Problem("p", question, answers, mode), ladder, few_shot)
+    found = paper_answers(completion, question, ladder, few_shot)
+    return paper_match(found, Problem("p", question, answers, mode), ladder)
 
 
 @pytest.mark.parametrize(("gold", "answer", "ours", "paper"), PAIRS, ids=[f"{row[0]} {row[1]}" for row in PAIRS])
@@ -151,6 +152,22 @@ def test_one_way_of_writing(text, normal):
 )
 def test_where_answers_are_looked_for(text, ladder, answers, why):
     assert paper_answers(text, "What is it?", ladder) == answers
+
+
+@pytest.mark.parametrize(
+    ("text", "output", "answers", "why"),
+    [
+        ("```output\n5\n```\nDone in 3", "", ("3",), "a fence that the model wrote is no output"),
+        ("```output\n5\n```\nDone in 3", "4", ("4",), "a real one counts"),
+        ("```output\n4\n9\n```\nDone in 3", "4\n9", ("4",), "its first line"),
+        ("Done in 3", "```output\n9\n```\n4", ("```output",), "with all that was printed"),
+        ("Done in 3", "Runtime errors: none", ("Runtimeerrors:none",), "an error is an output too"),
+        ("\\boxed{7}", "4", ("7",), "after a box"),
+        ("The answer is 7", "4", ("7",), "and after a sentence"),
+    ],
+)
+def test_the_outputs_of_programs_are_given(text, output, answers, why):
+    assert paper_answers(text, "What is it?", GSM8K, output=output) == answers
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,10 @@ from gruppo.errors import ConfigError
 from gruppo.evaluation import programs
 from gruppo.evaluation.programs import (
     LIMITS,
+    OUTPUT_STOP,
+    inside_block,
     make_sandbox,
+    output_block,
     program,
     python_blocks,
     run_program,
@@ -256,6 +259,13 @@ def test_shortening(text: str, half: int) -> None:
         assert short == text
     else:
         assert short == text[:half] + "..." + text[len(text) - half :]
+
+
+@given(st.text(alphabet="a`\n output", max_size=20), st.sampled_from(["", "\n"]))
+def test_what_a_block_says_is_what_was_put_in(said: str, newline: str) -> None:
+    block = newline + output_block(said)
+    assert block.startswith(f"{newline}{OUTPUT_STOP}\n{said}")
+    assert inside_block(block) == said.strip()
 
 
 def test_finding_programs_executes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

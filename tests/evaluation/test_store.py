@@ -81,13 +81,23 @@ def test_problems_of_a_larger_set_are_left_alone(tmp_path: Path) -> None:
     assert set(folder.scores("set", "greedy")) == {"set/0", "set/1"}
 
 
-def test_restart_forgets_one_pass(tmp_path: Path) -> None:
+def test_restart_forgets_everything(tmp_path: Path) -> None:
     folder = EvaluationFolder(tmp_path)
     for decoding in ("greedy", "sampled"):
         folder.add("set", decoding, PROBLEMS, [scored("set/0")], IDENTITY)
-    folder.restart("set", "greedy")
+    folder.write_results({"format": 1}, {})
+    assert folder.identity("set", "greedy") == {"format": 1, **IDENTITY}
+    folder.restart()
     assert folder.kept("set", "greedy", PROBLEMS, IDENTITY) == []
-    assert list(folder.passes()) == [("set", "sampled")]
+    assert list(folder.passes()) == []
+    assert folder.results() is None
+    assert folder.identity("set", "greedy") == {}
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        EvaluationFolder(tmp_path / "file")
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
@@ -101,11 +111,13 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_results_are_read_back(tmp_path: Path) -> None:
     folder = EvaluationFolder(tmp_path)
-    with pytest.raises(ConfigError, match=r"no results\.json"):
-        folder.results()
+    assert folder.results() is None
     folder.write_results({"format": 1, "model": "数"}, {"results.md": "| a |\n"})
     assert folder.results() == {"format": 1, "model": "数"}
     assert (tmp_path / "results.md").read_text() == "| a |\n"
     folder.write_results({"format": 2}, {})
-    with pytest.raises(DataError, match="format 2"):
+    with pytest.raises(DataError, match="not of format 1"):
+        folder.results()
+    (tmp_path / "results.json").write_text("{")
+    with pytest.raises(DataError, match="is no JSON"):
         folder.results()

@@ -17,7 +17,10 @@ from gruppo.demo import load_task, model_path
 from gruppo.errors import ConfigError
 from gruppo.evaluation import tir
 from gruppo.evaluation.programs import python_blocks
-from gruppo.evaluation.tir import Segment, TirSettings, Transcript, run_rounds
+from gruppo.evaluation.scoring import score
+from gruppo.evaluation.tir import OUTPUT_STOP, Segment, TirSettings, Transcript, run_rounds
+from gruppo.evaluation.types import Attempt, Problem, Scored
+from gruppo.grading import LADDERS, Rule
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.builtin import BuiltinBackend
 from gruppo.sandbox import Execution, Limits, Sandbox
@@ -191,11 +194,16 @@ def test_output_that_the_model_invents_is_never_scored(sandbox: Sandbox, fence: 
         ("See ```output", "See \n```output\n{}\n```\n"),
     ],
 )
-def test_no_program_is_an_error(sandbox: Sandbox, first: str, text: str) -> None:
+def test_no_program_is_told_and_is_no_execution(sandbox: Sandbox, first: str, text: str) -> None:
     transcript, backend = play({"": first, "run\n```\n": "<eos>"}, sandbox)
     assert transcript.text == text.format("Runtime errors: there is no program to run")
-    assert transcript.tools.to_dict() == {"rounds": 2, "executions": 1, "errors": 1, "timeouts": 0, "output": None}
+    assert transcript.tools.to_dict() == {"rounds": 2, "executions": 0, "errors": 0, "timeouts": 0, "output": None}
     assert text_of(backend.asked[1][0].prompt_ids) == "Q?" + transcript.text
+
+
+def test_the_last_program_is_the_last_that_ran(sandbox: Sandbox) -> None:
+    transcript, _ = play({"": PROGRAM + "```output", "42\n```\n": "See:\n```output", "run\n```\n": "<eos>"}, sandbox)
+    assert transcript.tools.to_dict() == {"rounds": 3, "executions": 1, "errors": 0, "timeouts": 0, "output": "42\n"}
 
 
 def test_a_round_that_is_cut_short_goes_on(sandbox: Sandbox) -> None:
@@ -334,6 +342,32 @@ def test_the_last_program_says_what_the_output_is(sandbox: Sandbox) -> None:
     answers = {"": PROGRAM + "```output", "42\n```\n": "```python\n1 / 0\n```\n```output", "zero\n```\n": "<eos>"}
     transcript, _ = play(answers, sandbox)
     assert transcript.tools.to_dict() == {"rounds": 3, "executions": 2, "errors": 1, "timeouts": 0, "output": None}
+
+
+def graded(code: str, gold: str, sandbox: Sandbox) -> Scored:
+    transcript, _ = play({"": f"```python\n{code}\n```\n```output", "\n```\n": "done<eos>"}, sandbox)
+    attempt = Attempt("p", 0, transcript.text, 1, transcript.stop, transcript.tools, transcript.segments)
+    return score({"p": Problem("p", "?", (gold,))}, [attempt], LADDERS["gsm8k"])[0]
+
+
+# code, gold, the answer, the rule that found it, whether it is right, whether the program's output is
+GRADED = [
+    ("print('Percent error:', 2 + 2)", "4", "4", Rule.OUTPUT, True, True),
+    ("print('timeout', 9)\nprint(4)", "4", "4", Rule.OUTPUT, True, True),
+    ("print(chr(96) * 3 + 'output')\nprint(chr(96) * 3)\nprint(4)", "4", "4", Rule.OUTPUT, True, True),
+    ("print('x' * 200)\nprint(4)", "4", "4", Rule.OUTPUT, True, True),
+    ("raise ValueError('`')", "1", None, None, False, None),  # "line 1" of the traceback is no answer
+    ("raise ValueError('no')", "1", None, None, False, None),
+    ("x = 8", "8", "8", Rule.LAST_NUMBER, True, False),  # nothing is printed; the number is the model's own
+]
+
+
+@pytest.mark.parametrize(("code", "gold", "answer", "rule", "right", "program"), GRADED)
+def test_what_a_program_printed_is_graded_and_not_what_the_transcript_says(
+    sandbox: Sandbox, code: str, gold: str, answer: str | None, rule: Rule | None, right: bool, program: bool | None
+) -> None:
+    row = graded(code, gold, sandbox)
+    assert (row.grade.answer, row.grade.rule, row.correct, row.program) == (answer, rule, right, program)
 
 
 class Meeting:
@@ -556,16 +590,17 @@ def test_kept_turns_change_nothing_with_the_engine(sandbox: Sandbox) -> None:
         {"rounds": 1.5},
         {"max_total_tokens": 0},
         {"workers": 0},
-        {"output_stop": ""},
-        {"output_stop": "```"},
-        {"output_stop": "output"},
-        {"output_stop": "```out\nput"},
-        {"output_stop": "```output "},
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         TirSettings(**settings)
+
+
+def test_the_fence_is_no_setting() -> None:
+    assert TirSettings().output_stop == OUTPUT_STOP == "```output"
+    with pytest.raises(TypeError, match="output_stop"):
+        TirSettings(output_stop="```result")  # type: ignore[call-arg]
 
 
 def test_protections_that_do_not_exist() -> None:

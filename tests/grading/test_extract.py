@@ -99,7 +99,7 @@ COMPLETIONS = [
     ("which is 40%", "40%", Rule.LAST_NUMBER, "a percentage"),
     ("一共18万元", "18万", Rule.LAST_NUMBER, "a Chinese amount"),
     ("一共是１８个", "18", Rule.LAST_NUMBER, "full-width digits"),
-    ("```output\n18\n```\nso it is 3", "3", Rule.LAST_NUMBER, "outputs count only where they may"),
+    ("```output\n18\n```\nso it is 3", "3", Rule.LAST_NUMBER, "an output block is text"),
 ]
 
 NOTHING = ["", " \n ", "I do not know.", r"\boxed{}", "我不知道", "🤷", "\x00", "x^2", r"\boxed{ . }"]
@@ -128,23 +128,42 @@ def test_formulas_in_sentences(completion, answer, rule):
     assert extract(completion, SYMBOLIC) == Answer(answer, rule)
 
 
-# completion, answer, rule
+FENCED = "```output\n42\n```\nIn 3 steps."
+# completion, what the last program printed, answer, rule, why
 OUTPUTS = [
-    ("```python\nprint(18)\n```\n```output\n18\n```", "18", Rule.OUTPUT),
-    ("```output\n3\n```\n```output\nlong way\n18\n\n```\nSo 5.", "18", Rule.OUTPUT),  # its last line
-    ("```output\n18", "18", Rule.OUTPUT),  # cut off
-    ("It is 7.\n```output\nRuntime errors: NameError: x\n```", "7", Rule.LAST_NUMBER),
-    ("It is 7.\n```output\n\n```", "7", Rule.LAST_NUMBER),
-    ("It is 7.\n```output\n(no output)\n```", "7", Rule.LAST_NUMBER),
-    ('It is 7.\n```output\nRuntime errors: File "", line 3\nZeroDivisionError\n```\n', "7", Rule.LAST_NUMBER),
-    ("```output\n9\n```\nIt is 7.\n```output\nTimeout after 10 s\n```", "7", Rule.LAST_NUMBER),
-    ("```output\n18\n```\nThe answer is 7.", "7", Rule.SENTENCE),
+    ("See above.", "18\n", "18", Rule.OUTPUT, "a number"),
+    ("So 5.", "long way\n18\n\n", "18", Rule.OUTPUT, "its last line, before any number of the text"),
+    ("So 5.", "Percent error: 4\n", "4", Rule.OUTPUT, "a label, whatever it says"),
+    ("So 5.", "Step 2: 18 eggs", "18 eggs", Rule.OUTPUT, "a label with a number"),
+    ("So 5.", "the exception: timeout 7\n18", "18", Rule.OUTPUT, "words of errors"),
+    ("So 5.", "`` ` ``` 1\n```output\n18\n```\n17", "17", Rule.OUTPUT, "fences are text"),
+    ("So 5.", "so \\boxed{18}", "18", Rule.OUTPUT, "a box in it"),
+    ("So 5.", "The answer is 18 of 20", "18 of 20", Rule.OUTPUT, "a sentence in it"),
+    ("So 5.", "sqrt(2)", "sqrt(2)", Rule.OUTPUT, "a number is not picked out of a formula"),
+    ("So 5.", "３：４", "3:4", Rule.OUTPUT, "a ratio has no label"),
+    ("It is 7.", None, "7", Rule.LAST_NUMBER, "none, or it failed"),
+    ("It is 7.", "", "7", Rule.LAST_NUMBER, "it printed nothing"),
+    ("It is 7.", " \n\t\n", "7", Rule.LAST_NUMBER, "the same in blanks"),
+    ("The answer is 7.", "18", "7", Rule.SENTENCE, "what the model announces comes first"),
+    ("\\boxed{7}", "18", "7", Rule.BOX, "so does a box"),
+    (FENCED, None, "3", Rule.LAST_NUMBER, "a fence that the model wrote is no output"),
+    (FENCED.replace("`", "｀"), None, "3", Rule.LAST_NUMBER, "nor is a full-width one"),
+    (FENCED.replace("``", "`\u200b`"), None, "3", Rule.LAST_NUMBER, "nor is one with invisible signs"),
+    (FENCED.replace("output", "ｏutput"), "18", "18", Rule.OUTPUT, "whether or not there is a real one"),
 ]
 
 
-@pytest.mark.parametrize(("completion", "answer", "rule"), OUTPUTS)
-def test_program_output(completion, answer, rule):
-    assert extract(completion, Ladder(literal=True, tool_output=True)) == Answer(answer, rule)
+@pytest.mark.parametrize(("completion", "output", "answer", "rule", "why"), OUTPUTS, ids=[row[4] for row in OUTPUTS])
+def test_program_output(completion, output, answer, rule, why):
+    assert extract(completion, LITERAL, output) == Answer(answer, rule)
+
+
+@pytest.mark.parametrize(
+    ("output", "answer"),
+    [("Roots: [2, 5]", "[2, 5]"), ("It is $x^2$", "x^2"), ("x: y: 3", "y: 3"), ("y = 2x", "y = 2x")],
+)
+def test_program_output_with_formulas(output, answer):
+    assert extract("", SYMBOLIC, output) == Answer(answer, Rule.OUTPUT)
 
 
 def test_languages_choose_the_sentences():
@@ -229,7 +248,9 @@ FLOODS += [
 @pytest.mark.parametrize("ladder", [LITERAL, SYMBOLIC], ids=["literal", "symbolic"])
 def test_floods_take_linear_time(piece, ladder):
     begin = time.monotonic()
-    extract(piece * (LONG // len(piece)), ladder)
+    flood = piece * (LONG // len(piece))
+    extract(flood, ladder)
+    extract("", ladder, output=flood)
     assert time.monotonic() - begin < 10
 
 

@@ -60,7 +60,8 @@ def test_every_file_of_settings_loads_and_can_be_overridden(name: str) -> None:
 
 
 def test_the_files_differ_in_what_makes_the_algorithms() -> None:
-    files = {name: yaml.safe_load((HERE / f"{name}.yaml").read_text()) for name in (*YAMLS, "trl")}
+    common = yaml.safe_load(train.COMMON.read_text())
+    files = {name: common | yaml.safe_load((HERE / f"{name}.yaml").read_text()) for name in (*YAMLS, "trl")}
 
     def different(name: str) -> dict[str, Any]:
         keys = [key for key in {**files["grpo"], **files[name]} if files["grpo"].get(key) != files[name].get(key)]
@@ -73,6 +74,21 @@ def test_the_files_differ_in_what_makes_the_algorithms() -> None:
     assert different("rloo") == rloo
     trl = {"record": None, "use_vllm": True, "vllm_mode": "colocate", "gradient_checkpointing": False}
     assert different("trl") == trl
+
+
+def test_the_file_of_an_experiment_is_read_over_the_common_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--config", str(HERE / "rloo.yaml"), "--model", "m", "--data", "d", "--use_cpu", "1"]
+    shared = yaml.safe_load(train.COMMON.read_text())
+    _, args = train.parse(arguments)
+    assert (args.max_grad_norm, shared["max_grad_norm"]) == (100, 1)
+    assert args.optim == shared["optim"] == "adamw_torch_fused"
+    other = tmp_path / "common.yaml"
+    other.write_text("learning_rata: 1.0\n")
+    monkeypatch.setattr(train, "COMMON", other)
+    with pytest.raises(ConfigError, match="RLOOConfig has no --learning_rata"):
+        train.parse(arguments)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +149,9 @@ def test_rewards_and_their_weights() -> None:
     assert f"rewards/{accuracy.__name__}/mean" == task.ACCURACY
     answers = [[{"role": "assistant", "content": f"so \\boxed{{{number}}}"}] for number in (7, 8)]
     assert accuracy(completions=answers, answer=["7", "7"]) == [1.0, 0.0]
+    logged: list[tuple[str, float]] = []
+    accuracy(completions=answers, answer=["7", "7"], log_metric=lambda *call: logged.append(call))
+    assert [value for name, value in logged if name == task.SAMPLED_ACCURACY] == [1.0, 0.0], "one for each completion"
     (_, overlong), weights = task.rewards(64, 256)
     punished = overlong(completion_ids=[[0] * length for length in (192, 224, 256)])
     assert [weights[1] * each for each in punished] == [0, -0.25, -0.5]
@@ -193,6 +212,11 @@ def test_two_updates_leave_a_model_and_a_record(data: Path, model: Path, tmp_pat
     assert written["config"]["reward_weights"] == [1.0, 0.5]
     assert written["train_seconds"] == written["steps"][-1]["seconds"] > written["steps"][0]["seconds"] > 0
     assert (out / "model.safetensors").exists()
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    settings = yaml.safe_load(train.COMMON.read_text()) | yaml.safe_load((HERE / "dapo.yaml").read_text())
+    changed = {"bf16": False, "max_steps": 2, "num_generations": 4, "output_dir": str(out), "loss_type": "dapo"}
+    assert {key: config[key] for key in changed} == changed
+    assert {key for key in settings if key not in config} <= set(train.RecipeArguments.__dataclass_fields__)
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3, "two updates and the end"
 
 
@@ -206,9 +230,8 @@ def test_a_run_stops_when_its_time_is_over(data: Path, model: Path, tmp_path: Pa
 def test_the_peer_runs_the_same_task(data: Path, model: Path, tmp_path: Path) -> None:
     from gruppo import GRPOConfig, GRPOTrainer
 
-    recipe, args = peer.parse(
-        [*small("trl", model, data, tmp_path / "run", max_seconds=0.001), "--use_vllm", "false"], GRPOConfig
-    )
+    arguments = small("trl", model, data, tmp_path / "run", max_seconds=0.001, use_vllm=False)
+    recipe, args = peer.parse_for(GRPOConfig, arguments)
     train.run(recipe, args, GRPOTrainer, {"library": "trl"})
     written = json.loads((tmp_path / "run" / record.NAME).read_text())
     assert (written["library"], written["experiment"], len(written["steps"])) == ("trl", "trl", 1)
@@ -217,20 +240,52 @@ def test_the_peer_runs_the_same_task(data: Path, model: Path, tmp_path: Path) ->
 # ---- records
 
 
-def test_accuracy_is_that_of_everything_that_was_sampled() -> None:
-    logs = {
-        task.ACCURACY: 0.25,
-        "dynamic_sampling/prompts_sampled": 128,
-        "dynamic_sampling/prompts_replaced": 64,
-        "dynamic_sampling/reward_of_replaced": 0.05,
-    }
-    assert record.sampled_accuracy(logs) == pytest.approx(0.15)
-    assert record.sampled_accuracy({task.ACCURACY: "0.25"}) == 0.25, "some trainers log text"
-    assert record.sampled_accuracy({task.ACCURACY: 0.25, "dynamic_sampling/prompts_replaced": 0.0}) == 0.25
+def test_accuracy_is_the_one_that_the_reward_logged() -> None:
+    assert record.sampled_accuracy({task.ACCURACY: 0.5, task.SAMPLED_ACCURACY: 0.25}) == 0.25
+    assert record.sampled_accuracy({task.ACCURACY: "0.5", task.SAMPLED_ACCURACY: "0.25"}) == 0.25, "some log text"
+    assert record.sampled_accuracy({task.ACCURACY: 0.5}) == 0.5
+
+
+def test_accuracy_is_that_of_everything_that_was_sampled(
+    data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups that are all right, and cut at the limit, so that their rewards are no 1: they are replaced."""
+    given = tmp_path / "given.txt"
+
+    def grade(completions: list[Any], log_extra: Any, log_metric: Any, answer: list[str]) -> list[float]:
+        scores = [1.0 if int(gold) % 2 else float(i % 4 == 0) for i, gold in enumerate(answer)]
+        with given.open("a") as lines:
+            lines.writelines(f"{score}\n" for score in scores)
+        return scores
+
+    monkeypatch.setattr(task, "_grade", grade)
+    further = {"overlong_tokens": 1, "max_completion_length": 1, "per_device_train_batch_size": 16}
+    train.main(small("dapo", model, data, tmp_path / "run", max_steps=1, **further))
+    scores = [float(line) for line in given.read_text().splitlines()]
+    (step,) = json.loads((tmp_path / "run" / record.NAME).read_text())["steps"]
+    (logs, _) = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert len(scores) == 4 * step["prompts"] > 32, "some were replaced"
+    assert step["accuracy"] == pytest.approx(sum(scores) / len(scores))
+    assert step["accuracy"] > logs[task.ACCURACY] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_record_names_the_warm_up_that_it_began_with(data: Path, model: Path, tmp_path: Path, tied: bool) -> None:
+    tiny_model(max_position_embeddings=512, tie_word_embeddings=tied).save_pretrained(model)
+    start = tmp_path / "warmup"
+    warmup.main(["--model", str(model), "--data", str(data), "--output-dir", str(start), "--epochs", "1"])
+    made = json.loads((start / "warmup.json").read_text())["weights"]
+    starts = {}
+    for name, folder in (("grpo", start), ("rloo", start), ("other", model)):
+        recipe = "grpo" if name == "other" else name
+        train.main(small(recipe, folder, data, tmp_path / name, max_seconds=0.001))
+        starts[name] = json.loads((tmp_path / name / record.NAME).read_text())["start_weights"]
+    assert starts["grpo"] == starts["rloo"] == made != starts["other"]
 
 
 def test_a_record_is_whole_after_every_save(tmp_path: Path) -> None:
     recorder = record.Recorder(tmp_path, {"library": "x"}, max_seconds=1000)
+    recorder.built(tiny_model())
     recorder.on_train_begin()
     control = SimpleNamespace(should_training_stop=False)
     for step in (1, 2):

@@ -3,15 +3,18 @@
 import json
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from gruppo.errors import ConfigError, DataError
-from recipes.gsm8k_smollm2 import pages, report, sitting
+from gruppo.evaluation.store import EvaluationFolder
+from gruppo.evaluation.types import PASSES, Attempt, Problem, Scored
+from gruppo.grading import Grade, Rung
+from gruppo.types import StopReason
+from recipes.gsm8k_smollm2 import pages, report, sitting, train
 from recipes.gsm8k_smollm2.sitting import Job, Sitting, parse_jobs
 
 ROOT = Path(__file__).parents[2]
@@ -22,10 +25,23 @@ ROOT = Path(__file__).parents[2]
 def test_jobs() -> None:
     assert parse_jobs("base, warmup,grpo:1,trl") == [Job("base"), Job("warmup"), Job("grpo", 1), Job("trl")]
     assert [str(job) for job in parse_jobs("base,dr_grpo:2")] == ["base", "dr_grpo-2"]
+    assert [str(job) for job in parse_jobs("grpo,grpo@lr3e-5,grpo@g8+lr3e-5:1")] == [
+        *("grpo-0", "grpo_lr3e-5-0", "grpo_lr3e-5_g8-1"),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("jobs", "named"), [("ppo", "choose from base"), ("grpo:x", "a whole number"), ("grpo,grpo:0", "twice")]
+    ("jobs", "named"),
+    [
+        ("ppo", "choose from base"),
+        ("grpo:x", "a whole number"),
+        ("grpo,grpo:0", "names a job twice"),
+        ("grpo@lr3e-5+g8,grpo@g8+lr3e-5:0", "names a job twice"),
+        ("grpo@lr7", "choose from lr3e-6, lr3e-5"),
+        ("grpo@", "choose from lr3e-6"),
+        ("warmup@lr3e-5", "changes are for grpo"),
+        ("grpo@lr3e-5+lr3e-6", "the same thing twice"),
+    ],
 )
 def test_jobs_that_are_none(jobs: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -41,9 +57,14 @@ for name in ("config.json", "model.safetensors", "record.json", "optimizer.bin")
 EVALUATE = """
 import pathlib, shutil, sys
 folder = pathlib.Path(sys.argv[1]) / "eval"
-shutil.copytree(sys.argv[2], folder / "completions/gsm8k/greedy")
+shutil.copytree(sys.argv[2], folder)
 (folder / "results.json").write_text("{}")
 """
+
+
+def scored(problem: str, sample: int, correct: bool, vote: int | None) -> Scored:
+    grade = Grade(correct, Rung.NUMBER if correct else Rung.NO_ANSWER, gold="2")
+    return Scored(Attempt(problem, sample, "", 1, StopReason.EOS), grade, vote=vote)
 
 
 class Rehearsal(Sitting):
@@ -56,9 +77,11 @@ class Rehearsal(Sitting):
 
     def evaluation(self, model: Path, folder: Path) -> list[str]:
         attempts = self.options.data / "attempts"
-        attempts.mkdir(exist_ok=True)
-        table = pa.table({"problem": ["a", "b"], "sample": [0, 0], "correct": [True, False]})
-        pq.write_table(table, attempts / "00000.parquet")
+        if not attempts.exists():
+            kept, problems = EvaluationFolder(attempts), {name: Problem(name, "1 + 1?", ("2",)) for name in "ab"}
+            kept.add("gsm8k", "greedy", problems, [scored("a", 0, True, 0), scored("b", 0, False, None)], {})
+            rows = [scored("a", 1, False, 1), scored("a", 0, True, 0), scored("b", 0, False, None)]
+            kept.add("gsm8k", "sampled", problems, [*rows, scored("b", 1, True, 0)], {})
         return [sys.executable, "-c", EVALUATE, str(folder), str(attempts)]
 
 
@@ -77,7 +100,10 @@ def test_a_sitting_packs_what_is_small(tmp_path: Path) -> None:
         names = {name.removeprefix("grpo-1/") for name in archive.getnames()}
         correct = json.load(archive.extractfile("grpo-1/correct.json"))  # type: ignore[arg-type]
     assert names == {"record.json", "train.log", "eval.log", "eval/results.json", "correct.json"}
-    assert correct == {"greedy": {"a": [True], "b": [False]}}
+    assert correct == {
+        "greedy": {"a": [[1, 0]], "b": [[0, None]]},
+        "sampled": {"a": [[1, 0], [0, 1]], "b": [[0, None], [1, 0]]},
+    }
     assert (tmp_path / "work/grpo-1.earlier-1/record.json").exists(), "what was there is not lost"
 
 
@@ -121,6 +147,12 @@ def test_the_commands_of_a_sitting(tmp_path: Path) -> None:
     assert theirs[2] == "recipes.gsm8k_smollm2.peer"
     assert theirs[theirs.index("--model") + 1] == str(tmp_path / "work/warmup-0")
     assert "--learning-rate" not in plan.training(Job("warmup"), tmp_path / "warmup-0", 99.6)
+    swept = plan.training(Job("grpo", 1, ("lr3e-5", "g8")), tmp_path / "x", 99.6)
+    recipe, args = train.parse([*swept[3:-2], "--use_cpu", "true"])
+    assert (recipe.experiment, recipe.max_seconds, args.seed) == ("grpo_lr3e-5_g8", 100, 1)
+    assert (args.learning_rate, args.num_generations, args.generation_batch_size) == (3e-5, 8, 1024)
+    named = train.parse([*ours[3:], *["--use_cpu", "true", "--experiment", "grpo_lr2e-5"]])
+    assert (named[0].experiment, named[1].learning_rate) == ("grpo_lr2e-5", 2e-5)
     from gruppo.cli.evaluate import parser
 
     asked = parser().parse_args(plan.evaluation(tmp_path / "grpo-1", tmp_path / "grpo-1")[4:])
@@ -139,32 +171,51 @@ ORIGIN = {
 }
 
 
-def evaluated(folder: Path, solved: int, samples: int = 2) -> None:
+def evaluated(folder: Path, solved: int, decodings: Sequence[str] = PASSES) -> None:
     """An evaluation of ten problems of which so many are solved, by every attempt."""
     (folder / "eval").mkdir(parents=True)
+    if not decodings:
+        return
     share = solved / 10
     greedy = {"problems": 10, "accuracy": share, "interval": [0.0, 1.0]}
     greedy |= {"boxed_rate": 1.0, "truncation_rate": 0.0, "mean_tokens": 80.0}
     several = {"avg": {"2": share}, "pass": {"1": share, "2": share}, "maj": {"2": share}}
-    results = {"benchmarks": {"gsm8k": {"title": "GSM8K", "greedy": greedy, "sampled": several}}}
+    passes = {name: each for name, each in {"greedy": greedy, "sampled": several}.items() if name in decodings}
+    results = {"benchmarks": {"gsm8k": {"title": "GSM8K", **passes}}}
     (folder / "eval/results.json").write_text(json.dumps(results))
-    correct = {
-        "greedy": {f"p{i}": [i < solved] for i in range(10)},
-        "sampled": {f"p{i}": [i < solved] * samples for i in range(10)},
-    }
+    counts = {"greedy": 1, "sampled": 2}
+    correct = {each: {f"p{i}": [[int(i < solved), 0]] * counts[each] for i in range(10)} for each in decodings}
     (folder / "correct.json").write_text(json.dumps(correct))
 
 
-def trained(folder: Path, experiment: str, seed: int, solved: int, pace: float, updates: int, **config: Any) -> None:
+def warmed(folder: Path, solved: int, weights: str = "00ff", seed: int = 0, decodings: Sequence[str] = PASSES) -> None:
+    """A warm-up and its evaluation."""
+    evaluated(folder, solved, decodings)
+    facts = {"seed": seed, "config": {}, "rows": 7, "tokens": 70, "updates": 25, "weights": weights}
+    facts |= {"load_seconds": 1.0, "train_seconds": 2.0, "losses": [2.0] * 10 + [1.0] * 15}
+    (folder / "warmup.json").write_text(json.dumps({**ORIGIN, **facts}))
+
+
+def trained(
+    folder: Path,
+    experiment: str,
+    seed: int,
+    solved: int,
+    pace: float,
+    updates: int,
+    start: str = "00ff",
+    decodings: Sequence[str] = PASSES,
+    **config: Any,
+) -> None:
     """A run whose samples become better with every update."""
-    evaluated(folder, solved)
+    evaluated(folder, solved, decodings)
     steps = [
         {"step": i + 1, "seconds": pace * (i + 1), "accuracy": 0.1 + 0.01 * i, "reward": 0.1, "length": 80.0}
         for i in range(updates)
     ]
     library = "trl" if experiment == "trl" else "gruppo"
     facts = {"experiment": experiment, "seed": seed, "library": library, "config": {"learning_rate": 1e-5} | config}
-    facts |= {"construct_seconds": 5.0, "train_seconds": pace * updates, "steps": steps}
+    facts |= {"start_weights": start, "construct_seconds": 5.0, "train_seconds": pace * updates, "steps": steps}
     (folder / "record.json").write_text(json.dumps({**ORIGIN, **facts}))
 
 
@@ -173,18 +224,7 @@ def runs(tmp_path: Path) -> Path:
     """Archives as a sitting leaves them."""
     folder = tmp_path / "runs" / "first"
     evaluated(folder / "base", 0)
-    evaluated(folder / "warmup-0", 2)
-    warmed = {
-        "seed": 0,
-        "config": {},
-        "rows": 7,
-        "tokens": 70,
-        "updates": 25,
-        "load_seconds": 1.0,
-        "train_seconds": 2.0,
-        "weights": "00ff",
-    }
-    (folder / "warmup-0/warmup.json").write_text(json.dumps({**ORIGIN, **warmed, "losses": [2.0] * 10 + [1.0] * 15}))
+    warmed(folder / "warmup-0", 2)
     trained(folder / "grpo-0", "grpo", 0, solved=4, pace=2.0, updates=20)
     trained(folder / "grpo-1", "grpo", 1, solved=6, pace=2.0, updates=30)
     trained(folder / "dapo-0", "dapo", 0, solved=5, pace=3.0, updates=20)
@@ -210,8 +250,10 @@ def test_result_files(runs: Path, tmp_path: Path) -> None:
         (1, 30, 2),
     ]
     # From 2 of 10 to 4 and to 6: 20 and 40 points, 30 together.
-    assert [run["gain"]["sampled"]["difference"] for run in grpo["runs"]] == [20, 40]
-    assert grpo["gain"]["greedy"]["difference"] == 30
+    assert [run["gain"]["avg@2"]["difference"] for run in grpo["runs"]] == [20, 40]
+    assert list(grpo["gain"]) == ["top-1", "avg@2", "maj@2", "pass@2"]
+    assert {gain["difference"] for gain in grpo["gain"].values()} == {30}
+    assert grpo["gain"]["maj@2"]["significant"] is False, "four problems that differ cannot tell"
     assert grpo["runs"][0]["first_accuracy"] == pytest.approx(0.12)
     assert grpo["runs"][0]["last_accuracy"] == pytest.approx(0.27)
     lines = (tmp_path / "learn_smollm2_grpo.json").read_text().splitlines()
@@ -224,19 +266,75 @@ def test_runs_of_an_experiment_share_their_settings(runs: Path, tmp_path: Path) 
         report.write_results(report.load(runs), tmp_path)
 
 
-def test_seeds_with_other_starts_are_compared_with_those(runs: Path, tmp_path: Path) -> None:
-    evaluated(runs / "second/warmup-0", 3)
-    (runs / "second/warmup-0/warmup.json").write_text((runs / "first/warmup-0/warmup.json").read_text())
-    trained(runs / "second/grpo-2", "grpo", 2, solved=4, pace=2.0, updates=5)
+def test_a_run_is_compared_with_the_warm_up_that_it_began_with(runs: Path, tmp_path: Path) -> None:
+    """Two warm-ups side by side: the second one solves more than runs that began with the first."""
+    warmed(runs / "first/warmup-1", solved=7, weights="77aa", seed=1)
+    trained(runs / "second/grpo-2", "grpo", 2, solved=8, pace=2.0, updates=5, start="77aa")
     report.write_results(report.load(runs), tmp_path)
     results = pages.read_results(tmp_path)
-    assert [run["gain"]["greedy"]["difference"] for run in results["grpo"]["runs"]] == [20, 40, 10]
-    assert "gain" not in results["grpo"]
-    assert "| +23.3 (+10.0 to +40.0) |" in pages.accuracy_table(results)
-    assert (
-        "| after the warm-up ([file](../benchmarks/results/learn_smollm2_start.json)) | 2 | 25 (25 to 25) | 25.0 ("
-        in (pages.accuracy_table(results))
-    )
+    assert [run["gain"]["top-1"]["difference"] for run in results["grpo"]["runs"]] == [20, 40, 10]
+    assert [run["start_weights"] for run in results["grpo"]["runs"]] == ["00ff", "00ff", "77aa"]
+    assert "gain" not in results["grpo"], "seeds with different starts have no common difference"
+    assert "| GRPO | 3 | +23.3 (+10.0 to +40.0) |" in pages.gain_table(results)
+    assert [(run["seed"], run["weights"]) for run in results["start"]["runs"]] == [(0, "00ff"), (1, "77aa")]
+    assert "learn_smollm2_start.json)) | 2 | 25 (25 to 25) | 45.0 (20.0 to 70.0) |" in pages.accuracy_table(results)
+
+
+def test_sittings_whose_warm_ups_made_the_same_weights_count_together(runs: Path, tmp_path: Path) -> None:
+    """The other sitting has a shorter evaluation of the same warm-up, and no samples of its run."""
+    warmed(runs / "another/warmup-0", solved=2, decodings=("greedy",))
+    trained(runs / "another/grpo-2", "grpo", 2, 9, 2.0, 5, decodings=("greedy",))
+    report.write_results(report.load(runs), tmp_path)
+    grpo = pages.read_results(tmp_path)["grpo"]
+    assert (grpo["gain"]["top-1"]["difference"], grpo["gain"]["top-1"]["runs"]) == (pytest.approx(130 / 3), 3)
+    assert (grpo["gain"]["avg@2"]["difference"], grpo["gain"]["avg@2"]["runs"]) == (30, 2)
+    (start,) = pages.read_results(tmp_path)["start"]["runs"]
+    assert start["evaluation"]["avg"] == 0.2, "the fuller evaluation is shown"
+
+
+def test_a_start_that_is_not_clear(runs: Path, tmp_path: Path) -> None:
+    trained(runs / "second/grpo-2", "grpo", 2, 4, 2.0, 5, start="77aa")
+    with pytest.raises(DataError, match=r"grpo-2 began with the weights 77aa.*there are 00ff \(.*Add the archive"):
+        report.write_results(report.load(runs), tmp_path)
+    warmed(runs / "second/warmup-1", solved=3, weights="77aa", decodings=())
+    with pytest.raises(DataError, match=r"warmup-1, which .*grpo-2 began with, was not evaluated"):
+        report.write_results(report.load(runs), tmp_path)
+    warmed(runs / "third/warmup-0", solved=3)
+    with pytest.raises(DataError, match=r"the same weights and different evaluations \(greedy\). Take one of them"):
+        report.write_results(report.load(runs), tmp_path)
+
+
+def test_a_seed_counts_once(runs: Path, tmp_path: Path) -> None:
+    trained(runs / "second/grpo-1", "grpo", 1, 4, 2.0, 5)
+    with pytest.raises(DataError, match="are both grpo with seed 1; keep one"):
+        report.write_results(report.load(runs), tmp_path)
+
+
+def test_gains_by_metric() -> None:
+    """Right once of four before and twice after: the vote turns, and some attempt is right both times."""
+    before: list[tuple[int, int | None]] = [(1, 0), (0, 1), (0, 1), (0, None)]
+    after: list[tuple[int, int | None]] = [(1, 0), (0, 1), (1, 0), (0, None)]
+    problems = [f"p{i}" for i in range(8)]
+    start: report.Correct = {
+        "greedy": {p: [(0, 0)] for p in problems},
+        "sampled": dict.fromkeys(problems, before),
+    }
+    ends: list[report.Correct] = [
+        {"greedy": {p: [(int(p == "p0"), 0)] for p in problems}, "sampled": dict.fromkeys(problems, after)},
+        {"sampled": {p: after if p == "p0" else before for p in problems}},
+    ]
+    found = report.gains(start, ends)
+    assert {metric: gain["difference"] for metric, gain in found.items()} == {
+        "top-1": 12.5,  # one of 8 problems, in the one run that has the pass
+        "avg@4": 14.0625,  # 25 points in the one run, an eighth of that in the other
+        "maj@4": 56.25,
+        "pass@4": 0.0,
+    }
+    assert [found[metric]["significant"] for metric in found] == [False, True, True, False]
+    assert found["maj@4"]["interval"][0] > 0
+    assert [found[metric]["runs"] for metric in found] == [1, 2, 2, 2]
+    assert report.gains(start, []) == {}
+    assert list(report.scores({"p": before[:1]}, "sampled", 1)) == ["avg@1"], "one sample has no vote"
 
 
 def test_an_empty_folder_and_runs_without_a_start(tmp_path: Path) -> None:
@@ -248,25 +346,31 @@ def test_an_empty_folder_and_runs_without_a_start(tmp_path: Path) -> None:
 
 
 def test_the_page_and_the_figures(runs: Path, tmp_path: Path) -> None:
+    trained(runs / "first/grpo_lr3e-5-0", "grpo_lr3e-5", 0, 9, 2.0, 20, learning_rate=3e-5)
     docs, results = tmp_path / "docs", tmp_path / "results"
     docs.mkdir()
     results.mkdir()
     report.main([str(runs), "--results", str(results), "--docs", str(docs)])
     page = (docs / "experiments.md").read_text()
-    assert "| SmolLM2-135M-Instruct | – | – | 0.0 | 0.0 | 0.0 | 0.0 | – |" in page
+    assert "| SmolLM2-135M-Instruct | – | – | 0.0 | 0.0 | 0.0 | 0.0 |" in page
+    assert "| seeds | top-1 | avg@2 | maj@2 | pass@2 |" in page
+    assert f"| GRPO | 2 | {' | '.join(['+30.0 (+10.0 to +55.0)'] * 4)} |" in page
+    assert f"| grpo_lr3e-5 | 1 | {' | '.join(['**+70.0** (+40.0 to +100.0)'] * 4)} |" in page
     assert (
         "| GRPO ([file](../benchmarks/results/learn_smollm2_grpo.json)) | 2 | 25 (20 to 30) | 50.0 (40.0 to 60.0) |"
         in page
     )
     assert "| DAPO | 60 | 20 | 3.00 | 12.0 | 27.0 |" in page
     assert "| GRPO with TRL 1.16 + vLLM 0.24 | 60 | 3 | 20.00 | 11.0 | 11.0 |" in page
-    for name in ("time", "steps"):
+    for name in ("time", "steps", "sweep"):
         figure = docs / "figures" / f"learn_smollm2_{name}.svg"
         assert f"figures/{figure.name}" in page
         assert "GRPO" in figure.read_text()
         assert figure.stat().st_size < 100_000
     assert "DAPO" in (docs / "figures/learn_smollm2_steps.svg").read_text()
     assert "TRL" in (docs / "figures/learn_smollm2_time.svg").read_text()
+    drawn = {path.stem: "grpo_lr3e-5" in path.read_text() for path in (docs / "figures").iterdir()}
+    assert drawn == {"learn_smollm2_time": False, "learn_smollm2_steps": False, "learn_smollm2_sweep": True}
     before = {path: path.read_bytes() for path in docs.rglob("*.*")}
     report.main(["--results", str(results), "--docs", str(docs)])
     assert {path: path.read_bytes() for path in docs.rglob("*.*")} == before, (
@@ -316,4 +420,12 @@ def test_a_whole_sitting_with_a_tiny_model(
     results = pages.read_results(tmp_path)
     assert results["grpo"]["runs"][0]["updates"] == 2
     assert results["grpo"]["runs"][0]["evaluation"]["problems"] == 4
-    assert results["grpo"]["gain"]["sampled"]["problems"] == 4
+    assert results["grpo"]["gain"]["avg@2"]["problems"] == 4
+    assert list(results["grpo"]["gain"]) == ["top-1", "avg@2", "maj@2", "pass@2"]
+    # A probe of other settings from the same warm-up, with greedy answers only.
+    probe = given | {"samples": 0, "out": tmp_path / "out/probe"}
+    assert Sitting(options(tmp_path, "grpo@lr3e-5:0", data=data, model=model, **probe)).run()
+    report.write_results(report.load(tmp_path / "out"), tmp_path)
+    swept = pages.read_results(tmp_path)["grpo_lr3e-5"]
+    assert swept["config"]["learning_rate"] == 3e-5
+    assert list(swept["gain"]) == ["top-1"]

@@ -21,7 +21,8 @@ from gruppo.config.evaluation import BENCHMARK_SETTINGS
 from gruppo.demo import exact_match, greedy, load_task, model_path
 from gruppo.demo.task import Problem, extract_answer, problems
 from gruppo.errors import ConfigError, DataError
-from gruppo.evaluation.callback import METRICS, TrainingBenchmarks, TrainingSettings
+from gruppo.evaluation.callback import METRICS, TrainingBenchmarks
+from gruppo.evaluation.settings import TrainingSettings
 from gruppo.runs.read import Run
 from gruppo.trainer import benchmarking
 from gruppo.types import Completion
@@ -373,11 +374,11 @@ def test_the_trainer_loads_nothing_without_benchmarks(tmp_path: Path, monkeypatc
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no such file": ({"names": ["LOST"]}, ConfigError, r"lost\.jsonl.*data_dir is `eval_benchmarks_dir`"),
     "no such benchmark": ({"eval_benchmarks": ["gsm9k"]}, ConfigError, "Did you mean 'gsm8k'"),
-    "a name twice": ({"names": ["DEMO", "AGAIN"]}, ConfigError, r"names \['demo'\] twice"),
+    "a name twice": ({"names": ["DEMO", "AGAIN"]}, ConfigError, r"named twice \(demo, demo\)"),
     "greedy samples": (
-        {"eval_benchmarks_settings": {"samples": 4}},
+        {"eval_benchmarks_settings": {"samples": 4, "temperature": 0}},
         ConfigError,
-        "greedy samples are all the same; set a temperature",
+        "temperature=0 makes all samples the same",
     ),
     "no exemplars": ({"eval_benchmarks_settings": {"shots": 2}}, ConfigError, "demo has no few-shot prompt"),
     "strings that end a completion": (
@@ -385,7 +386,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ConfigError,
         "shots=2 and mode='cot'.*set use_transformers_continuous_batching=False",
     ),
-    "negative shots": ({"eval_benchmarks_settings": {"shots": -1}}, ConfigError, "shots=-1 must not be negative"),
+    "negative shots": (
+        {"eval_benchmarks_settings": {"shots": -1}},
+        ConfigError,
+        "shots=-1 and samples=0 must not be negative",
+    ),
     "no such mode": ({"eval_benchmarks_settings": {"mode": "code"}}, ConfigError, "mode='code'"),
     "no such rendering": ({"eval_benchmarks_settings": {"rendering": "xml"}}, ConfigError, "rendering='xml'"),
     "rounds without programs": ({"eval_benchmarks_settings": {"rounds": 2}}, ConfigError, "they need mode='tir'"),
