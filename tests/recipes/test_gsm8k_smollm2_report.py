@@ -407,7 +407,7 @@ def test_the_page_says_what_the_files_say() -> None:
     assert pages.fill(page, results) == page, "run `python -m recipes.gsm8k_smollm2.report`"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_whole_sitting_with_a_tiny_model(
     tmp_path: Path, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
