@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.config.evaluation import BENCHMARK_SETTINGS
@@ -26,13 +26,12 @@ from gruppo.evaluation.settings import TrainingSettings
 from gruppo.runs.read import Run
 from gruppo.trainer import benchmarking
 from gruppo.types import Completion
+from tests.evaluation.demo import tokenizer
 from tests.helpers import timeless
 from tests.tools.scripted import random_caller
 from tests.trainer.test_metrics import documented_keys
 
 PROBLEMS = 12
-# The demo's prompts are the question alone, so the template leaves the instruction out.
-TEMPLATE = "{% for message in messages %}Q: {{ message['content'].split('\n')[0] }}\n{% endfor %}"
 BENCH = """
 from gruppo.evaluation.types import Benchmark
 from gruppo.grading import LADDERS
@@ -60,12 +59,6 @@ def write_benchmark(folder: Path) -> Path:
     rows = [{"question": problem.question, "answer": problem.answer} for problem in asked()]
     (folder / "demo.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
-
-
-def tokenizer() -> Any:
-    loaded = AutoTokenizer.from_pretrained(model_path())
-    loaded.chat_template = TEMPLATE
-    return loaded
 
 
 def make(
