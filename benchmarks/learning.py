@@ -5,12 +5,10 @@
 tests/learning asserts what this measures.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +17,7 @@ from transformers import PrinterCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.common import provenance
+from benchmarks.common import measure_seeds
 from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.algo.advantages import Advantages
 from gruppo.demo import accuracy, exact_match, load_task, model_path
@@ -117,23 +115,12 @@ def task() -> Any:
     return load_task(held_out_size=HELD_OUT)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options = parser.parse_args()
-    runs = []
-    for recipe in RECIPES:
-        for seed in options.seeds:
-            for reversed_sign in (False, True):
-                found = lift(recipe, seed, reversed_sign=reversed_sign)
-                facts = {"before": round(found.before, 4), "after": round(found.after, 4)}
-                runs.append({"recipe": recipe, "seed": seed, "reversed": reversed_sign, **facts})
-                print(runs[-1], flush=True)
-    if options.out is not None:
-        facts = {**provenance(), "updates": STEPS, "prompts": 8, "completions": 8, "held_out": HELD_OUT}
-        options.out.write_text(json.dumps({**facts, "runs": runs}, indent=1) + "\n")
+def measured(recipe: str, reversed_sign: bool, seed: int) -> dict[str, Any]:
+    """One run, for a result file."""
+    found = lift(recipe, seed, reversed_sign=reversed_sign)
+    facts = {"recipe": recipe, "reversed": reversed_sign, "seed": seed, "updates": STEPS, "held_out": HELD_OUT}
+    return {**facts, "before": round(found.before, 4), "after": round(found.after, 4)}
 
 
 if __name__ == "__main__":
-    main()
+    measure_seeds(__doc__, *(partial(measured, recipe, way) for recipe in RECIPES for way in (False, True)))

@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.graders import cores
+from gruppo.evaluation.prompts import PromptText
 from gruppo.evaluation.sampling import Evaluator
 from gruppo.evaluation.scoring import Graders, require
 from gruppo.evaluation.settings import TrainingSettings
@@ -55,6 +56,7 @@ class TrainingBenchmarks:
             raise type(error)(f"eval_benchmarks: {error} In a config, data_dir is `eval_benchmarks_dir`.") from error
         require(task.benchmark.ladder for task in self.tasks)
         self._evaluator: Evaluator | None = None
+        self._prompts: dict[str, dict[str, PromptText]] = {}  # by benchmark and problem
 
     @property
     def metric_names(self) -> list[str]:
@@ -72,7 +74,10 @@ class TrainingBenchmarks:
             )
         self._evaluator = Evaluator(backend, tokenizer, **settings.asking())
         for benchmark, problems in self.tasks:
-            self._evaluator.prompts(benchmark, problems)
+            rendered = self._evaluator.prompts(benchmark, problems)
+            self._prompts[benchmark.name] = {
+                problem.id: prompt for problem, prompt in zip(problems, rendered, strict=True)
+            }
 
     def run(
         self,
@@ -105,6 +110,8 @@ class TrainingBenchmarks:
             if not benchmark.ladder.literal:  # the cores are for the workers of all processes
                 evaluator.graders = stack.enter_context(Graders(max(cores() // processes, 1)))
             try:
-                return [row for chunk in evaluator.attempts(benchmark, problems, self.decoding) for row in chunk]
+                prompts = self._prompts[benchmark.name]
+                chunks = evaluator.attempts(benchmark, problems, self.decoding, prompts)
+                return [row for chunk in chunks for row in chunk]
             finally:
                 evaluator.graders = None

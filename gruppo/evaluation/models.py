@@ -57,11 +57,13 @@ def load_subject(
     """Load a model by name or folder, or take an object as it is.
 
     A folder may hold a model, an adapter, or a training run: then its final model is taken, else the newest checkpoint
-    that is whole. `dtype="auto"` is bfloat16 on a GPU and float32 on a CPU; an object keeps its own.
+    that is whole. `dtype="auto"` is bfloat16 on a GPU and float32 on a CPU.
     """
     if not isinstance(model, str | Path):
         if tokenizer is None:
             raise ConfigError("A model that is passed as an object needs its tokenizer: evaluate(model, tokenizer=…).")
+        if (dtype, device, trust_remote_code) != ("auto", None, False):
+            raise ConfigError("dtype, device and trust_remote_code say how a model is loaded; an object has been.")
         name = Path(loading.model_name(inner_model(model))).name or type(model).__name__
         return Subject(name, "", model, _checked(copy.deepcopy(tokenizer), model), _dtype_of(model))
     source = find_weights(model)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gruppo.errors import ConfigError
 from gruppo.evaluation.models import Backend, Subject, load_subject, make_backend, weights_fingerprint
 from gruppo.evaluation.programs import tool_versions
 from gruppo.evaluation.progress import Progress
@@ -101,6 +102,9 @@ def evaluate(
         evaluate("runs/demo", "gsm8k:200", data_dir="data", samples=8).accuracy("gsm8k")
     """
     wanted = Settings.of(settings)
+    asking = wanted.asking(allow_unconfined)
+    if restart and output_dir is None:
+        raise ConfigError("restart=True forgets what is in output_dir: name that folder.")
     tasks = load_tasks(benchmarks, data_dir)
     require([task.benchmark.ladder for task in tasks], wanted.paper)
     folder = None if output_dir is None else EvaluationFolder(output_dir)
@@ -110,9 +114,7 @@ def evaluate(
         clock = Clock()
         subject = load_subject(model, tokenizer, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         clock.note("load")
-        evaluator = Evaluator(
-            make_backend(subject, backend), subject.tokenizer, rows=batch_size, **wanted.asking(allow_unconfined)
-        )
+        evaluator = Evaluator(make_backend(subject, backend), subject.tokenizer, rows=batch_size, **asking)
         clock.note("sampler")
         if wanted.paper or any(not task.benchmark.ladder.literal for task in tasks):
             evaluator.graders = stack.enter_context(Graders())

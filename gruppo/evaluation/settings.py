@@ -26,7 +26,7 @@ class Asking:
     samples: int = 0  # sampled attempts at each problem
     temperature: float | None = None  # of samples; None: 0.7
     top_p: float | None = None  # of samples; None: 1
-    seed: int = 0  # of samples
+    seed: int | None = None  # of samples; None: 0
     rounds: int | None = None  # tir: times that the model may speak; None: 4. The DeepSeekMath paper has 2
     max_total_tokens: int | None = None  # tir: new tokens of all rounds; None: 2048
 
@@ -37,15 +37,15 @@ class Asking:
             raise ConfigError(f"shots={self.shots} and samples={self.samples} must not be negative.")
         if self.mode != "tir" and (self.rounds is not None or self.max_total_tokens is not None):
             raise ConfigError("rounds and max_total_tokens are settings of programs: they need mode='tir'.")
-        if not self.samples and (self.temperature is not None or self.top_p is not None):
-            raise ConfigError("temperature and top_p are settings of samples: set how many, as in samples=8.")
+        if not self.samples and (self.temperature, self.top_p, self.seed) != (None, None, None):
+            raise ConfigError("temperature, top_p and seed are settings of samples: set how many, as in samples=8.")
         if self.samples and self.temperature == 0:
             raise ConfigError("temperature=0 makes all samples the same: leave samples out for a greedy attempt.")
         self.passes()  # raises where a number cannot be
         self.tir()
 
     def greedy_pass(self) -> Decoding:
-        return Decoding(max_new_tokens=self.max_new_tokens, seed=self.seed)
+        return Decoding(max_new_tokens=self.max_new_tokens)
 
     def sampled_pass(self) -> Decoding:
         return Decoding(
@@ -53,7 +53,7 @@ class Asking:
             temperature=TEMPERATURE if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             max_new_tokens=self.max_new_tokens,
-            seed=self.seed,
+            seed=0 if self.seed is None else self.seed,
         )
 
     def passes(self) -> list[Decoding]:
@@ -63,6 +63,8 @@ class Asking:
     def tir(self, allow_unconfined: Collection[str] = ()) -> TirSettings | None:
         """How programs run; None without them."""
         if self.mode != "tir":
+            if allow_unconfined:
+                raise ConfigError("allow_unconfined is a setting of programs: it needs mode='tir'.")
             return None
         given = {"rounds": self.rounds, "max_total_tokens": self.max_total_tokens}
         own: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -32,7 +32,6 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "the limit": ({"max_new_tokens": 30}, "max_new_tokens: 40, now 30"),
     "rendering": ({"rendering": "plain"}, "rendering: 'chat', now 'plain'"),
     "the chat template": ({"tokenizer": another_template()}, "prompt: "),
-    "the seed": ({"seed": 1}, "seed: 0, now 1"),
     "the sampler": ({"backend": "transformers"}, "backend: 'builtin', now 'transformers'"),
     "the paper's grading": ({"paper": True}, "paper: False, now True"),
     "our grading": ({"benchmark": replace(FEW, ladder=replace(FEW.ladder, tolerance=0.5))}, "grading: "),
@@ -46,6 +45,12 @@ def test_other_settings_are_not_mixed(demo: Any, data: Path, tmp_path: Path, nam
     evaluate(demo, data, FEW, output_dir=tmp_path)
     with pytest.raises(ConfigError, match=message):
         evaluate(demo, data, **{"benchmark": FEW, "output_dir": tmp_path, **change})
+
+
+def test_samples_of_another_seed_are_not_mixed(demo: Any, data: Path, tmp_path: Path) -> None:
+    evaluate(demo, data, FEW, output_dir=tmp_path, samples=2)
+    with pytest.raises(ConfigError, match="seed: 0, now 1"):
+        evaluate(demo, data, FEW, output_dir=tmp_path, samples=2, seed=1)
 
 
 def test_restart_forgets_what_was_asked_in_another_way(demo: Any, data: Path, tmp_path: Path) -> None:

@@ -2,10 +2,7 @@
 
 import json
 import logging
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -28,6 +25,7 @@ from gruppo.trainer import benchmarking
 from gruppo.types import Completion
 from tests.evaluation.demo import tokenizer
 from tests.helpers import timeless
+from tests.processes import run_together
 from tests.tools.scripted import random_caller
 from tests.trainer.test_metrics import documented_keys
 
@@ -469,24 +467,10 @@ def main(output: Path) -> None:
 @pytest.mark.medium
 def test_two_processes_see_the_same_numbers(tmp_path: Path, trained: Any) -> None:
     write_benchmark(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    subprocess.run(
-        [*command, "-m", "tests.trainer.test_benchmarks", str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        check=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run_together(2, "tests.trainer.test_benchmarks", tmp_path)
     zero, one = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert zero == one
     assert [record["step"] for record in zero["evaluations"]] == [0, 1]
     start, now = evaluations(trained)[0], zero["evaluations"][0]
     shared = [f"eval_demo_{metric}" for metric in METRICS if metric != "runtime"]
     assert [now[name] for name in shared] == [start[name] for name in shared], "and as one process does"
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    torch.distributed.barrier()
-    # Gloo's threads now and then abort an interpreter that ends in the ordinary way, after all is done.
-    os._exit(0)
