@@ -130,13 +130,14 @@ def gain_table(results: Results) -> str:
 def speed_table(results: Results) -> str:
     """How far each experiment came in its time, as a Markdown table."""
     shown = [f"right among samples, {end} {ENDS} updates (%)" for end in ("first", "last")]
-    head = ("", "seconds of training", "updates", "seconds an update", *shown)
+    head = ("", "runs at once", "seconds of training", "updates", "seconds an update", *shown)
     lines = [_row(*head), "|---" * len(head) + "|"]
     for name in experiments(results):
         runs = results[name]["runs"]
         lines.append(
             _row(
                 title(name),
+                span([run["at_once"] for run in runs], "{:.0f}".format),
                 span([run["train_seconds"] for run in runs], "{:.0f}".format),
                 span([run["updates"] for run in runs], "{:.0f}".format),
                 span([run["seconds_per_update"] for run in runs], "{:.2f}".format),
@@ -180,6 +181,12 @@ def smooth(values: Sequence[float], width: int = SMOOTH) -> list[float]:
     """
     half = width // 2
     return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def alone(result: dict[str, Any]) -> dict[str, Any]:
+    """An experiment with only those of its runs that had the device to themselves, if there are any."""
+    runs = result["runs"]
+    return {**result, "runs": [run for run in runs if run["at_once"] == 1] or runs}
 
 
 def draw(results: Results, names: Mapping[str, str], axis: str, label: str, path: Path) -> None:
@@ -226,6 +233,6 @@ def write(results: Results, docs: Path) -> list[Path]:
         draw(results, {name: title(name) for name in names}, "step", "update", made[0])
     if set(RACE) <= set(results):
         made.insert(0, figures / f"{PREFIX}time.svg")
-        draw(results, RACE, "seconds", "seconds of training", made[0])
+        draw({name: alone(results[name]) for name in RACE}, RACE, "seconds", "seconds of training", made[0])
     page.write_text(filled, encoding="utf-8")
     return made

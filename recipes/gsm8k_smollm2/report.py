@@ -264,6 +264,7 @@ def _member(run: Run, start: Run) -> Facts:
     laps = [after - before for before, after in pairwise(ends)]
     return {
         "seed": record["seed"],
+        "at_once": record["at_once"],
         "start_weights": record["start_weights"],
         "updates": len(steps),
         "construct_seconds": record.get("construct_seconds"),

@@ -5,6 +5,7 @@
 A job is base (evaluates the model as it is), warmup, trl, or the name of a YAML file here, with a seed behind a colon.
 All but the first two begin with the model that warmup left in the folder --work, in this sitting or an earlier one.
 For a sweep they take changes from sweep.yaml: grpo@lr3e-5+g8:0 is an experiment of its own, grpo_lr3e-5_g8.
+With --at-once 3 three of those share the device: more updates in all, fewer for each. Their records say how many shared.
 OUT gets an archive for each job, without weights, and sitting.json, which says how each one went. Both are brought up
 to date after every step, so that a sitting that is cut short leaves what it has. report.py reads the archives.
 """
@@ -17,7 +18,9 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +103,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup-seed", type=int, default=0, help="which warmed-up model the other jobs begin with")
     parser.add_argument("--limit", type=float, default=580, help="seconds of the sitting (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=420, help="and of each training (default: %(default)s)")
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="trainings that share the device (default: %(default)s)"
+    )
     parser.add_argument("--reserve", type=float, default=90, help="kept for its start and its evaluation")
     parser.add_argument("--benchmark", default="gsm8k", help="for `gruppo eval`; gsm8k:100 is a part of it")
     parser.add_argument("--samples", type=int, default=8, help="of each problem, beside the greedy one; 0: none")
@@ -121,6 +127,7 @@ class Sitting:
         self.end: float = time.monotonic() + options.limit
         self.start_model = options.work / str(Job("warmup", options.warmup_seed))
         self.summary: dict[str, Any] = {str(job): {} for job in options.jobs}
+        self._writing = threading.Lock()
         made_here = Job("warmup", options.warmup_seed) in options.jobs
         if any(job.learns_from_rewards for job in options.jobs) and not made_here and not is_model(self.start_model):
             raise ConfigError(f"{self.start_model} has no model; begin with --jobs warmup:{options.warmup_seed},…")
@@ -129,11 +136,19 @@ class Sitting:
     def left(self) -> float:
         return self.end - time.monotonic()
 
+    @property
+    def sharing(self) -> int:
+        """How many trainings share the device while there are enough of them."""
+        return min(self.options.at_once, sum(job.learns_from_rewards for job in self.options.jobs))
+
     def run(self) -> bool:
         """Do every job; whether all of them came to a result."""
         self.options.out.mkdir(parents=True, exist_ok=True)
         for job in self.options.jobs:
-            self.do(job)
+            if not job.learns_from_rewards:
+                self.do(job)
+        with ThreadPoolExecutor(self.options.at_once) as pool:
+            list(pool.map(self.do, (job for job in self.options.jobs if job.learns_from_rewards)))
         return all(facts.get("evaluated") for facts in self.summary.values())
 
     def do(self, job: Job) -> None:
@@ -166,7 +181,7 @@ class Sitting:
         script = "peer" if job.recipe == "trl" else "train"
         paths = ["--model", str(self.start_model), "--data", str(options.data), "--output_dir", str(folder)]
         paths = ["--config", str(HERE / f"{job.recipe}.yaml"), *paths]
-        limits = ["--seed", str(job.seed), "--max_seconds", f"{seconds:.0f}"]
+        limits = ["--seed", str(job.seed), "--max_seconds", f"{seconds:.0f}", "--at_once", str(self.sharing)]
         settings = {"experiment": job.experiment} if job.changes else {}
         for name in job.changes:
             settings |= CHANGES[name]
@@ -211,7 +226,8 @@ class Sitting:
         """Pack what the job has so far, and bring the summary up to date."""
         write_correct(folder)
         pack(folder, self.options.out / f"{job}.tar.gz")
-        (self.options.out / "sitting.json").write_text(json.dumps(self.summary, indent=1) + "\n")
+        with self._writing:
+            (self.options.out / "sitting.json").write_text(json.dumps(self.summary, indent=1) + "\n")
 
 
 def set_aside(folder: Path) -> None:

@@ -36,6 +36,9 @@ class RecipeArguments:
     overlong_tokens: int = field(
         default=0, metadata={"help": "Punish length over so many tokens before the limit (DAPO); 0 does not."}
     )
+    at_once: int = field(
+        default=1, metadata={"help": "How many runs share the device, for the record: their seconds are longer ones."}
+    )
     rows: int | None = field(default=None, metadata={"help": "First problems only, to try it."})
 
     def __post_init__(self) -> None:
@@ -66,7 +69,7 @@ def run(recipe: RecipeArguments, args: Any, trainer_class: Any, facts: dict[str,
     set_seed(args.seed)
     reward_funcs, args.reward_weights = task.rewards(recipe.overlong_tokens, args.max_completion_length)
     config = {"algorithm": recipe.algorithm, "overlong_tokens": recipe.overlong_tokens, **config_of(args)}
-    facts = {"experiment": recipe.experiment, "seed": args.seed, **facts, "config": config}
+    facts = {"experiment": recipe.experiment, "seed": args.seed, "at_once": recipe.at_once, **facts, "config": config}
     recorder = Recorder(Path(args.output_dir), facts, recipe.max_seconds)
     trainer = trainer_class(
         model=recipe.model,

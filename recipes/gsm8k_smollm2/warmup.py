@@ -113,6 +113,7 @@ def train(model: Any, plan: list[Batch], learning_rate: float) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, len(plan)))
     losses: list[Tensor] = []
+    began = time.perf_counter()
     for step, batch in enumerate(plan, 1):
         losses.append(loss_of(model, batch))
         losses[-1].backward()
@@ -123,7 +124,7 @@ def train(model: Any, plan: list[Batch], learning_rate: float) -> list[float]:
         schedule.step()
         if step % 20 == 0 or step == len(plan):
             recent = torch.stack(losses[-20:]).mean().item()
-            print(f"step {step}/{len(plan)}  loss {recent:.4f}", flush=True)
+            print(f"step {step}/{len(plan)}  {time.perf_counter() - began:6.1f} s  loss {recent:.4f}", flush=True)
     return [round(value, 4) for value in torch.stack(losses).tolist()]
 
 

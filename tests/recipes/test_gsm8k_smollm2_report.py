@@ -107,6 +107,24 @@ def test_a_sitting_packs_what_is_small(tmp_path: Path) -> None:
     assert (tmp_path / "work/grpo-1.earlier-1/record.json").exists(), "what was there is not lost"
 
 
+def test_trainings_can_share_the_device(tmp_path: Path) -> None:
+    class Together(Rehearsal):
+        """Each training waits until all three have begun."""
+
+        train = TRAIN + "\nimport time\nwhile len(list(folder.parent.glob('*/record.json'))) < 4: time.sleep(0.01)"
+
+    class WarmedUp(Together):
+        def training(self, job: Job, folder: Path, seconds: float) -> list[str]:
+            chosen = Rehearsal if job.recipe == "warmup" else Together
+            return [sys.executable, "-c", chosen.train, str(folder)]
+
+    plan = WarmedUp(options(tmp_path, "warmup,grpo:0,grpo:1,rloo", **{"at-once": 3, "limit": 60, "reserve": 0}))
+    assert plan.run()
+    assert set(json.loads((tmp_path / "out/sitting.json").read_text())) == {"warmup-0", "grpo-0", "grpo-1", "rloo-0"}
+    asked = Sitting(plan.options).training(Job("grpo"), tmp_path, 30)
+    assert asked[asked.index("--at_once") + 1] == "3"
+
+
 def test_a_sitting_goes_on_after_a_failure_and_skips_what_has_no_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +160,7 @@ def test_the_commands_of_a_sitting(tmp_path: Path) -> None:
     plan = Sitting(chosen)
     ours = plan.training(Job("grpo", 1), tmp_path / "grpo-1", 99.6)
     assert ours[1:3] == ["-m", "recipes.gsm8k_smollm2.train"]
-    assert ours[-6:] == ["--seed", "1", "--max_seconds", "100", "--learning_rate", "2e-5"]
+    assert ours[-8:] == ["--seed", "1", "--max_seconds", "100", "--at_once", "1", "--learning_rate", "2e-5"]
     theirs = plan.training(Job("trl", 2), tmp_path / "trl-2", 99.6)
     assert theirs[2] == "recipes.gsm8k_smollm2.peer"
     assert theirs[theirs.index("--model") + 1] == str(tmp_path / "work/warmup-0")
@@ -214,7 +232,8 @@ def trained(
         for i in range(updates)
     ]
     library = "trl" if experiment == "trl" else "gruppo"
-    facts = {"experiment": experiment, "seed": seed, "library": library, "config": {"learning_rate": 1e-5} | config}
+    facts: dict[str, Any] = {"experiment": experiment, "seed": seed, "at_once": 1, "library": library}
+    facts["config"] = {"learning_rate": 1e-5} | config
     facts |= {"start_weights": start, "construct_seconds": 5.0, "train_seconds": pace * updates, "steps": steps}
     (folder / "record.json").write_text(json.dumps({**ORIGIN, **facts}))
 
@@ -360,7 +379,7 @@ def test_the_page_and_the_figures(runs: Path, tmp_path: Path) -> None:
         "| GRPO ([file](../benchmarks/results/learn_smollm2_grpo.json)) | 2 | 25 (20 to 30) | 50.0 (40.0 to 60.0) |"
         in page
     )
-    assert "| DAPO | 60 | 20 | 3.00 | 12.0 | 27.0 |" in page
+    assert "| DAPO | 1 | 60 | 20 | 3.00 | 12.0 | 27.0 |" in page
     assert "| GRPO with TRL 1.16 + vLLM 0.24 | 60 | 3 | 20.00 | 11.0 | 11.0 |" in page
     for name in ("time", "steps", "sweep"):
         figure = docs / "figures" / f"learn_smollm2_{name}.svg"
