@@ -5,7 +5,7 @@
 A job is base (evaluates the model as it is), warmup, trl, or the name of a YAML file here, with a seed behind a colon.
 All but the first two begin with the model that warmup left in the folder --work, in this sitting or an earlier one.
 For a sweep they take changes from sweep.yaml: grpo@lr3e-5+g8:0 is an experiment of its own, grpo_lr3e-5_g8.
-With --at-once 3 three of those share the device: more updates in all, fewer for each. Their records say how many shared.
+With --at-once 3 three of those share the device: more updates in all, fewer for each. Their records say so.
 OUT gets an archive for each job, without weights, and sitting.json, which says how each one went. Both are brought up
 to date after every step, so that a sitting that is cut short leaves what it has. report.py reads the archives.
 """
@@ -104,7 +104,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=580, help="seconds of the sitting (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=420, help="and of each training (default: %(default)s)")
     parser.add_argument(
-        "--at-once", type=int, default=1, help="trainings that share the device (default: %(default)s)"
+        "--at-once", type=int, default=1, help="trainings that share the device"
     )
     parser.add_argument("--reserve", type=float, default=90, help="kept for its start and its evaluation")
     parser.add_argument("--benchmark", default="gsm8k", help="for `gruppo eval`; gsm8k:100 is a part of it")

@@ -380,7 +380,7 @@ def test_the_page_and_the_figures(runs: Path, tmp_path: Path) -> None:
         in page
     )
     assert "| DAPO | 1 | 60 | 20 | 3.00 | 12.0 | 27.0 |" in page
-    assert "| GRPO with TRL 1.16 + vLLM 0.24 | 60 | 3 | 20.00 | 11.0 | 11.0 |" in page
+    assert "| GRPO with TRL 1.16 + vLLM 0.24 | 1 | 60 | 3 | 20.00 | 11.0 | 11.0 |" in page
     for name in ("time", "steps", "sweep"):
         figure = docs / "figures" / f"learn_smollm2_{name}.svg"
         assert f"figures/{figure.name}" in page
