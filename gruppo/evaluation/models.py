@@ -147,8 +147,12 @@ def _checked(tokenizer: Any, model: Any) -> Any:
 
 
 def weights_fingerprint(model: Any) -> str:
-    """A short name of the weights: another one if any bit of them differs, whatever folder they came from."""
-    tensors = sorted(inner_model(model).state_dict().items())
+    """A short name of the weights: another one if any bit of them differs, whatever folder they came from.
+
+    Of a model with adapters, those under them: what it began with.
+    """
+    state = inner_model(model).state_dict()
+    tensors = sorted((name.replace(".base_layer", ""), state[name]) for name in state if ".lora_" not in name)
     sums = torch.stack([_checksum(tensor) for _, tensor in tensors]).tolist()
     facts = [
         f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}"

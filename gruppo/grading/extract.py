@@ -10,6 +10,7 @@ Every rule takes time linear in the length of the text.
 import re
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 
 from gruppo.grading.numbers import numbers_in, parse_number
 from gruppo.grading.text import plain_text
@@ -68,6 +69,7 @@ def extract(completion: str, ladder: Ladder, output: str | None = None) -> Answe
     return None
 
 
+@lru_cache(maxsize=256)  # a group of completions has one reference
 def extract_gold(reference: str, ladder: Ladder) -> str | None:
     """The answer of a reference: boxed, after ####, announced, or the whole of it if it is short.
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from gruppo.grading.text import CJK, plain_text, tidy
 
@@ -85,8 +86,11 @@ def parse_number(text: str, *, units: bool = True, algebra: bool = False) -> Num
         parse_number(r"18\\text{ eggs}").text == "18"
         parse_number(r"9\\cdot 2") is None
     """
-    if len(text) > LONGEST:
-        return None
+    return None if len(text) > LONGEST else _parse_number(text, units, algebra)
+
+
+@lru_cache(maxsize=4096)  # one comparison asks up to five times, and the completions of a group give the same answers
+def _parse_number(text: str, units: bool, algebra: bool) -> Number | None:
     found = LEADING.fullmatch(tidy(plain_text(text)))
     if found is None or (found["sign"] and found["sign2"]) or (algebra and found["assigned"]):
         return None

@@ -87,6 +87,7 @@ class Ladder:
     seconds: float = 5.0  # of one symbolic comparison
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "languages", tuple(self.languages))  # a list has no hash
         unknown = set(self.languages) - {"en", "zh"}
         if unknown or not self.languages:
             raise ConfigError(f"languages={self.languages!r} must name at least one of 'en' and 'zh', and no other.")

@@ -39,6 +39,7 @@ CONFIG = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_grad_norm", "optim", "bf16", "max_steps"),
     *("num_generations", "generation_batch_size", "num_iterations", "max_completion_length", "temperature"),
     *("loss_type", "scale_rewards", "epsilon", "epsilon_high", "beta", "normalize_advantages", "reward_weights"),
+    "top_entropy_quantile",
     *("dynamic_sampling", "max_resample_rounds", "use_vllm", "vllm_mode", "gradient_checkpointing"),
 )
 SAVE_EVERY = 10.0  # seconds: what a killed run loses

@@ -4,7 +4,7 @@
 
 A job is base (evaluates the model as it is), warmup, trl, or the name of a YAML file here, with a seed behind a colon.
 All but the first two begin with the model that warmup left in the folder --work, in this sitting or an earlier one.
-For a sweep they take changes from sweep.yaml: grpo@lr3e-5+g8:0 is an experiment of its own, grpo_lr3e-5_g8.
+For a sweep they take changes from sweep.yaml: grpo@lr1e-5+g8:0 is an experiment of its own, grpo_lr1e-5_g8.
 With --at-once 3 three of those share the device: more updates in all, fewer for each. Their records say so.
 OUT gets an archive for each job, without weights, and sitting.json, which says how each one went. Both are brought up
 to date after every step, so that a sitting that is cut short leaves what it has. report.py reads the archives.
@@ -46,7 +46,7 @@ LONGEST_LOG = 2**20  # bytes that are packed, from the end
 
 @dataclass(frozen=True)
 class Job:
-    """One thing to do: `grpo:1` is Job("grpo", 1), and `grpo@lr3e-5` Job("grpo", changes=("lr3e-5",))."""
+    """One thing to do: `grpo:1` is Job("grpo", 1), and `grpo@lr1e-5` Job("grpo", changes=("lr1e-5",))."""
 
     recipe: str
     seed: int = 0
@@ -68,7 +68,7 @@ def parse_jobs(text: str) -> list[Job]:
     """The jobs of a list.
 
     Example:
-        parse_jobs("base,grpo:1,grpo@lr3e-5") == [Job("base"), Job("grpo", 1), Job("grpo", 0, ("lr3e-5",))]
+        parse_jobs("base,grpo:1,grpo@lr1e-5") == [Job("base"), Job("grpo", 1), Job("grpo", 0, ("lr1e-5",))]
     """
     jobs = [_parse_job(part.strip()) for part in text.split(",")]
     if len(set(jobs)) < len(jobs):
@@ -89,7 +89,7 @@ def _parse_job(text: str) -> Job:
     settings = [setting for name in names for setting in CHANGES[name]]
     if len(set(settings)) < len(settings):
         raise ConfigError(f"--jobs {text!r} changes the same thing twice.")
-    # In the order of the file, so that lr3e-5+g8 and g8+lr3e-5 are one experiment.
+    # In the order of the file, so that lr1e-5+g8 and g8+lr1e-5 are one experiment.
     return Job(recipe, int(seed or 0), tuple(name for name in CHANGES if name in names))
 
 
@@ -238,8 +238,8 @@ def set_aside(folder: Path) -> None:
 
 
 def is_model(folder: Path) -> bool:
-    """Whether there are weights: a training that was killed leaves none."""
-    return (folder / "config.json").exists() and any(folder.glob("model*.safetensors"))
+    """Whether there are weights, or an adapter's: a training that was killed leaves none."""
+    return any(folder.glob("*config.json")) and any(folder.glob("*model*.safetensors"))
 
 
 def write_correct(folder: Path) -> None:

@@ -36,6 +36,7 @@ class RecipeArguments:
     overlong_tokens: int = field(
         default=0, metadata={"help": "Punish length over so many tokens before the limit (DAPO); 0 does not."}
     )
+    lora_rank: int = field(default=0, metadata={"help": "Train adapters of this rank in all layers; 0: the weights."})
     at_once: int = field(
         default=1, metadata={"help": "How many runs share the device, for the record: their seconds are longer ones."}
     )
@@ -64,11 +65,20 @@ def parse_for(config_class: Any, argv: Sequence[str] | None) -> tuple[RecipeArgu
     return recipe, args
 
 
+def adapters(rank: int) -> Any:
+    """The configuration of adapters of this rank in all layers; None for rank 0."""
+    if not rank:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
 def run(recipe: RecipeArguments, args: Any, trainer_class: Any, facts: dict[str, Any]) -> None:
     """Train, keep the record, and save the model; `facts` says with what. The library may be another one."""
     set_seed(args.seed)
     reward_funcs, args.reward_weights = task.rewards(recipe.overlong_tokens, args.max_completion_length)
-    config = {"algorithm": recipe.algorithm, "overlong_tokens": recipe.overlong_tokens, **config_of(args)}
+    config = {name: getattr(recipe, name) for name in ("algorithm", "overlong_tokens", "lora_rank")} | config_of(args)
     facts = {"experiment": recipe.experiment, "seed": args.seed, "at_once": recipe.at_once, **facts, "config": config}
     recorder = Recorder(Path(args.output_dir), facts, recipe.max_seconds)
     trainer = trainer_class(
@@ -77,6 +87,7 @@ def run(recipe: RecipeArguments, args: Any, trainer_class: Any, facts: dict[str,
         args=args,
         train_dataset=task.dataset(task.read(recipe.data, recipe.rows)),
         callbacks=[recorder],
+        peft_config=adapters(recipe.lora_rank),
     )
     trainer.remove_callback(PrinterCallback)
     recorder.built(trainer.model)

@@ -16,7 +16,7 @@ from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.prompts import render
 from gruppo.evaluation.types import Benchmark, Problem
 from gruppo.grading import LADDERS, Rule, grade
-from recipes.gsm8k_smollm2 import peer, record, task, train, warmup
+from recipes.gsm8k_smollm2 import peer, record, sitting, task, train, warmup
 from tests.helpers import tiny_model, tiny_tokenizer
 
 HERE = Path(train.__file__).parent
@@ -202,6 +202,18 @@ def test_the_warm_up_lowers_the_loss_and_saves_a_model_in_float32(data: Path, mo
 # ---- training
 
 
+@pytest.mark.gpu
+def test_the_warm_up_makes_the_same_weights_again(data: Path, model: Path, tmp_path: Path) -> None:
+    # Heads of 64 in bfloat16: what the fast kernels of attention are for.
+    tiny_model(hidden_size=128, num_hidden_layers=4, max_position_embeddings=512).save_pretrained(model)
+    made = set()
+    for turn in ("first", "second"):
+        given = {"model": model, "data": data, "output-dir": tmp_path / turn, "epochs": 20}
+        warmup.main([text for key, value in given.items() for text in (f"--{key}", str(value))])
+        made.add(json.loads((tmp_path / turn / "warmup.json").read_text())["weights"])
+    assert len(made) == 1
+
+
 def test_two_updates_leave_a_model_and_a_record(data: Path, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     train.main(small("dapo", model, data, out, max_steps=2, overlong_tokens=4))
@@ -218,6 +230,17 @@ def test_two_updates_leave_a_model_and_a_record(data: Path, model: Path, tmp_pat
     assert {key: config[key] for key in changed} == changed
     assert {key for key in settings if key not in config} <= set(train.RecipeArguments.__dataclass_fields__)
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3, "two updates and the end"
+
+
+def test_adapters_begin_with_the_weights_under_them(data: Path, model: Path, tmp_path: Path) -> None:
+    for rank in (0, 4):
+        train.main(small("grpo", model, data, tmp_path / f"rank-{rank}", max_steps=1, lora_rank=rank))
+    plain, adapted = (json.loads((tmp_path / f"rank-{rank}" / record.NAME).read_text()) for rank in (0, 4))
+    assert adapted["start_weights"] == plain["start_weights"]
+    assert (plain["config"]["lora_rank"], adapted["config"]["lora_rank"]) == (0, 4)
+    assert (tmp_path / "rank-4/adapter_model.safetensors").exists()
+    assert sitting.is_model(tmp_path / "rank-4")
+    assert not sitting.is_model(data)
 
 
 def test_a_run_stops_when_its_time_is_over(data: Path, model: Path, tmp_path: Path) -> None:

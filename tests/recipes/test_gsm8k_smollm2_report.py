@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 def test_jobs() -> None:
     assert parse_jobs("base, warmup,grpo:1,trl") == [Job("base"), Job("warmup"), Job("grpo", 1), Job("trl")]
     assert [str(job) for job in parse_jobs("base,dr_grpo:2")] == ["base", "dr_grpo-2"]
-    assert [str(job) for job in parse_jobs("grpo,grpo@lr3e-5,grpo@g8+lr3e-5:1")] == [
-        *("grpo-0", "grpo_lr3e-5-0", "grpo_lr3e-5_g8-1"),
+    assert [str(job) for job in parse_jobs("grpo,grpo@lr1e-5,grpo@g8+lr1e-5:1")] == [
+        *("grpo-0", "grpo_lr1e-5-0", "grpo_lr1e-5_g8-1"),
     ]
 
 
@@ -36,11 +36,11 @@ def test_jobs() -> None:
         ("ppo", "choose from base"),
         ("grpo:x", "a whole number"),
         ("grpo,grpo:0", "names a job twice"),
-        ("grpo@lr3e-5+g8,grpo@g8+lr3e-5:0", "names a job twice"),
-        ("grpo@lr7", "choose from lr3e-6, lr3e-5"),
-        ("grpo@", "choose from lr3e-6"),
-        ("warmup@lr3e-5", "changes are for grpo"),
-        ("grpo@lr3e-5+lr3e-6", "the same thing twice"),
+        ("grpo@lr1e-5+g8,grpo@g8+lr1e-5:0", "names a job twice"),
+        ("grpo@lr7", "choose from lr1e-5, lr1e-4"),
+        ("grpo@", "choose from lr1e-5"),
+        ("warmup@lr1e-5", "changes are for grpo"),
+        ("grpo@lr1e-5+lr1e-4", "the same thing twice"),
     ],
 )
 def test_jobs_that_are_none(jobs: str, named: str) -> None:
@@ -165,10 +165,10 @@ def test_the_commands_of_a_sitting(tmp_path: Path) -> None:
     assert theirs[2] == "recipes.gsm8k_smollm2.peer"
     assert theirs[theirs.index("--model") + 1] == str(tmp_path / "work/warmup-0")
     assert "--learning-rate" not in plan.training(Job("warmup"), tmp_path / "warmup-0", 99.6)
-    swept = plan.training(Job("grpo", 1, ("lr3e-5", "g8")), tmp_path / "x", 99.6)
+    swept = plan.training(Job("grpo", 1, ("lr1e-5", "g8")), tmp_path / "x", 99.6)
     recipe, args = train.parse([*swept[3:-2], "--use_cpu", "true"])
-    assert (recipe.experiment, recipe.max_seconds, args.seed) == ("grpo_lr3e-5_g8", 100, 1)
-    assert (args.learning_rate, args.num_generations, args.generation_batch_size) == (3e-5, 8, 1024)
+    assert (recipe.experiment, recipe.max_seconds, args.seed) == ("grpo_lr1e-5_g8", 100, 1)
+    assert (args.learning_rate, args.num_generations, args.generation_batch_size) == (1e-5, 8, 1024)
     named = train.parse([*ours[3:], *["--use_cpu", "true", "--experiment", "grpo_lr2e-5"]])
     assert (named[0].experiment, named[1].learning_rate) == ("grpo_lr2e-5", 2e-5)
     from gruppo.cli.evaluate import parser
@@ -233,7 +233,7 @@ def trained(
     ]
     library = "trl" if experiment == "trl" else "gruppo"
     facts: dict[str, Any] = {"experiment": experiment, "seed": seed, "at_once": 1, "library": library}
-    facts["config"] = {"learning_rate": 1e-5} | config
+    facts["config"] = {"learning_rate": 3e-5} | config
     facts |= {"start_weights": start, "construct_seconds": 5.0, "train_seconds": pace * updates, "steps": steps}
     (folder / "record.json").write_text(json.dumps({**ORIGIN, **facts}))
 
@@ -365,7 +365,7 @@ def test_an_empty_folder_and_runs_without_a_start(tmp_path: Path) -> None:
 
 
 def test_the_page_and_the_figures(runs: Path, tmp_path: Path) -> None:
-    trained(runs / "first/grpo_lr3e-5-0", "grpo_lr3e-5", 0, 9, 2.0, 20, learning_rate=3e-5)
+    trained(runs / "first/grpo_lr1e-5-0", "grpo_lr1e-5", 0, 9, 2.0, 20, learning_rate=1e-5)
     docs, results = tmp_path / "docs", tmp_path / "results"
     docs.mkdir()
     results.mkdir()
@@ -374,7 +374,7 @@ def test_the_page_and_the_figures(runs: Path, tmp_path: Path) -> None:
     assert "| SmolLM2-135M-Instruct | – | – | 0.0 | 0.0 | 0.0 | 0.0 |" in page
     assert "| seeds | top-1 | avg@2 | maj@2 | pass@2 |" in page
     assert f"| GRPO | 2 | {' | '.join(['+30.0 (+10.0 to +55.0)'] * 4)} |" in page
-    assert f"| grpo_lr3e-5 | 1 | {' | '.join(['**+70.0** (+40.0 to +100.0)'] * 4)} |" in page
+    assert f"| grpo_lr1e-5 | 1 | {' | '.join(['**+70.0** (+40.0 to +100.0)'] * 4)} |" in page
     assert (
         "| GRPO ([file](../benchmarks/results/learn_smollm2_grpo.json)) | 2 | 25 (20 to 30) | 50.0 (40.0 to 60.0) |"
         in page
@@ -388,7 +388,7 @@ def test_the_page_and_the_figures(runs: Path, tmp_path: Path) -> None:
         assert figure.stat().st_size < 100_000
     assert "DAPO" in (docs / "figures/learn_smollm2_steps.svg").read_text()
     assert "TRL" in (docs / "figures/learn_smollm2_time.svg").read_text()
-    drawn = {path.stem: "grpo_lr3e-5" in path.read_text() for path in (docs / "figures").iterdir()}
+    drawn = {path.stem: "grpo_lr1e-5" in path.read_text() for path in (docs / "figures").iterdir()}
     assert drawn == {"learn_smollm2_time": False, "learn_smollm2_steps": False, "learn_smollm2_sweep": True}
     before = {path: path.read_bytes() for path in docs.rglob("*.*")}
     report.main(["--results", str(results), "--docs", str(docs)])
@@ -443,8 +443,8 @@ def test_a_whole_sitting_with_a_tiny_model(
     assert list(results["grpo"]["gain"]) == ["top-1", "avg@2", "maj@2", "pass@2"]
     # A probe of other settings from the same warm-up, with greedy answers only.
     probe = given | {"samples": 0, "out": tmp_path / "out/probe"}
-    assert Sitting(options(tmp_path, "grpo@lr3e-5:0", data=data, model=model, **probe)).run()
+    assert Sitting(options(tmp_path, "grpo@lr1e-5:0", data=data, model=model, **probe)).run()
     report.write_results(report.load(tmp_path / "out"), tmp_path)
-    swept = pages.read_results(tmp_path)["grpo_lr3e-5"]
-    assert swept["config"]["learning_rate"] == 3e-5
+    swept = pages.read_results(tmp_path)["grpo_lr1e-5"]
+    assert swept["config"]["learning_rate"] == 1e-5
     assert list(swept["gain"]) == ["top-1"]
