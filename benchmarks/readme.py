@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def rows() -> dict[str, str]:
         f"({max(half):.0e} in bfloat16)",
         "tools": learned(results["tools"]["runs"]),
         "rewards": f"{results['rewards']['added_by_worker']:.0f} ms more than in process",
+        "eval_smollm2": evaluated(results["eval_smollm2"]),
         "learn_demo": lifted(results["learn_demo"]["runs"]),
         "soak": soaked(results["soak"]),
         "recording": "{record:.1%} and {audit:.1%} of it".format(**results["recording"]["cases"]["demo"]["share"]),
@@ -74,6 +76,16 @@ def lifted(runs: list[dict[str, Any]]) -> str:
         f"held-out accuracy {min(points[False]):+.0f} to {max(points[False]):+.0f} points; with the sign of the "
         f"advantages reversed {min(points[True]):+.0f} to {max(points[True]):+.0f}"
     )
+
+
+def evaluated(result: dict[str, Any]) -> str:
+    """How long an evaluation takes, the first time on a machine and later; and vLLM beside it, if it was there."""
+    first, *later = (run["after_load_seconds"] for run in result["runs"])
+    text = f"{statistics.median(later):.1f} s after loading; {first:.1f} s the first time, which compiles kernels"
+    if "vllm" in result:
+        peer = statistics.median(run["after_load_seconds"] for run in result["vllm"])
+        text += f"; vLLM 0.24 in a plain script {peer:.1f} s"
+    return text
 
 
 def soaked(result: dict[str, Any]) -> str:

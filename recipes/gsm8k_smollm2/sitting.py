@@ -103,9 +103,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup-seed", type=int, default=0, help="which warmed-up model the other jobs begin with")
     parser.add_argument("--limit", type=float, default=580, help="seconds of the sitting (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=420, help="and of each training (default: %(default)s)")
-    parser.add_argument(
-        "--at-once", type=int, default=1, help="trainings that share the device"
-    )
+    parser.add_argument("--at-once", type=int, default=1, help="trainings that share the device")
     parser.add_argument("--reserve", type=float, default=90, help="kept for its start and its evaluation")
     parser.add_argument("--benchmark", default="gsm8k", help="for `gruppo eval`; gsm8k:100 is a part of it")
     parser.add_argument("--samples", type=int, default=8, help="of each problem, beside the greedy one; 0: none")
