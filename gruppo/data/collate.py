@@ -39,16 +39,25 @@ def pad(
     return stacked
 
 
+def _places(rows: Sequence[Sequence[Any]], side: str, multiple: int | None) -> Tensor:
+    """Bool (B, T): where the values of each row go. There is one column at least: no model runs on none."""
+    lengths_B = torch.tensor([len(row) for row in rows])[:, None]
+    width = max(int(lengths_B.max()), 1)
+    width = width if multiple is None else -(-width // multiple) * multiple
+    place_T = torch.arange(width)
+    return place_T >= width - lengths_B if side == "left" else place_T < lengths_B
+
+
 def _ragged(
     rows: Sequence[Sequence[Any]], value: float, side: str, dtype: torch.dtype, multiple: int | None
 ) -> Tensor:
-    lengths = list(map(len, rows))
-    if not any(lengths):  # a model cannot be run on no column at all
-        return torch.full((len(rows), multiple or 1), value, dtype=dtype)
-    # One conversion for all of them: a tensor for each row takes ten times as long.
+    """Rows of different lengths as one tensor; all of them in one go, since one by one takes ten times as long."""
+    places_BT = _places(rows, side, multiple)
     kind = np.int64 if dtype is torch.long else np.float32
-    flat = torch.from_numpy(np.fromiter(chain.from_iterable(rows), kind, count=sum(lengths))).to(dtype)
-    return pad(flat.split(lengths), value, side, multiple)
+    values = np.fromiter(chain.from_iterable(rows), kind, count=sum(map(len, rows)))
+    padded_BT = torch.full(places_BT.shape, value, dtype=dtype)
+    padded_BT[places_BT] = torch.from_numpy(values).to(dtype)
+    return padded_BT
 
 
 def collate(
@@ -67,14 +76,11 @@ def collate(
     completions = [rollout.completion.ids for rollout in rollouts]
     multiple = pad_to_multiple_of
 
-    def ones(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        return [[1] * len(row) for row in rows]
-
     batch = TrainBatch(
         prompt_ids=_ragged(prompts, pad_token_id, "left", torch.long, multiple),
-        prompt_mask=_ragged(ones(prompts), 0, "left", torch.long, multiple),
+        prompt_mask=_places(prompts, "left", multiple).long(),
         completion_ids=_ragged(completions, pad_token_id, "right", torch.long, multiple),
-        completion_mask=_ragged(ones(completions), 0, "right", torch.long, multiple),
+        completion_mask=_places(completions, "right", multiple).long(),
     )
     if any(rollout.completion.model_mask is not None for rollout in rollouts):
         masks = [r.completion.model_mask or [1] * len(r.completion.ids) for r in rollouts]

@@ -1,10 +1,10 @@
 """Rollouts that a user's function makes."""
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gruppo.data.copying import copy_of
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.types import Completion, StopReason
 
@@ -29,7 +29,7 @@ class CustomRollout:
 
     def __call__(self, prompts: Sequence[Any]) -> tuple[list[list[int]], list[Completion], list[dict[str, Any]]]:
         """Prompt ids, completions and extra fields, one of each per prompt."""
-        copies = [copy.deepcopy(prompt) for prompt in prompts]  # one by one: members of a group share their prompt
+        copies = [copy_of(prompt) for prompt in prompts]  # one by one: members of a group share their prompt
         if self.takes_trainer:
             output = self.function(copies, self.trainer)
         else:

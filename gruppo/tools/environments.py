@@ -1,6 +1,5 @@
 """Environments: objects with a state, whose methods are tools; one for each sample."""
 
-import copy
 import inspect
 import logging
 import math
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+from gruppo.data.copying import copy_of
 from gruppo.errors import ConfigError, DataError, RolloutError
 from gruppo.tools.calls import Call, printable, reason, text_of_blocks
 from gruppo.tools.closing import close_all, close_unheard, has_close
@@ -136,7 +136,7 @@ class Environments:
         An instance that fails is not used again, and its sample is not scored; the run goes on.
         """
         # Copies: the rows belong to the dataset, and those of a group are one object.
-        given = [_without(copy.deepcopy(dict(row)), self._hidden) for row in rows]
+        given = [_without(copy_of(dict(row)), self._hidden) for row in rows]
         calls = [method_call(env, "reset", columns) for env, columns in zip(instances, given, strict=True)]
         outcomes = [outcome for (outcome,) in self.executor.run([[call] for call in calls], read=observation)]
         for env, outcome in zip(instances, outcomes, strict=True):

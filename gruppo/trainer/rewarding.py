@@ -1,6 +1,5 @@
 """From rollouts to rewards of all processes."""
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gruppo.data.copying import copy_of
 from gruppo.errors import RewardError
 from gruppo.rewards.outcomes import Steps
 from gruppo.rewards.resolve import function_name, is_reward_model, unique_names
@@ -71,9 +71,9 @@ class Rewarding(Scoring):
         self._reward_kinds_NR, self._reward_steps = None, None
         rewards_NR = self._calculate_rewards(
             # Copies: rows of a group share theirs, and a reward may change what it gets.
-            [{**copy.deepcopy(dict(rollout.prompt.row)), **rollout.extra} for rollout in rollouts],
-            [copy.deepcopy(rollout.prompt.text) for rollout in rollouts],
-            [copy.deepcopy(rollout.output) for rollout in rollouts],
+            [{**copy_of(dict(rollout.prompt.row)), **rollout.extra} for rollout in rollouts],
+            [copy_of(rollout.prompt.text) for rollout in rollouts],
+            [copy_of(rollout.output) for rollout in rollouts],
             [list(rollout.completion.ids) for rollout in rollouts],
         )
         if self._reward_kinds_NR is None or self._reward_kinds_NR.shape != rewards_NR.shape:
