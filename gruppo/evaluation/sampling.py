@@ -84,7 +84,7 @@ class Evaluator:
     def _rows(self) -> int:
         if self.rows is not None:
             return self.rows
-        device = self.backend.policy().device.type if hasattr(self.backend, "policy") else "cpu"
+        device = "cpu" if self.backend.policy is None else self.backend.policy().device.type
         return ROWS.get(self.backend.name, ROWS["transformers"])["cuda" if device == "cuda" else "cpu"]
 
     def _sample(self, prompts: Sequence[PromptText], problems: Sequence[Problem], decoding: Decoding) -> list[Attempt]:
@@ -153,7 +153,7 @@ class Evaluator:
             stop_strings=strings,
         )
         try:
-            with bare_generation_config(self.backend.policy()) if hasattr(self.backend, "policy") else nullcontext():
+            with nullcontext() if self.backend.policy is None else bare_generation_config(self.backend.policy()):
                 yield
         finally:
             self.backend.config = before

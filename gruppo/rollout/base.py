@@ -18,6 +18,7 @@ class RolloutBackend:
 
     name = ""
     config: Any
+    policy: Callable[[], Any] | None = None  # returns the module that is sampled from; None where there is none here
     weights_version: int | None = None  # of the weights that the last call sampled from; None: not known
     pause: Callable[[], None] = staticmethod(lambda: None)  # called now and then while sampling; may raise to end it
 

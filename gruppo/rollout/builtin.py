@@ -35,6 +35,7 @@ def why_not(model: Any, config: GenerationConfig, *, autocast_dtype: torch.dtype
 class BuiltinBackend(RolloutBackend):
     """Samples with an engine that runs the training module in place; see `gruppo.engine.engine`."""
 
+    policy: Callable[[], Any]
     name = "builtin"
 
     def __init__(

@@ -35,6 +35,7 @@ class ContinuousBatchingBackend(RolloutBackend):
     `settings` are fields of ContinuousBatchingConfig.
     """
 
+    policy: Callable[[], Any]
     name = "transformers_continuous_batching"
     timer = "transformers.generate_batch"
 

@@ -74,6 +74,7 @@ class TransformersBackend(RolloutBackend):
     without it, or where the cache cannot be shared, every row encodes its prompt.
     """
 
+    policy: Callable[[], Any]
     name = "transformers"
 
     def __init__(

@@ -27,7 +27,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from gruppo.runs import checkpoints
-from gruppo.trainer.environment import environment_of
+from gruppo.trainer.machine import environment_of
 from gruppo.trainer.metrics import any_process
 from gruppo.trainer.state import RandomState, RunState, gather_states, give_states, pack_queue, unpack_queue
 from gruppo.trainer.watching import Watching

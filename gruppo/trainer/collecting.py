@@ -29,7 +29,6 @@ Row = Mapping[str, Any]
 class Collecting(Sampling):
     """The part of the trainer that collects."""
 
-    judges_steps = True  # else the steps of a completion are summed into an outcome
     _sampling_anew = False  # a generation that was counted before the run was resumed inside it
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
@@ -178,7 +177,7 @@ class Collecting(Sampling):
 
     def _steps(self, generation: Scored) -> StepTable | None:
         """The steps that rewards judged; None if there are none, or the recipe knows outcomes only."""
-        if not self.judges_steps:
+        if self.recipe.advantage != "group":  # then the steps of a completion are summed into an outcome
             return None
         values_BR = own_rows(self.accelerator, generation.rewards_NR, len(generation.rollouts))
         lengths = [len(rollout.completion.ids) for rollout in generation.rollouts]

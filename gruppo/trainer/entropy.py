@@ -63,7 +63,7 @@ class EntropyControl:
             self.coef, self.last_entropy = state["entropy_coef"], state["last_world_entropy"]
 
     def save(self, folder: Path) -> None:
-        """In the file where other trainers of this kind look for it."""
+        """In the file where TRL looks for it."""
         if self.adaptive:
             (folder / STATE_FILE).write_text(json.dumps(self.state_dict()), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Names that subclasses and callbacks written for other trainers of this kind use."""
+"""Names that subclasses and callbacks written for TRL 1.16 use."""
 
 from collections import deque
 from typing import Any

@@ -15,7 +15,7 @@ from gruppo.runs.lock import RunLock
 from gruppo.runs.record import RunRecorder, recorded_run
 from gruppo.runs.secrets import without_secrets
 from gruppo.trainer.checkpointing import REFERENCE, Checkpointing
-from gruppo.trainer.environment import environment_of
+from gruppo.trainer.machine import environment_of
 from gruppo.trainer.metrics import from_main
 from gruppo.trainer.settings import changed, common, keeps_the_queue, settings_of
 from gruppo.trainer.state import RunState

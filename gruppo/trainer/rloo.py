@@ -21,7 +21,6 @@ class RLOOTrainer(PolicyTrainer):
 
     algorithm = "rloo"
     config_class = RLOOConfig
-    judges_steps = False
 
     def __init__(
         self,

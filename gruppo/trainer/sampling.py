@@ -33,7 +33,7 @@ Row = Mapping[str, Any]
 class Sampling(Rewarding):
     """The part of the trainer that samples.
 
-    Methods with a leading underscore keep names and shapes that subclasses of other trainers of this kind override.
+    Methods with a leading underscore keep names and shapes that subclasses of TRL's trainers override.
     """
 
     prompt_encoder: PromptEncoder

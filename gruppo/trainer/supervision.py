@@ -9,8 +9,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from gruppo.algo.advantages import Advantages, combine_rewards
-from gruppo.algo.process import NormalizedSteps, normalize_steps, step_advantages
 from gruppo.algo.stats import nanstd
+from gruppo.algo.steps import NormalizedSteps, normalize_steps, step_advantages
 from gruppo.rewards.outcomes import Steps
 
 

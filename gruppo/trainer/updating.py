@@ -32,7 +32,7 @@ from gruppo.policy.unwrap import inner_model, is_noisy
 from gruppo.trainer.collecting import Collecting
 from gruppo.trainer.metrics import gather_rows, value_stat
 from gruppo.trainer.setup import REPLICATED
-from gruppo.trainer.update import Update
+from gruppo.trainer.update_rows import Update
 from gruppo.types import TrainBatch
 
 DRIFT = "sampling/sampling_logp_difference"
@@ -54,6 +54,11 @@ class Updating(Collecting):
     _sending_gradients = False
     _means_at_hand: Mapping[str, float | None] = MappingProxyType({})  # of the update that just ended
 
+    @property
+    def entropy_share(self) -> float:
+        """The share of tokens, those of the highest entropy, that the loss keeps; RLOO keeps all."""
+        return float(getattr(self.args, "top_entropy_quantile", 1.0))
+
     def update_size(self, batches: Sequence[dict[str, Any]]) -> UpdateSize:
         """Rows, loss tokens and micro-batches over all processes."""
         parsed = [TrainBatch.from_dict(batch) for batch in batches]
@@ -70,7 +75,10 @@ class Updating(Collecting):
     # ---- packed rows
 
     def as_update(self, batches: Sequence[dict[str, Any]], size: UpdateSize) -> list[dict[str, Any]]:
-        """The same number of micro-steps, with all the work in the last: there gradients are agreed on."""
+        """The same number of micro-steps, with all the work in the last: there gradients are agreed on.
+
+        The cut into micro-batches, which hooks of subclasses see, is undone here: packs have nothing to do with it.
+        """
         self._size = size
         update = Update.of([TrainBatch.from_dict(batch) for batch in batches], size)
         return [{} for _ in batches[1:]] + [{"update": update}]
@@ -129,7 +137,7 @@ class Updating(Collecting):
 
     def _units(self, update: Update, moving: list[int]) -> list[tuple[int | None, list[int]]]:
         """Rows that may share packs: all of the update, or micro-batch by micro-batch where the loss is defined so."""
-        if getattr(self.args, "top_entropy_quantile", 1.0) >= 1:
+        if self.entropy_share >= 1:
             return [(None, moving)]
         return [(i, list(range(part.start, part.stop))) for i, part in enumerate(update.micro_batches)]
 
@@ -180,11 +188,7 @@ class Updating(Collecting):
     def _can_move(self, batch: TrainBatch) -> Tensor:
         """Bool (B,): the rows whose gradient can be other than 0."""
         has_loss_B = batch.loss_mask_BT.any(1)
-        everything_counts = (
-            self.loss_settings.beta != 0
-            or self.entropy_control.enabled
-            or getattr(self.args, "top_entropy_quantile", 1.0) < 1
-        )
+        everything_counts = self.loss_settings.beta != 0 or self.entropy_control.enabled or self.entropy_share < 1
         if everything_counts or not self.args.skip_zero_advantage:
             return has_loss_B
         return has_loss_B & ~batch.zero_advantage_B
@@ -312,7 +316,7 @@ class Updating(Collecting):
 
     def _entropy_threshold(self, entropy_BT: Tensor, mask_BT: Tensor) -> Tensor | None:
         """The entropy above which tokens of this micro-batch, over all processes, carry policy loss."""
-        share = getattr(self.args, "top_entropy_quantile", 1.0)
+        share = self.entropy_share
         if share >= 1:
             return None
         entropies = gather_rows(self.accelerator, entropy_BT.detach()[mask_BT.bool()])

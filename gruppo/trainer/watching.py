@@ -194,7 +194,7 @@ class Watching(Updating):
         nothing drops their tokens.
         """
         tokens_BT = batch.loss_mask_BT.bool()
-        drops_tokens = getattr(self.args, "top_entropy_quantile", 1.0) < 1
+        drops_tokens = self.entropy_share < 1
         drops_rows = getattr(self.args, "off_policy_mask_threshold", None) is not None
         if drops_tokens or drops_rows or batch.advantages is None or batch.sampled_at is None:
             return torch.zeros_like(tokens_BT.any(1))

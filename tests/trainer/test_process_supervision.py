@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gruppo.algo.process import normalize_steps, step_advantages
+from gruppo.algo.steps import normalize_steps, step_advantages
 from gruppo.errors import RewardError
 from gruppo.trainer.supervision import StepTable
 from tests.helpers import length_reward

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from gruppo.algo.process import normalize_steps, step_advantages
+from gruppo.algo.steps import normalize_steps, step_advantages
 
 # Two groups of two rows: (row, end, value).
 STEPS = [(0, 1, 1.0), (0, 3, 0.0), (1, 2, 1.0), (2, 0, 2.0), (2, 1, 2.0), (3, 3, 2.0)]
