@@ -4,12 +4,13 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from functools import wraps
 from typing import Any, TypeVar
 
 from gruppo.algo.recipes import LOSS_TYPES
+from gruppo.config import hints
 from gruppo.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -82,17 +83,20 @@ def rejects_unknown_fields(cls: C) -> C:
         # A subclass may add fields of its own; its generated __init__ does not come through here.
         for name in kwargs:
             if name not in names:
-                raise UnknownFieldError(f"{cls.__name__} has no field `{name}`.{nearest(name, names)}")
+                hint = hints.field_hint(name) or nearest(name, names)
+                raise UnknownFieldError(f"{cls.__name__} has no field `{name}`.{hint}")
         original(self, *args, **kwargs)
 
     setattr(cls, "__init__", checked)  # noqa: B010  (mypy does not let a class's __init__ be assigned)
     return cls
 
 
-def one_of(config: Any, name: str, allowed: Collection[str]) -> None:
+def one_of(config: Any, name: str, allowed: Collection[str], known: Mapping[str, str] | None = None) -> None:
+    """Check that a value is allowed; `known` has sentences about some that are not."""
     value = getattr(config, name)
     if value not in allowed:
-        hint = nearest(value, allowed) if isinstance(value, str) else ""
+        said = (known or {}).get(value.lower()) if isinstance(value, str) else ""
+        hint = f" {said}" if said else nearest(value, allowed) if isinstance(value, str) else ""
         raise ConfigError(f"{name}={value!r} is not one of {', '.join(sorted(allowed))}.{hint}")
 
 
@@ -235,7 +239,7 @@ def check_batches(config: Any) -> None:
             f"generation_batch_size={config.generation_batch_size} (per_device_train_batch_size × processes × "
             f"steps_per_generation = {config.per_device_train_batch_size} × {config.world_size} × "
             f"{config.steps_per_generation}) must be divisible by num_generations={config.num_generations}, so that "
-            f"groups are whole. Group sizes that fit: {divisors(config.generation_batch_size)}."
+            f"groups are whole. {hints.whole_groups(config)}"
         )
     if config.do_eval and config.eval_strategy != "no" and not config.eval_benchmarks:
         check_eval_batches(config)  # benchmarks may be all there is to evaluate; the trainer knows
@@ -247,7 +251,7 @@ def check_eval_batches(config: Any) -> None:
     if eval_rows % group:
         raise ConfigError(
             f"per_device_eval_batch_size × processes = {eval_rows} must be divisible by the evaluation group size "
-            f"{group} (num_generations_eval, else num_generations). Group sizes that fit: {divisors(eval_rows)}."
+            f"{group} (num_generations_eval, else num_generations). {hints.whole_eval_groups(config, group)}"
         )
 
 
@@ -264,10 +268,6 @@ def check_dynamic_sampling(config: Any) -> None:
             "dynamic_sampling=True cannot work with weights that are spread over processes (FSDP, ZeRO-3): all of "
             "them sample together, but only some have groups to replace. Set dynamic_sampling=False."
         )
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(2, n + 1) if n % d == 0]
 
 
 def check_objective(config: Any) -> None:
@@ -342,7 +342,7 @@ def check_worker_env(names: Any) -> None:
 
 
 def check_grpo(config: Any) -> None:
-    one_of(config, "loss_type", LOSS_TYPES.keys())
+    one_of(config, "loss_type", LOSS_TYPES.keys(), hints.LOSSES)
     one_of(config, "importance_sampling_level", ("token", "sequence"))
     one_of(config, "scale_rewards", ("group", "batch", "none"))
     one_of(config, "multi_objective_aggregation", ("sum_then_normalize", "normalize_then_sum"))

@@ -127,6 +127,7 @@ class RewardRunner:
         self.timer = timer
         self._async = AsyncRewards(self.settings.patience, timer)
         self._pools: dict[int, Pool] = {}
+        self.latest_failures: dict[str, str] = {}  # by reward: the last batch with failures, in words
         self._reported: set[str] = set()  # rewards whose first failure was shown, and columns that workers do not get
         self.functions = functions
 
@@ -249,6 +250,7 @@ class RewardRunner:
             f"{shorten(batch.prompts[i])}, completion {shorten(batch.completions[i])}.\n"
             f"{clip(outcomes[i].error or '', 4000)}"
         )
+        self.latest_failures[name] = what
         if self.settings.on_error == "raise":
             raise RewardError(what)
         if name not in self._reported:

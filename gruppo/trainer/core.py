@@ -35,7 +35,7 @@ from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import generation_config
 from gruppo.rollout.select import choose_backend
-from gruppo.trainer import setup, tooling
+from gruppo.trainer import arguments, setup, tooling
 from gruppo.trainer.auditing import Audits
 from gruppo.trainer.benchmarking import Benchmarking, load_benchmarks
 from gruppo.trainer.completions import CompletionLog, start_hub_uploads
@@ -92,6 +92,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.benchmarks = load_benchmarks(args, eval_dataset)  # before the model, which takes longer
         self.toolset = tooling.make_toolset(tools, environment_factory, args)
         self.tools = [] if self.toolset is None else self.toolset.functions
+        arguments.check_early(self, args, reward_funcs, train_dataset, eval_dataset, rollout_func)
         set_seed(args.seed)  # before the model is made: adapters are initialised at random
         policy = loading.load_policy(model, args, args.distributed_state and args.distributed_state.distributed_type)
         tokenizer = loading.load_tokenizer(processing_class, policy, args)

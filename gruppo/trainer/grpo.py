@@ -12,6 +12,7 @@ from gruppo.algo.loss import LossSettings
 from gruppo.algo.recipes import LOSS_TYPES, Recipe
 from gruppo.config.grpo import GRPOConfig
 from gruppo.trainer import setup
+from gruppo.trainer.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
 from gruppo.trainer.metrics import gather_rows
 
@@ -32,6 +33,7 @@ class GRPOTrainer(PolicyTrainer):
     algorithm = "grpo"
     config_class = GRPOConfig
 
+    @explains_unknown_arguments
     def __init__(
         self,
         model: Any,

@@ -9,6 +9,7 @@ from gruppo.algo.advantages import Advantages, leave_one_out
 from gruppo.algo.recipes import RECIPES, Recipe
 from gruppo.config.rloo import RLOOConfig
 from gruppo.trainer import setup
+from gruppo.trainer.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
 
 
@@ -22,6 +23,7 @@ class RLOOTrainer(PolicyTrainer):
     algorithm = "rloo"
     config_class = RLOOConfig
 
+    @explains_unknown_arguments
     def __init__(
         self,
         model: Any,

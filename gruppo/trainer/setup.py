@@ -17,7 +17,7 @@ from gruppo.policy.support import why_not_packed
 
 logger = logging.getLogger(__name__)
 
-# Methods that other trainers of this kind call but this one does not: overriding them would silently do nothing.
+# Methods that TRL 1.16 calls but this trainer does not: overriding them would silently do nothing.
 UNUSED_HOOKS = (
     "_generate",
     "_tool_call_loop",
@@ -215,6 +215,11 @@ def warn_combinations(args: Any) -> None:
         logger.warning(
             f"importance_sampling_level='sequence' with loss_type={loss_type!r} weights sequences by their length; "
             "GSPO is loss_type='grpo' with it."
+        )
+    if loss_type == "dr_grpo" and args.scale_rewards != "none":
+        logger.warning(
+            f"loss_type='dr_grpo' with scale_rewards={args.scale_rewards!r} is not Dr. GRPO, which does not divide "
+            "advantages by a deviation: set scale_rewards='none'."
         )
     if loss_type == "cispo" and args.upper_clip <= 1:
         logger.warning(

@@ -14,6 +14,8 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 
 WARNED: list[tuple[dict[str, Any], str]] = [
     ({"loss_type": "luspo"}, "'luspo' is meant for importance_sampling_level='sequence'"),
+    ({"loss_type": "dr_grpo"}, "with scale_rewards='group' is not Dr. GRPO"),
+    ({"loss_type": "dr_grpo", "scale_rewards": "batch"}, "by a deviation: set scale_rewards='none'"),
     ({"loss_type": "vespo", **SEQUENCE}, "'vespo' is meant for importance_sampling_level='token'"),
     ({"loss_type": "dapo", **SEQUENCE}, "loss_type='dapo' weights sequences by their length"),
     ({"loss_type": "bnpo", **SEQUENCE}, "loss_type='bnpo' weights sequences by their length"),
@@ -31,6 +33,8 @@ QUIET: list[dict[str, Any]] = [
     {"temperature": 0.5},
     {"loss_type": "grpo", **SEQUENCE},
     {"loss_type": "luspo", **SEQUENCE},
+    {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    {"loss_type": "dr_grpo", "scale_rewards": False},
     {"loss_type": "vespo"},
     {"loss_type": "cispo", "epsilon_high": 5.0},
     {"min_p": 0.0},
