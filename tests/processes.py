@@ -9,6 +9,7 @@ import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import socket
 import sys
 import time
 import traceback
@@ -53,6 +54,42 @@ def run_together(count: int, module: str, folder: Path, seconds: float = 240) ->
     assert not any(exits), f"exit codes {exits}\n{said(logs)}"
 
 
+def run_apart(
+    count: int, module: str, folder: Path, seconds: float = 90, store: str = "file"
+) -> tuple[tuple[int, ...], list[str], float]:
+    """As `run_together`, but each may end as it likes: exit codes, what they said, and the seconds between two ends.
+
+    `store`: what the processes meet at, a "file" or a "tcp" server in process 0, which ends with it.
+    """
+    logs = [folder / f"process{rank}.log" for rank in range(count)]
+    meeting = f"tcp://127.0.0.1:{_free_port()}" if store == "tcp" else f"file://{folder / 'meeting'}"
+    processes = [
+        context().Process(target=_work, args=(module, folder, rank, count, log, meeting))
+        for rank, log in enumerate(logs)
+    ]
+    for process in processes:
+        process.start()
+    waiting, ends = {process.sentinel: process for process in processes}, []
+    deadline = time.monotonic() + seconds
+    while waiting:
+        ended = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ended:
+            for process in waiting.values():
+                process.kill()
+            raise AssertionError(f"not done within {seconds} s\n{said(logs)}")
+        for sentinel in ended:
+            waiting.pop(sentinel).join()  # type: ignore[call-overload]
+        ends.append(time.monotonic())
+    texts = [log.read_text(errors="replace") if log.exists() else "" for log in logs]
+    return tuple(process.exitcode for process in processes), texts, ends[-1] - ends[0]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def exits_of(
     processes: Sequence[Any], logs: Sequence[Path], seconds: float, fine: Collection[int] = (0,)
 ) -> tuple[int, ...]:
@@ -78,10 +115,10 @@ def said(logs: Sequence[Path]) -> str:
 # ---- in the processes
 
 
-def _work(module: str, folder: Path, rank: int, count: int, log: Path) -> None:
+def _work(module: str, folder: Path, rank: int, count: int, log: Path, meeting: str | None = None) -> None:
     write_to(log)
     try:
-        join(rank, count, folder / "meeting")
+        join(rank, count, meeting or folder / "meeting")
         importlib.import_module(module).main(folder)
         import torch
 
@@ -100,14 +137,15 @@ def write_to(path: Path) -> None:
     os.close(descriptor)
 
 
-def join(rank: int, world: int, meeting: Path) -> None:
+def join(rank: int, world: int, meeting: Path | str) -> None:
     """Become one of several processes that meet at a file, which no other program can take as it could a port."""
     import torch
 
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in places.items()})
+    where = meeting if isinstance(meeting, str) and "://" in meeting else f"file://{meeting}"
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"})
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
 
 
 def leave(code: Any) -> None:

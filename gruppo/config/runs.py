@@ -28,3 +28,8 @@ class RunConfig:
     max_bad_updates: int = option(
         5, "Updates in a row whose loss or gradient is not finite, all of them skipped, before the run stops."
     )
+    process_timeout: float | None = option(
+        20.0,
+        "With several processes: seconds without a sign of life after which one on another host counts as dead and "
+        "the others stop (on the same host it is noticed at once); None does not watch.",
+    )

@@ -297,6 +297,8 @@ def check_run(config: Any) -> None:
     one_of(config, "record", ("all", "metrics", "off"))
     one_of(config, "audit", ("error", "warn", "off"))
     in_range(config, "max_bad_updates", 1)
+    if config.process_timeout is not None:
+        in_range(config, "process_timeout", 5, LONGEST_WAIT)
     names = {"*", *(f.name for f in fields(config))}
     for name in config.resume_allow_changes or []:
         if name.partition(".")[0] not in names | set(BEYOND_SETTINGS):

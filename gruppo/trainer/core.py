@@ -44,6 +44,7 @@ from gruppo.trainer.ledger import make_ledger
 from gruppo.trainer.metrics import MetricStore
 from gruppo.trainer.names import KnownNames
 from gruppo.trainer.planning import UpdatePlanner
+from gruppo.trainer.presence import presence_of
 from gruppo.trainer.profiling import Timings
 from gruppo.trainer.resuming import Resuming
 from gruppo.trainer.stopping import Stopper
@@ -159,6 +160,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._update_seconds = 0.0
 
         self.stopper = Stopper(enabled=args.save_on_signal, alone=self.accelerator.num_processes == 1)
+        self.presence = presence_of(args, lambda: self.state.global_step + 1)
         self.audits = Audits(args.audit, args.max_bad_updates, self._note_finding)
         self._make_rewards(rewards)
         self._extra_columns, self._extra_metrics = {}, {}
@@ -351,7 +353,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             self.mode = previous
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self._in_mode("eval"):
+        with self.presence.watching(), self._in_mode("eval"):
             return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

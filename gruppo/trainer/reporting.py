@@ -22,6 +22,7 @@ from gruppo.trainer.completions import (
 from gruppo.trainer.entropy import EntropyControl
 from gruppo.trainer.metrics import MetricStore
 from gruppo.trainer.planning import UpdatePlanner
+from gruppo.trainer.presence import Presence
 from gruppo.trainer.stopping import Stopper
 
 
@@ -38,6 +39,7 @@ class Reporting(Trainer):
     planner: UpdatePlanner
     stopper: Stopper
     audits: Audits
+    presence: Presence
     recorder: RunRecorder | None = None  # while a run is under way
     _record_seconds = 0.0  # spent on the record since the last update
 

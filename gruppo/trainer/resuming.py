@@ -38,7 +38,8 @@ class Resuming(Checkpointing):
             self._settings_now = self._settings()
             checkpoint = self._choose(resume_from_checkpoint)
             try:
-                output = super().train(checkpoint, *args, **kwargs)
+                with self.presence.watching():
+                    output = super().train(checkpoint, *args, **kwargs)
             except StopRequested:
                 self._save_boundary()
             except BaseException as error:

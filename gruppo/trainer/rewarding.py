@@ -103,7 +103,7 @@ class Rewarding(Scoring):
         none = torch.zeros(0, len(self.reward_func_names), device=self.accelerator.device)
         scores = Scores(none, none.to(torch.int8), None)
         if prompts:  # else all replacements of this round are on other processes
-            with self.timer("_calculate_rewards"):
+            with self.timer("_calculate_rewards"), self.presence.during("asking the rewards"):
                 scores = self.reward_runner.score(
                     RewardInputs(inputs, prompts, completions, completion_ids_list),
                     trainer_state=self.state,

@@ -49,7 +49,7 @@ class Scoring(Feeding):
         due = last is None or (interval and now - last >= interval)
         if self.packed is None or interval is None or not due:
             return
-        with torch.enable_grad():
+        with torch.enable_grad(), self.presence.during("checking parity"):
             report = check_parity(
                 self.accelerator.unwrap_model(self.model),
                 self.packed,
@@ -131,7 +131,7 @@ class Scoring(Feeding):
     def _frozen_logps(self, model: nn.Module, batch: TrainBatch, packs: Sequence[PackedRows] | None) -> Tensor:
         """Log-probs in evaluation mode: the distribution that was sampled from, without dropout."""
         bare = self.accelerator.unwrap_model(model) if model is self.model else model
-        with sampling_mode(model):
+        with sampling_mode(model), self.presence.during("computing log-probs"):
             if packs is None:
                 return self._score(bare, batch, batch_size=self._forward_rows)[0]
             return self._score_packs(bare, batch, packs)[0]

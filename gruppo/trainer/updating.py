@@ -98,7 +98,8 @@ class Updating(Collecting):
             self._sending_gradients = False
             try:
                 update.passes.clear()
-                with self.packed.active(model), without_collection(), self.timer("compute_loss"):
+                busy = self.presence.during("updating")
+                with self.packed.active(model), without_collection(), self.timer("compute_loss"), busy:
                     self._run_packs(model, update)
                 self._maybe_empty_cache()
                 return self._note_update(update)
@@ -234,7 +235,7 @@ class Updating(Collecting):
         if return_outputs:
             raise ValueError("return_outputs=True is not supported: the loss comes from sampled completions.")
         self._size = num_items_in_batch if isinstance(num_items_in_batch, UpdateSize) else self.update_size([inputs])
-        with self.timer("compute_loss"):
+        with self.timer("compute_loss"), self.presence.during("updating"):
             return self._compute_loss(model, inputs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:

@@ -71,6 +71,7 @@ def make_trainer(
     dtype: torch.dtype = torch.float64,
     subclass: Any = None,
     reward: Any = length_reward,
+    rollout: Any = scripted_rollout,
     **kw: Any,
 ) -> Any:
     """A trainer for one SGD update with learning rate 1 and no clipping."""
@@ -100,7 +101,7 @@ def make_trainer(
         args=config,
         train_dataset=prompts(rows),
         processing_class=tiny_tokenizer(),
-        **({} if is_rloo else {"rollout_func": scripted_rollout}),
+        **({} if is_rloo else {"rollout_func": rollout}),
     )
     if trainer.ref_model is not None:
         # A reference that is not the policy, so that the KL has a gradient from the first update on.
