@@ -36,7 +36,6 @@ NOT_YET = {
     "vllm_importance_sampling_mode": "generation with vLLM",
     "vllm_importance_sampling_clip_max": "generation with vLLM",
     "vllm_importance_sampling_clip_min": "generation with vLLM",
-    "ds3_gather_for_generation": "DeepSpeed ZeRO-3",
     "cast_lm_head_to_fp32": "a float32 head",
     "log_multimodal": "vision-language models",
 }
@@ -258,16 +257,8 @@ def check_eval_batches(config: Any) -> None:
 def check_dynamic_sampling(config: Any) -> None:
     in_range(config, "max_resample_rounds", 1)
     default = next(f.default for f in fields(config) if f.name == "max_resample_rounds")
-    if not config.dynamic_sampling:
-        if config.max_resample_rounds != default:
-            raise ConfigError(f"max_resample_rounds={config.max_resample_rounds} needs dynamic_sampling=True.")
-        return
-    plugin = getattr(config, "deepspeed_plugin", None)
-    if config.world_size > 1 and (config.fsdp or (plugin is not None and plugin.zero_stage == 3)):
-        raise ConfigError(
-            "dynamic_sampling=True cannot work with weights that are spread over processes (FSDP, ZeRO-3): all of "
-            "them sample together, but only some have groups to replace. Set dynamic_sampling=False."
-        )
+    if not config.dynamic_sampling and config.max_resample_rounds != default:
+        raise ConfigError(f"max_resample_rounds={config.max_resample_rounds} needs dynamic_sampling=True.")
 
 
 def check_objective(config: Any) -> None:

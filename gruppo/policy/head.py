@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gruppo.algo.logprobs import entropy_from_logits, selective_log_softmax
 from gruppo.kernels.head import Head, head_scores
+from gruppo.policy.sharding import own_class
 from gruppo.policy.unwrap import inner_model
 
 # Tokens whose logits exist at once where the head is a module that only it knows how to run.
@@ -48,7 +49,7 @@ class ModelHead:
         if hasattr(module, "modules_to_save"):  # peft's full copy of a module
             active = module.active_adapters[0] if module.active_adapters else None
             module = module.original_module if module.disable_adapters else module.modules_to_save[active]
-        if type(module) is not nn.Linear:
+        if own_class(module) is not nn.Linear:
             return None
         return Head(module.weight, module.bias, self.scale, self.softcap)
 

@@ -21,6 +21,7 @@ from gruppo.policy.fusion import fused_swaps
 from gruppo.policy.head import ModelHead, Scores
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.packing import PackedRows
+from gruppo.policy.sharding import is_spread
 from gruppo.policy.unwrap import inner_model
 
 ATTENTION_NAME = "gruppo_packed"
@@ -86,11 +87,17 @@ class PackedPolicy:
             dtype=self.autocast_dtype,
         )
 
+    def learn(self, model: nn.Module) -> None:
+        """Find out which layers can be fused, before the model is spread over processes."""
+        self._layer_swaps(inner_model(model))
+
     def _layer_swaps(self, model: Any) -> list[Swap]:
         if not self.fused_layers:
             return []
         parameters = [id(parameter) for parameter in model.parameters()]
         known, swaps = self._fused.get(id(model), (None, []))
+        if is_spread(model):  # its layers can be tried only while they are whole, see `learn`
+            return swaps
         if known != parameters:
             dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
             if self.autocast_dtype is not None:

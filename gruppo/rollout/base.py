@@ -1,11 +1,12 @@
 """What a rollout backend is: something that answers sample requests."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from gruppo.engine.noise import derive_key
+from gruppo.policy.sharding import WholeWeights, ready
 from gruppo.types import Completion, SampleRequest
 
 
@@ -20,11 +21,30 @@ class RolloutBackend:
     config: Any
     policy: Callable[[], Any] | None = None  # returns the module that is sampled from; None where there is none here
     weights_version: int | None = None  # of the weights that the last call sampled from; None: not known
+    whole: WholeWeights | None = None  # where the weights that are trained are spread over processes
+    together = False  # every process must call `sample` as often as the others, if with nothing to ask for
+    _is_ready = False
     pause: Callable[[], None] = staticmethod(lambda: None)  # called now and then while sampling; may raise to end it
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order; the policy is left as it was found."""
         raise NotImplementedError
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """In here weights that are spread over processes are at hand; all processes enter it together.
+
+        `sample` enters it by itself, so this is for calls that not every process makes.
+        """
+        if self._is_ready:
+            yield
+            return
+        self._is_ready = True
+        try:
+            with ready(self.whole, self.release):
+                yield
+        finally:
+            self._is_ready = False
 
     def turns(self) -> AbstractContextManager[None]:
         """A block of calls in which completions are gone on with: prompt, completion and what answered it.

@@ -19,6 +19,7 @@ from transformers import (
 from gruppo.data.collate import pad
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.modes import sampling_mode
+from gruppo.policy.sharding import WholeWeights
 from gruppo.policy.unwrap import forward_arguments, inner_model, is_noisy, position_ids
 from gruppo.rollout.base import RolloutBackend, stop_strings, with_limits_of
 from gruppo.types import Completion, SampleRequest, StopReason
@@ -86,17 +87,28 @@ class TransformersBackend(RolloutBackend):
         tokenizer: Any = None,
         pad_to_multiple_of: int | None = None,
         share_prefill: bool = True,
+        whole: WholeWeights | None = None,
+        together: bool = False,
     ):
+        self.whole = whole
         self.policy = policy  # called anew each time: wrapping for training replaces the module
         self.config = config
         self.stop_ids = set(stop_ids)
         self.tokenizer = tokenizer  # only stop strings need it
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.share_prefill = share_prefill
+        self.together = together  # the weights are spread: processes make their passes in step
+        self.share_prefill = share_prefill and not together  # one more pass, where a process has siblings
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order."""
-        if not requests:
+        with self.ready():
+            return self._sample(requests)
+
+    def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        if not requests and not self.together:
+            return []
+        if not requests:  # keep in step with the others, for nothing
+            self.sample([SampleRequest([self.config.pad_token_id or 0], 1, noise_key=0)])
             return []
         policy = self.policy()
         device = policy.get_input_embeddings().weight.device
@@ -113,6 +125,7 @@ class TransformersBackend(RolloutBackend):
                 attention_mask=mask[owner],
                 past_key_values=self._prefill(policy, ids, mask, owner),
                 **settings,
+                **({"synced_gpus": True} if self.together else {}),
             )
         if len(sequences) != len(owner):
             raise RolloutError(f"generate returned {len(sequences)} sequences for {len(owner)} prompts.")

@@ -2,18 +2,34 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import GenerationConfig
 
 from gruppo.errors import ConfigError
 from gruppo.policy.modes import autocast_dtype
+from gruppo.policy.sharding import Sharding, WholeWeights, is_spread
 from gruppo.rollout import builtin
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.continuous import ContinuousBatchingBackend
 from gruppo.rollout.hf import TransformersBackend
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a run samples from weights that are spread over processes."""
+
+    kind: Sharding
+    whole: WholeWeights | None  # all of them, for the time of a rollout; None: the processes sample in step
+    reserved: Callable[[], int]  # bytes that training will take on this process
+    from_main: Callable[[Any], Any]  # what the main process has
+
+    def whole_policy(self) -> Any:
+        assert self.whole is not None
+        return self.whole.module
 
 
 def choose_backend(
@@ -26,14 +42,20 @@ def choose_backend(
     mixed_precision: str = "no",
     needed: bool = True,
     entropies: bool = False,
+    spread: Spread | None = None,
 ) -> RolloutBackend:
     """The backend that the config asks for; "auto" takes the built-in engine, or says why it cannot.
 
     `policy` returns the module to sample from; `mixed_precision` is accelerate's word for how it is trained. `needed`
     is False in runs whose completions come from elsewhere: then "auto" does not try the engine. `entropies` asks for
-    the entropy at each token, from a backend that can give it.
+    the entropy at each token, from a backend that can give it. `spread` is for weights that no process has all of.
     """
     if args.use_transformers_continuous_batching:
+        if spread is not None:
+            raise ConfigError(
+                f"use_transformers_continuous_batching=True cannot sample from weights that are spread over processes "
+                f"({spread.kind.value}). Set it to False."
+            )
         return ContinuousBatchingBackend(
             policy,
             config,
@@ -42,20 +64,44 @@ def choose_backend(
             autocast_dtype=autocast_dtype(mixed_precision),
         )
     if args.rollout_backend == "builtin" or (args.rollout_backend == "auto" and needed):
-        reasons = sharded(args) or builtin.why_not(policy(), config, autocast_dtype=autocast_dtype(mixed_precision))
+        # A spread model computes in the type that it is gathered in.
+        dtype = autocast_dtype(mixed_precision) if spread is None else None
+        reasons = _against_builtin(policy, config, dtype, spread)
         if not reasons:
             return builtin.BuiltinBackend(
-                policy,
+                policy if spread is None or spread.whole is None else spread.whole_policy,
                 config,
                 stop_ids=stop_ids,
                 tokenizer=tokenizer,
-                autocast_dtype=autocast_dtype(mixed_precision),
+                autocast_dtype=dtype,
                 entropies=entropies,
+                whole=None if spread is None else spread.whole,
+                reserved=None if spread is None else spread.reserved,
             )
         _report(args, "; ".join(reason.rstrip(".") for reason in reasons))
+    gathered = spread is not None and spread.whole is not None
     return TransformersBackend(
-        policy, config, stop_ids=stop_ids, tokenizer=tokenizer, pad_to_multiple_of=args.pad_to_multiple_of
+        spread.whole_policy if spread is not None and gathered else policy,
+        config,
+        stop_ids=stop_ids,
+        tokenizer=tokenizer,
+        pad_to_multiple_of=args.pad_to_multiple_of,
+        whole=None if spread is None else spread.whole,
+        together=spread is not None and not gathered,
     )
+
+
+def _against_builtin(policy: Callable[[], Any], config: Any, dtype: Any, spread: Spread | None) -> list[str]:
+    """Why the built-in engine cannot sample; where processes differ in what they hold, the main one knows."""
+    if spread is None:
+        return builtin.why_not(policy(), config, autocast_dtype=dtype)
+    if spread.whole is None:
+        return [f"ds3_gather_for_generation=False leaves the weights spread ({spread.kind.value})"]
+    model = policy()
+    # Under ZeRO-3 there is nothing to try a few tokens with yet.
+    reasons = builtin.missing(model, config) if is_spread(model) else builtin.why_not(model, config)
+    found: list[str] = spread.from_main(reasons)
+    return found
 
 
 def _report(args: Any, reasons: str) -> None:
@@ -70,13 +116,3 @@ def _report(args: Any, reasons: str) -> None:
             f"The built-in engine cannot sample here: {reasons}. transformers does; rollout_backend='transformers' "
             "asks for it without this message."
         )
-
-
-def sharded(args: Any) -> list[str]:
-    """Why no single process has the weights to sample from, if that is so."""
-    plugin = getattr(args, "deepspeed_plugin", None)
-    if getattr(args, "fsdp", None):
-        return ["FSDP spreads the weights over processes"]
-    if plugin is not None and plugin.zero_stage == 3:
-        return ["DeepSpeed ZeRO-3 spreads the weights over processes"]
-    return []

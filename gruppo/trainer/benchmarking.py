@@ -98,7 +98,7 @@ class Benchmarking(Trainer):
             self.optimizer.eval()
         generators, budgets = RandomState.now(), self.backend.state_dict()
         try:
-            with self.presence.during("running benchmarks"):
+            with self.backend.ready(), self.presence.during("running benchmarks"):
                 found = self.benchmarks.run(
                     self.backend, self.accelerator.process_index, self.accelerator.num_processes, self._gather_shares
                 )

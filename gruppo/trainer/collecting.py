@@ -38,6 +38,10 @@ class Collecting(Sampling):
     @torch.no_grad()
     def collect(self, rows: Sequence[Row]) -> TrainBatch:
         """Sample a completion for each row, score it, and compare it with its group."""
+        with self.backend.ready():
+            return self._collect(rows)
+
+    def _collect(self, rows: Sequence[Row]) -> TrainBatch:
         generation = self._sample_and_score(rows)
         if self.mode == "train" and self.args.dynamic_sampling:
             self._replace_groups_without_spread(generation)

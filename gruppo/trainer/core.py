@@ -29,13 +29,14 @@ from gruppo.algo.recipes import Recipe
 from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
 from gruppo.data.prompts import PromptEncoder
 from gruppo.errors import ConfigError
-from gruppo.policy import adapters, loading
+from gruppo.policy import loading
 from gruppo.policy.modes import autocast_dtype
+from gruppo.policy.sharding import sharding_of
 from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import generation_config
 from gruppo.rollout.select import choose_backend
-from gruppo.trainer import arguments, setup, tooling
+from gruppo.trainer import arguments, setup, spreading, tooling
 from gruppo.trainer.auditing import Audits
 from gruppo.trainer.benchmarking import Benchmarking, load_benchmarks
 from gruppo.trainer.completions import CompletionLog, start_hub_uploads
@@ -145,6 +146,8 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
     def _make_run_state(self, rewards: tuple[list[Any], list[Any], Tensor], rollout_func: Any) -> None:
         """Everything that needs the accelerator, which exists once Trainer is initialised."""
         args = self.args
+        self.sharding = sharding_of(self.accelerator)
+        setup.recompute_by_default(self)
         self.model.add_model_tags(["gruppo", self.algorithm])
         self._changed: dict[str, float] = {}
         self.recipe = self.make_recipe()
@@ -164,13 +167,17 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.audits = Audits(args.audit, args.max_bad_updates, self._note_finding)
         self._make_rewards(rewards)
         self._extra_columns, self._extra_metrics = {}, {}
-        self.ref_model = self._make_reference()
+        self.packed = setup.packed_policy(self)
+        self.ref_model = spreading.make_reference(self)
         self._make_sampler(rollout_func)
         if self.benchmarks is not None:
             self.benchmarks.bind(self.backend, self.processing_class)
-        self.packed = setup.packed_policy(self)
         self.planner = UpdatePlanner(
-            args, lambda: self.accelerator.unwrap_model(self.model), self.packed, lambda: self.backend.release()
+            args,
+            lambda: self.accelerator.unwrap_model(self.model),
+            self.packed,
+            lambda: self.backend.release(),
+            agree=(lambda plan: spreading.agreed(self.accelerator, plan)) if self.sharding.spread else None,
         )
         self.ledger = make_ledger(self.accelerator, self.model, autocast_dtype(self.accelerator.mixed_precision))
         self._hub_uploads = None
@@ -201,23 +208,14 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             mixed_precision=self.accelerator.mixed_precision,  # a launcher may have set it, not the config
             needed=rollout_func is None or self.toolset is not None,
             entropies=args.skip_zero_advantage,  # of rows that the update leaves out
+            spread=spreading.make_spread(self, needed=rollout_func is None or self.toolset is not None),
         )
         self.backend.pause = self.stopper.check
         self.tool_loop = self._make_tool_loop()
+        spreading.reject_together(self)
 
     def _note_finding(self, finding: Any) -> None:
         self.record_event("audit", check=finding.check, message=finding.message, values=finding.values)
-
-    def _make_reference(self) -> nn.Module | None:
-        """A frozen copy of the policy as it is now; none without KL, and none with adapters (see policy/adapters)."""
-        if self.args.beta == 0 or adapters.is_peft_model(self.model):
-            return None
-        reference = self.accelerator.prepare_model(loading.copy_as_reference(self.model), evaluation_mode=True)
-        if self.args.sync_ref_model:
-            from gruppo.trainer.callbacks import SyncRefModelCallback
-
-            self.add_callback(SyncRefModelCallback(ref_model=reference, accelerator=self.accelerator))
-        return reference
 
     def make_recipe(self) -> Recipe:
         """The row of the recipe table that the config describes."""

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import Trainer
 
 from gruppo.policy.loading import model_name as name_of
+from gruppo.policy.sharding import Sharding
 from gruppo.rollout.base import RolloutBackend
 from gruppo.runs.record import RunRecorder
 from gruppo.trainer.auditing import Audits
@@ -40,6 +41,7 @@ class Reporting(Trainer):
     stopper: Stopper
     audits: Audits
     presence: Presence
+    sharding: Sharding
     recorder: RunRecorder | None = None  # while a run is under way
     _record_seconds = 0.0  # spent on the record since the last update
 

@@ -24,7 +24,6 @@ from gruppo.trainer.ledger import Ledger
 from gruppo.trainer.metrics import gather_rows
 from gruppo.trainer.resampling import runs
 from gruppo.trainer.rewarding import Rewarding
-from gruppo.trainer.tooling import reject_sharding
 from gruppo.types import Completion, Message, Prompt, Rollout, SampleRequest, StopReason
 
 Row = Mapping[str, Any]
@@ -94,6 +93,8 @@ class Sampling(Rewarding):
     def _first_turn(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[Completion], Sequence[Mapping[str, Any]]]:
         """Prompts, completions and the further fields of a rollout function."""
         if not rows:
+            if self.custom_rollout is None and self.backend.together:
+                self.backend.sample([])  # the others' passes are this process's, too
             return [], [], []
         if self.custom_rollout is not None:
             prompt_ids, completions, extras = self.custom_rollout([row["prompt"] for row in rows])
@@ -205,7 +206,6 @@ class Sampling(Rewarding):
     def _make_tool_loop(self) -> ToolLoop | None:
         if self.toolset is None or not self.toolset.functions:
             return None
-        reject_sharding(self.args, self.accelerator.distributed_type)
         encoder = self.prompt_encoder
         suffix = SuffixTokens(self.processing_class, encoder.chat_template, encoder.chat_template_kwargs)
         return ToolLoop(

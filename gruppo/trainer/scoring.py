@@ -14,11 +14,13 @@ from gruppo.policy.adapters import reference_policy
 from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.modes import sampling_mode
 from gruppo.policy.packed import PackedPolicy
-from gruppo.policy.packing import PackedRows, Packer
+from gruppo.policy.packing import PackedRows, Packer, idle_pack
+from gruppo.policy.sharding import reshard
 from gruppo.trainer.feeding import Feeding
 from gruppo.trainer.metrics import gather_rows
 from gruppo.trainer.parity import check_parity, enforce
 from gruppo.trainer.profiling import profiling_context
+from gruppo.trainer.spreading import can_check_parity
 from gruppo.types import TrainBatch
 
 T = TypeVar("T")
@@ -49,9 +51,15 @@ class Scoring(Feeding):
         due = last is None or (interval and now - last >= interval)
         if self.packed is None or interval is None or not due:
             return
+        model = self.accelerator.unwrap_model(self.model)
+        if self.sharding.spread:
+            if not can_check_parity(self):
+                return
+            assert self.backend.whole is not None
+            model = self.backend.whole.module  # for the time of a rollout
         with torch.enable_grad(), self.presence.during("checking parity"):
             report = check_parity(
-                self.accelerator.unwrap_model(self.model),
+                model,
                 self.packed,
                 batch,
                 temperature=self.temperature,
@@ -80,7 +88,7 @@ class Scoring(Feeding):
 
     def _with_memory(self, run: Callable[[], T]) -> T:
         """What `run` returns; in smaller packs if memory is short."""
-        while self.packed is not None:
+        while self.packed is not None and not self.sharding.spread:  # there, the others are in the same pass
             try:
                 return run()
             except torch.OutOfMemoryError:
@@ -150,13 +158,31 @@ class Scoring(Feeding):
         plan = self.planner.plan(batch)
         return Packer(batch).packs(rows, plan.tokens, plan.group_tokens)
 
+    def _most(self, passes: int) -> int:
+        """The passes that every process makes, where all must make as many: spread weights are gathered in each."""
+        if not self.sharding.spread:
+            return passes
+        return int(self.accelerator.gather(torch.tensor([passes], device=self.accelerator.device)).max())
+
+    def _idle(self, model: nn.Module, passes: int) -> None:
+        """Passes for the sake of the others; with gradients, which are all 0."""
+        assert self.packed is not None
+        for _ in range(passes):
+            scores = self.packed.score(model, idle_pack(self.accelerator.device))
+            if torch.is_grad_enabled():
+                self.accelerator.backward(scores.logps.sum() * 0.0)
+        if self.sharding.spread and not torch.is_grad_enabled():
+            reshard(model)
+
     def _score_packs(
         self, model: nn.Module, batch: TrainBatch, packs: Sequence[PackedRows], entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs and entropies (B, T) of a batch that is packed; 0 where nothing is scored."""
         assert self.packed is not None
+        idle = self._most(len(packs)) - len(packs)
         with self.timer("_get_per_token_logps_and_entropies"), self.packed.active(model):
             scores = [self.packed.score(model, pack, temperature=self.temperature, entropy=entropy) for pack in packs]
+            self._idle(model, idle)
 
         def placed(values: list[Tensor]) -> Tensor:
             out = torch.zeros(batch.completion_ids.shape, device=batch.completion_ids.device)

@@ -67,9 +67,6 @@ PADDED_HOOKS = (
     "_prepare_inputs",
 )
 
-# Every process holds the whole model, so that a forward pass of one process needs no other.
-REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-
 
 def overridden(trainer: Any, names: Sequence[str]) -> list[str]:
     """Those of these methods that a subclass, or a patch of a class or of the trainer itself, brings from outside."""
@@ -82,8 +79,8 @@ def against_packing(trainer: Any) -> list[str]:
     args, reasons = trainer.args, []
     if hooks := overridden(trainer, PADDED_HOOKS):
         reasons.append(f"{type(trainer).__name__} overrides {', '.join(hooks)}, which sees padded rows")
-    if trainer.accelerator.distributed_type not in REPLICATED:
-        reasons.append(f"{trainer.accelerator.distributed_type.value} spreads the model over processes")
+    if trainer.accelerator.distributed_type is DistributedType.DEEPSPEED:
+        reasons.append("DeepSpeed takes a step of its own after each backward pass")
     if args.torch_compile:
         reasons.append("torch_compile=True compiles the model for rows of their own")
     if args.neftune_noise_alpha:
@@ -137,11 +134,14 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
             policy.enable_input_require_grads()
     if args.disable_dropout:
         loading.disable_dropout_in_model(policy)
-    state = args.distributed_state
-    if args.gradient_checkpointing is None and state and state.distributed_type not in REPLICATED:
-        # No plan knows what such a process holds: recompute, as before plans.
-        policy.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
     return policy
+
+
+def recompute_by_default(trainer: Any) -> None:
+    """Under DeepSpeed no plan knows what a process holds: gradient checkpointing is on unless it is turned off."""
+    args = trainer.args
+    if args.gradient_checkpointing is None and trainer.accelerator.distributed_type is DistributedType.DEEPSPEED:
+        trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
 
 
 def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) -> None:

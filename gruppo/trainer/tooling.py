@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from accelerate.utils import DistributedType
 from datasets import Dataset
 
 from gruppo.data.prompts import require_conversation, sample_rows
@@ -17,7 +16,6 @@ from gruppo.data.templates import (
     supports_tool_calling,
 )
 from gruppo.errors import ConfigError, DataError
-from gruppo.rollout.select import sharded
 from gruppo.tools.environments import COLUMN
 from gruppo.tools.toolset import Toolset
 
@@ -34,18 +32,6 @@ def make_toolset(tools: Any, environment_factory: Any, args: Any) -> Toolset | N
             f"remove_unused_columns=True would remove the column `{COLUMN}`, which names the environment of each row."
         )
     return toolset
-
-
-def reject_sharding(args: Any, distributed_type: DistributedType) -> None:
-    """Raise where processes must sample together but would not all be asked to."""
-    if args.world_size == 1 or args.max_tool_calling_iterations == 0:
-        return
-    if sharded(args) or distributed_type is DistributedType.FSDP:
-        raise ConfigError(
-            "Tools cannot work with weights that are spread over processes (FSDP, ZeRO-3): all of them sample "
-            "together, but only some have a turn to go on with. Keep the whole model on every process, or set "
-            "max_tool_calling_iterations=0."
-        )
 
 
 def template_for(toolset: Toolset | None, tokenizer: Any) -> str | None:

@@ -30,8 +30,7 @@ from gruppo.policy.inplace import without_collection
 from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.unwrap import inner_model, is_noisy
 from gruppo.trainer.collecting import Collecting
-from gruppo.trainer.metrics import gather_rows, value_stat
-from gruppo.trainer.setup import REPLICATED
+from gruppo.trainer.metrics import any_process, gather_rows, value_stat
 from gruppo.trainer.update_rows import Update
 from gruppo.types import TrainBatch
 
@@ -104,8 +103,8 @@ class Updating(Collecting):
                 self._maybe_empty_cache()
                 return self._note_update(update)
             except torch.OutOfMemoryError:
-                if self.accelerator.num_processes > 1 and self._sending_gradients:
-                    raise  # the other processes wait for this one's gradients
+                if self.accelerator.num_processes > 1 and (self._sending_gradients or self.sharding.spread):
+                    raise  # the other processes wait for this one
             self.planner.shrink()  # not in the handler: the traceback would keep what must be freed
             model.zero_grad()
 
@@ -117,19 +116,22 @@ class Updating(Collecting):
         units = self._units(update, moving)
         for micro_batch, rows in units:
             packs = packer.packs(rows, plan.tokens, plan.group_tokens)
-            if micro_batch is not None and len(packs) > 1:
+            most = self._most(len(packs))
+            if micro_batch is not None and most > 1:
                 # The threshold is that of the whole micro-batch: its entropies must be known before its loss is. The
                 # processes agree on it in the first pack's loss, however many packs each has.
                 self._score_without_gradient(model, update, packs)
             for pack in packs:
                 self.stopper.check()
                 last = pack is packs[-1] and rows is units[-1][1]
-                # Gradients travel between processes once, with the last pack.
-                with nullcontext() if last else self.accelerator.no_sync(model):
+                # Gradients travel between processes once, with the last pack. Spread ones are added up where they
+                # belong after each: nobody has room for all of them.
+                with nullcontext() if last or self.sharding.spread else self.accelerator.no_sync(model):
                     with self.compute_loss_context_manager():
                         loss = self._pack_loss(model, pack, update, micro_batch)
                     self._sending_gradients = last
                     self.accelerator.backward(loss)
+            self._idle(model, most - len(packs))
 
     def _maybe_empty_cache(self) -> None:
         steps = self.args.torch_empty_cache_steps
@@ -196,20 +198,22 @@ class Updating(Collecting):
 
     def _score_skipped_rows(self, model: nn.Module, update: Update, packer: Packer, plan: UpdatePlan) -> None:
         """Entropies of rows that are not run, for the metrics, where the sampler did not give them."""
-        if update.batch.engine_entropies is not None:
+        known = update.batch.engine_entropies is not None
+        if known and not (self.sharding.spread and any_process(self.accelerator, not known)):
             return
         skipped_B = ~self._can_move(update.batch) & update.batch.loss_mask_BT.any(1)
-        rows = skipped_B.nonzero()[:, 0].tolist()
+        rows = [] if known else skipped_B.nonzero()[:, 0].tolist()
         self._score_without_gradient(model, update, packer.packs(rows, plan.tokens, plan.group_tokens))
 
     @torch.no_grad()
     def _score_without_gradient(self, model: nn.Module, update: Update, packs: Sequence[PackedRows]) -> None:
         assert self.packed is not None
         # Not through the wrapper: its forward may communicate, and not every process has such rows.
-        bare = self.accelerator.unwrap_model(model)
+        bare, idle = self.accelerator.unwrap_model(model), self._most(len(packs)) - len(packs)
         for pack in packs:
             scores = self.packed.score(bare, pack, temperature=self.temperature, entropy=True)
             update.keep(pack, pack.padded(scores.logps), pack.padded(_required(scores.entropies)))
+        self._idle(bare, idle)
 
     def _note_update(self, update: Update) -> Tensor:
         """The metrics and the loss (0-d) of the update's nominal micro-batches, from the scores of the packs.
@@ -270,7 +274,7 @@ class Updating(Collecting):
             return scores[0], _required(scores[1])
         moving_B = self._can_move(batch)
         moving_B[0] |= ~moving_B.any()
-        if moving_B.all() or not torch.is_grad_enabled() or not self._replicated:
+        if moving_B.all() or not torch.is_grad_enabled() or self.sharding.spread:
             logps_BT, entropy_BT = self._score(model, batch, compute_entropy=True)
             return logps_BT, _required(entropy_BT)
         moving = self._score(model, batch.rows(moving_B), compute_entropy=True)
@@ -283,10 +287,6 @@ class Updating(Collecting):
             torch.cat([_required(a), _required(b)])[back] for a, b in zip(moving, still, strict=True)
         )
         return logps_BT, entropy_BT
-
-    @property
-    def _replicated(self) -> bool:
-        return self.accelerator.distributed_type in REPLICATED
 
     # ---- the loss and its statistics
 
