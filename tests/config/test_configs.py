@@ -16,7 +16,6 @@ from transformers import HfArgumentParser, TrainingArguments
 import gruppo
 from gruppo.config.base import own_fields
 from gruppo.config.deprecated import ALIASES
-from gruppo.config.evaluation import check_benchmarks
 from gruppo.config.grpo import GRPOConfig
 from gruppo.config.rloo import RLOOConfig
 from gruppo.config.validate import NOT_YET
@@ -230,6 +229,7 @@ SET_SHARED: dict[str, Any] = {
     "record": "metrics",
     "resume_allow_changes": ["learning_rate"],
     "save_on_signal": False,
+    "ds3_gather_for_generation": False,
     "process_timeout": 60.0,
     "audit": "error",
     "max_bad_updates": 2,
@@ -284,7 +284,6 @@ WAITING: dict[str, Any] = {
     "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_clip_max": 2.0,
     "vllm_importance_sampling_clip_min": 0.1,
-    "ds3_gather_for_generation": False,
     "cast_lm_head_to_fp32": True,
     "log_multimodal": False,
 }
@@ -567,14 +566,6 @@ def test_batches_that_contradict_each_other_are_an_error():
 def test_benchmarks_that_cannot_be_meant(given, message):
     with pytest.raises(ConfigError, match=message):
         GRPOConfig(**QUIET, **given)
-
-
-def test_benchmarks_need_the_whole_model_in_each_process(monkeypatch):
-    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: 2))
-    sharded = GRPOConfig(**QUIET, eval_benchmarks=["gsm8k"])
-    sharded.fsdp = True  # setting it at construction would need a launcher
-    with pytest.raises(ConfigError, match="eval_benchmarks cannot work with weights that are spread over processes"):
-        check_benchmarks(sharded)
 
 
 def test_evaluation_batches_matter_only_where_there_may_be_a_set():
