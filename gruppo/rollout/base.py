@@ -22,7 +22,7 @@ class RolloutBackend:
     policy: Callable[[], Any] | None = None  # returns the module that is sampled from; None where there is none here
     weights_version: int | None = None  # of the weights that the last call sampled from; None: not known
     whole: WholeWeights | None = None  # where the weights that are trained are spread over processes
-    together = False  # every process must call `sample` as often as the others, if with nothing to ask for
+    together = False  # every process must call `sample` as often as the others, with something to ask for
     _is_ready = False
     pause: Callable[[], None] = staticmethod(lambda: None)  # called now and then while sampling; may raise to end it
 

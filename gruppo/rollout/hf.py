@@ -105,10 +105,7 @@ class TransformersBackend(RolloutBackend):
             return self._sample(requests)
 
     def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        if not requests and not self.together:
-            return []
-        if not requests:  # keep in step with the others, for nothing
-            self.sample([SampleRequest([self.config.pad_token_id or 0], 1, noise_key=0)])
+        if not requests:
             return []
         policy = self.policy()
         device = policy.get_input_embeddings().weight.device

@@ -93,8 +93,6 @@ class Sampling(Rewarding):
     def _first_turn(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[Completion], Sequence[Mapping[str, Any]]]:
         """Prompts, completions and the further fields of a rollout function."""
         if not rows:
-            if self.custom_rollout is None and self.backend.together:
-                self.backend.sample([])  # the others' passes are this process's, too
             return [], [], []
         if self.custom_rollout is not None:
             prompt_ids, completions, extras = self.custom_rollout([row["prompt"] for row in rows])
