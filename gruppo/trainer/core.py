@@ -46,7 +46,7 @@ from gruppo.trainer.metrics import MetricStore
 from gruppo.trainer.names import KnownNames
 from gruppo.trainer.planning import UpdatePlanner
 from gruppo.trainer.presence import presence_of
-from gruppo.trainer.profiling import Timings
+from gruppo.trainer.profiling import Stopwatch, Timings
 from gruppo.trainer.resuming import Resuming
 from gruppo.trainer.stopping import Stopper
 from gruppo.types import TrainBatch
@@ -154,6 +154,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.loss_settings = self.make_loss_settings()
         self.mode = "train"
         self.timings = Timings()
+        self._stopwatch = Stopwatch(self.accelerator.device)
         self.metrics = MetricStore(self.accelerator)
         self.entropy_control = EntropyControl.from_args(args)
         self.completion_logs = {mode: CompletionLog(args.generation_batch_size) for mode in ("train", "eval")}

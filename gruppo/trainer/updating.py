@@ -29,9 +29,11 @@ from gruppo.plan import UpdatePlan
 from gruppo.policy.inplace import without_collection
 from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.unwrap import inner_model, is_noisy
+from gruppo.trainer.balancing import Work, exchange_rows, straggler_report
 from gruppo.trainer.collecting import Collecting
 from gruppo.trainer.metrics import any_process, gather_rows, value_stat
-from gruppo.trainer.update_rows import Update
+from gruppo.trainer.profiling import Stopwatch
+from gruppo.trainer.update_rows import Update, enter_padded
 from gruppo.types import TrainBatch
 
 DRIFT = "sampling/sampling_logp_difference"
@@ -51,6 +53,8 @@ class Updating(Collecting):
     _update_seconds: float  # so far, of rollout and passes
     _pass_seconds = 0.0  # of the passes alone
     _sending_gradients = False
+    _stopwatch: Stopwatch  # of the update's own work, up to where the others are waited for
+    _costs: Sequence[int] = ()  # tokens that each process had to run, before rows were exchanged
     _means_at_hand: Mapping[str, float | None] = MappingProxyType({})  # of the update that just ended
 
     @property
@@ -93,27 +97,36 @@ class Updating(Collecting):
         if isinstance(model, DistributedDataParallel):
             # A decoder's buffers are constants, and a process that repeats a forward pass would send them alone.
             model.broadcast_buffers = False
+        work = exchange_rows(self, update, self._moving_rows(update))
         while True:
             self._sending_gradients = False
             try:
                 update.passes.clear()
                 busy = self.presence.during("updating")
                 with self.packed.active(model), without_collection(), self.timer("compute_loss"), busy:
-                    self._run_packs(model, update)
+                    self._run_packs(model, update, work)
                 self._maybe_empty_cache()
-                return self._note_update(update)
+                if work is not None:
+                    work.bring_home(self.accelerator)
+                return self._note_update(update, work)
             except torch.OutOfMemoryError:
                 if self.accelerator.num_processes > 1 and (self._sending_gradients or self.sharding.spread):
                     raise  # the other processes wait for this one
             self.planner.shrink()  # not in the handler: the traceback would keep what must be freed
             model.zero_grad()
 
-    def _run_packs(self, model: nn.Module, update: Update) -> None:
-        packer = update.packer(share=not is_noisy(model, inner_model(model)))
+    def _run_packs(self, model: nn.Module, update: Update, work: Work | None = None) -> None:
+        share = not is_noisy(model, inner_model(model))
+        packer = update.packer(share=share)
         plan = self.planner.plan(update.batch)
         moving = self._moving_rows(update)
         self._score_skipped_rows(model, update, packer, plan)
         units = self._units(update, moving)
+        if work is not None:
+            update = work.run
+            update.passes.clear()
+            packer, units = update.packer(share=share), [(None, list(range(len(update.batch))))]
+        self._stopwatch.start()
         for micro_batch, rows in units:
             packs = packer.packs(rows, plan.tokens, plan.group_tokens)
             most = self._most(len(packs))
@@ -130,6 +143,8 @@ class Updating(Collecting):
                     with self.compute_loss_context_manager():
                         loss = self._pack_loss(model, pack, update, micro_batch)
                     self._sending_gradients = last
+                    if last:
+                        self._stopwatch.stop()  # then the others are waited for
                     self.accelerator.backward(loss)
             self._idle(model, most - len(packs))
 
@@ -215,7 +230,7 @@ class Updating(Collecting):
             update.keep(pack, pack.padded(scores.logps), pack.padded(_required(scores.entropies)))
         self._idle(bare, idle)
 
-    def _note_update(self, update: Update) -> Tensor:
+    def _note_update(self, update: Update, work: Work | None) -> Tensor:
         """The metrics and the loss (0-d) of the update's nominal micro-batches, from the scores of the packs.
 
         Not the sum of the packs' losses: a row that is not run may have a share that has no gradient.
@@ -227,7 +242,9 @@ class Updating(Collecting):
                 output = self._policy_loss(batch, update.logps_BT[part], entropy_bT, threshold, update.size)
             loss += output.loss * self.accelerator.num_processes
             self._defer_stats(batch, update.logps_BT[part], output, update.ran_B[part])
-        update.enter(self.ledger, self.state.global_step)
+        for rows in (update,) if work is None else (update, work.run):
+            rows.enter(self.ledger, self.state.global_step)
+        self._costs = update.costs
         return loss
 
     # ---- padded rows
@@ -250,21 +267,8 @@ class Updating(Collecting):
         output = self._policy_loss(batch, logps_BT, entropy_BT, threshold, self._size)
         self._defer_stats(batch, logps_BT, output)
         if self.mode == "train":
-            self._note_padded_rows(batch)
+            enter_padded(batch, self.ledger, self.state.global_step)
         return output.loss * self.accelerator.num_processes
-
-    def _note_padded_rows(self, batch: TrainBatch) -> None:
-        """Enter a micro-batch in the ledger."""
-        prompts, completions = (mask.sum(1).tolist() for mask in (batch.prompt_mask, batch.completion_mask))
-        self.ledger.ran(
-            prompts=prompts,
-            completions=completions,
-            scored=sum(completions),
-            padding_tokens=batch.prompt_ids.numel() + batch.completion_ids.numel() - sum(prompts) - sum(completions),
-            zero_advantage=batch.zero_advantage_B.tolist(),
-            truncated=None if batch.truncated is None else batch.truncated.tolist(),
-            stale=None if batch.sampled_at is None else (batch.sampled_at < self.state.global_step).tolist(),
-        )
 
     def _score_for_loss(self, model: nn.Module, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the micro-batch; rows that cannot move the update are run without a graph."""
@@ -377,6 +381,8 @@ class Updating(Collecting):
         means = self.metrics.flush("train")  # waits for the device
         waited = time.perf_counter() - start
         self.ledger.took(self._pass_seconds + waited)
+        if self.accelerator.num_processes > 1:
+            self.metrics.add("train", straggler_report(self, self._costs))
         self.metrics.add("train", self.ledger.metrics() | {"step_time": self._update_seconds + waited})
         self._update_seconds = self._pass_seconds = 0.0
         self._means_at_hand = self._audited_means(means)

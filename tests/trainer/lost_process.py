@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gruppo.trainer import presence
+from gruppo.trainer import attendance
 from tests.helpers import length_reward
 from tests.trainer.scripted import make_trainer, scripted_rollout
 
@@ -50,9 +50,9 @@ class Benchmarks:
 
 def main(folder: Path) -> None:
     facts = json.loads((folder / "scenario.json").read_text())
-    presence.PATIENCE = facts.pop("patience", presence.PATIENCE)
+    attendance.PATIENCE = facts.pop("patience", attendance.PATIENCE)
     if facts.pop("elsewhere", False):  # as if each process were on a host of its own
-        presence._place = lambda: f"host {RANK}"
+        attendance._place = lambda: f"host {RANK}"
     deadline = facts.pop("ddp_timeout", 1800)
     mishap = Mishap(**facts)
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from gruppo.errors import ConfigError
-from gruppo.trainer import presence
-from gruppo.trainer.presence import LOST, Line, Presence, Register
+from gruppo.trainer import attendance
+from gruppo.trainer.attendance import Line, Register
+from gruppo.trainer.presence import LOST, Presence
 from tests.helpers import base_args
 from tests.processes import run_apart
 
@@ -177,4 +178,4 @@ def test_the_exit_code_is_its_own() -> None:
     from gruppo.trainer.stopping import STOPPED, STOPPED_UNSAVED
 
     assert LOST not in (0, 1, STOPPED, STOPPED_UNSAVED)
-    assert presence._is_alive(os.getpid())
+    assert attendance._is_alive(os.getpid())
