@@ -28,9 +28,17 @@ def evaluate(argv: list[str]) -> int:
     return run_evaluation(argv)
 
 
+def train(argv: list[str]) -> int:
+    """Train from one YAML file, on one process or on several (--launch ddp, fsdp2, zero2, zero3)."""
+    from gruppo.cli.train import main as run_training
+
+    return run_training(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "eval": evaluate,
+    "train": train,
 }
 
 
