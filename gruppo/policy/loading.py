@@ -154,6 +154,17 @@ def copy_as_reference(model: PreTrainedModel) -> PreTrainedModel:
     return reference.requires_grad_(False).eval()
 
 
+def load_again(model: PreTrainedModel, args: Any) -> PreTrainedModel:
+    """The model as it was loaded, frozen: for a reference of weights that cannot be copied."""
+    if not model_name(model):
+        raise ConfigError(
+            "beta > 0 needs a reference. Under ZeRO-3 it is loaded again, but the model was not loaded from a name or "
+            "folder. Pass it by name, or set beta=0."
+        )
+    reference = load_policy(model_name(model), args, DistributedType.DEEPSPEED)
+    return reference.requires_grad_(False).eval()
+
+
 def disable_dropout_in_model(model: nn.Module) -> None:
     """Set p = 0 on every dropout module."""
     for module in model.modules():

@@ -73,6 +73,11 @@ class PackedPolicy:
             )
         if len(caught) != 1:
             raise PackingError(f"{type(inner_model(model)).__name__} calls its head {len(caught)} times, not once.")
+        if hasattr(next(head.module.parameters(), None), "full_tensor"):
+            raise PackingError(
+                "The head's weights are spread over processes again when its scores are due. accelerate 1.15 leaves "
+                "them gathered until the backward pass; use that, or set packed_update=False."
+            )
         hidden = caught[0].squeeze(0)
         if hidden.requires_grad:
             hidden.register_hook(partial(_check_active, inner_model(model).config))

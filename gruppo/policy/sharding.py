@@ -70,14 +70,39 @@ def _with_deepspeed(accelerator: Any, model: nn.Module) -> nn.Module:
     """A model without an optimizer under the policy's DeepSpeed config; below stage 3 there is nothing to spread."""
     import deepspeed
 
-    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
-    config.pop("optimizer", None)
-    config.pop("scheduler", None)
-    if config["zero_optimization"]["stage"] != 3:
-        config["zero_optimization"]["stage"] = 0
+    config = inference_config(accelerator.state.deepspeed_plugin.deepspeed_config, _hidden_size(model))
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
     return engine  # type: ignore[no-any-return]
+
+
+def inference_config(training: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
+    """The DeepSpeed config of a model that is not trained: no optimizer, no schedule, and stage 3 or 0.
+
+    Example:
+        inference_config({"zero_optimization": {"stage": 2}, "optimizer": {…}}, 64)
+        -> {"zero_optimization": {"stage": 0}}
+    """
+    config = {name: copy.deepcopy(value) for name, value in training.items() if name not in ("optimizer", "scheduler")}
+    zero = {k: v for k, v in (config.get("zero_optimization") or {}).items() if k != "offload_optimizer"}
+    if zero.get("stage") != 3:
+        zero = {"stage": 0}
+    elif hidden_size is not None:
+        zero |= {
+            "reduce_bucket_size": hidden_size * hidden_size,
+            "stage3_param_persistence_threshold": 10 * hidden_size,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        }
+    return config | {"zero_optimization": zero}
+
+
+def _hidden_size(model: Any) -> int | None:
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    sizes = getattr(config, "hidden_sizes", None)
+    size: int | None = max(sizes) if sizes else getattr(config.get_text_config(), "hidden_size", None)
+    return size
 
 
 def own_class(module: nn.Module) -> type:
@@ -127,7 +152,8 @@ class WholeWeights:
 
     Make it while the model is still whole: it copies the model's form. `source` returns the model as it is trained.
     Between rollouts the weights are kept, or given back (`drop`), as `plan` says, which is asked with their size
-    before they are first gathered. All processes call `refresh` together.
+    before they are first gathered. All processes call `refresh` together. `clock` changes with each update: there are
+    optimizers that write weights without a note in their versions.
 
     Example:
         whole = WholeWeights(model, lambda: trainer.model, dtype=torch.bfloat16, device=device)
@@ -136,11 +162,18 @@ class WholeWeights:
     """
 
     def __init__(
-        self, model: nn.Module, source: Callable[[], nn.Module], *, dtype: torch.dtype | None, device: torch.device
+        self,
+        model: nn.Module,
+        source: Callable[[], nn.Module],
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        clock: Callable[[], int] = lambda: 0,
     ):
-        self.source, self.device = source, device
+        self.source, self.device, self.clock = source, device, clock
         self.module = _form_of(model, dtype)
         self.version: int | None = None  # of the weights that were gathered last
+        self._gathered_at: int | None = None
         self.plan: Callable[[int], str] = lambda size: "keep"
         self.decision: str | None = None
         # Where each parameter is: a tied one is in several places.
@@ -173,7 +206,7 @@ class WholeWeights:
         source = self.source()
         reshard(source)
         version = sum(parameter._version for parameter in source.parameters())
-        if self.is_held and version == self.version:
+        if self.is_held and (version, self.clock()) == (self.version, self._gathered_at):
             return
         if self.decision is None:
             self.decision = self.plan(self.bytes)
@@ -184,7 +217,7 @@ class WholeWeights:
             target.copy_(full_value(parameters[name], target.dtype))
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(self.device)
-        self.version = version
+        self.version, self._gathered_at = version, self.clock()
 
     def drop(self) -> None:
         """Give the memory back."""

@@ -15,6 +15,7 @@ from gruppo.rewards.runner import RewardInputs, RewardRunner, RewardSettings, Sc
 from gruppo.trainer.breaker import RewardBreaker, RewardCounts, kinds_from_values
 from gruppo.trainer.metrics import gather_rows
 from gruppo.trainer.scoring import Scoring
+from gruppo.trainer.spreading import prepare_reward_model
 from gruppo.types import Rollout
 
 
@@ -40,7 +41,7 @@ class Rewarding(Scoring):
         self.reward_weights = weights.to(self.accelerator.device)
         self.reward_runner = RewardRunner(
             [
-                self.accelerator.prepare_model(f.eval(), evaluation_mode=True) if is_reward_model(f) else f
+                prepare_reward_model(self.accelerator, self.sharding, f.eval()) if is_reward_model(f) else f
                 for f in functions
             ],
             self.reward_func_names,
@@ -110,6 +111,8 @@ class Rewarding(Scoring):
                     log_extra=self._log_completion_extra,
                     log_metric=self._log_metric,
                 )
+        else:
+            self.reward_runner.keep_up()
         self._reward_steps = scores.steps
         # No process tells another that a reward failed: it is part of what all of them gather.
         self._reward_kinds_NR = gather_rows(self.accelerator, scores.kinds_BR)

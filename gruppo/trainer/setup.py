@@ -14,6 +14,7 @@ from gruppo.policy import adapters, loading
 from gruppo.policy.modes import autocast_dtype
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.support import why_not_packed
+from gruppo.trainer.metrics import from_main
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,8 @@ def packed_policy(trainer: Any) -> PackedPolicy | None:
     if not args.packed_update:
         return None
     reasons = against_packing(trainer) or why_not_packed(trainer.accelerator.unwrap_model(trainer.model), policy)
+    if trainer.sharding.spread:  # some launchers give only the main process weights to try
+        reasons = from_main(trainer.accelerator, reasons)
     if not reasons:
         return policy
     if args.max_tokens_per_micro_batch is not None:

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, free_memory, plan_whole_weights, training_bytes
 from gruppo.policy import adapters, loading
-from gruppo.policy.sharding import Sharding, WholeWeights, compute_dtype, describe, shard_reference
+from gruppo.policy.sharding import Sharding, WholeWeights, compute_dtype, describe, is_spread, shard_reference
 from gruppo.rollout.select import Spread
 from gruppo.trainer.metrics import any_process, from_main
 
@@ -32,7 +33,10 @@ def make_reference(trainer: Any) -> Any:
             f"sync_ref_model=True is not available with weights that are spread over processes "
             f"({trainer.sharding.value}); set it to False."
         )
-    reference: Any = loading.copy_as_reference(trainer.model)
+    if is_spread(trainer.model):  # ZeRO-3 spreads a model as it is loaded, and nothing is left to copy
+        reference: Any = loading.load_again(trainer.model, args)
+    else:
+        reference = loading.copy_as_reference(trainer.model)
     if trainer.packed is not None:
         trainer.packed.learn(reference)
     reference = shard_reference(trainer.accelerator, trainer.sharding, reference)
@@ -41,6 +45,38 @@ def make_reference(trainer: Any) -> Any:
 
         trainer.add_callback(SyncRefModelCallback(ref_model=reference, accelerator=trainer.accelerator))
     return reference
+
+
+def prepare_reward_model(accelerator: Any, sharding: Sharding, model: Any) -> Any:
+    """On the device, and whole; under ZeRO-3, which spreads models as they are loaded, one that keeps in step."""
+    if sharding is not Sharding.ZERO3:
+        return accelerator.prepare_model(model, evaluation_mode=True)
+    return InStep(shard_reference(accelerator, sharding, model), accelerator)
+
+
+class InStep(nn.Module):
+    """A model with spread weights that processes call as often as they like, each with its own rows.
+
+    Before each pass all say whether they have one; who has none makes an idle pass (`keep_up`), until nobody has.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Any):
+        super().__init__()
+        self.model, self.accelerator = model, accelerator
+
+    def forward(self, **inputs: Any) -> Any:
+        self._busy(1)
+        return self.model(**inputs)
+
+    @torch.no_grad()
+    def keep_up(self) -> None:
+        one = torch.ones((1, 1), dtype=torch.long, device=self.accelerator.device)
+        while self._busy(0):
+            self.model(input_ids=one, attention_mask=one)
+
+    def _busy(self, own: int) -> int:
+        """How many processes have a pass to make."""
+        return int(self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), reduction="sum"))
 
 
 def make_spread(trainer: Any, *, needed: bool) -> Spread | None:
@@ -61,6 +97,7 @@ def make_spread(trainer: Any, *, needed: bool) -> Spread | None:
             lambda: accelerator.unwrap_model(trainer.model_wrapped),
             dtype=compute_dtype(accelerator, kind),
             device=accelerator.device,
+            clock=lambda: trainer.state.global_step,
         )
         whole.plan = lambda size: _plan(trainer, size)
     return Spread(
