@@ -105,7 +105,10 @@ class Work:
             return None
         process = accelerator.process_index
         given = {move.unit: move.target for move in moves if move.source == process}
-        parcels = [_parcel(update, process, units[unit], target) for unit, target in given.items()]
+        rows_for: dict[int, list[int]] = {}
+        for unit, target in given.items():
+            rows_for.setdefault(target, []).extend(units[unit])
+        parcels = [_parcel(update, process, members, target) for target, members in rows_for.items()]
         arrived = [p for sent in gather_object([parcels]) for p in sent if p["target"] == process]
         kept = [row for unit, members in enumerate(units) if unit not in given for row in members]
         device = update.batch.completion_ids.device
@@ -123,7 +126,8 @@ class Work:
         first, parcels = len(self.kept), []
         for source, places, width in self.guests:
             part = slice(first, first + len(places))
-            scores = (run.logps_BT[part, :width].cpu(), run.entropy_BT[part, :width].cpu())
+            # Copies: with a view, all that it is a part of would travel.
+            scores = (run.logps_BT[part, :width].cpu().clone(), run.entropy_BT[part, :width].cpu().clone())
             parcels.append((source, places, *scores))
             first += len(places)
         for sent in gather_object([parcels]):
