@@ -79,7 +79,7 @@ def make_trainer(
     dtype: torch.dtype = torch.float64,
     subclass: Any = None,
     reward: Any = length_reward,
-    rollout: Any = scripted_rollout,
+    rollout: Any = None,
     adapter: bool = False,
     **kw: Any,
 ) -> Any:
@@ -113,7 +113,7 @@ def make_trainer(
         train_dataset=prompts(rows),
         processing_class=tiny_tokenizer(),
         peft_config=lora() if adapter else None,
-        **({} if is_rloo or rollout is None else {"rollout_func": rollout}),
+        **({} if is_rloo else {"rollout_func": rollout or scripted_rollout}),
     )
     if trainer.ref_model is not None:
         # A reference that is not the policy, so that the KL has a gradient from the first update on.

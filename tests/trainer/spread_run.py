@@ -92,7 +92,8 @@ def main(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spreading, "plan_whole_weights", lambda size, free: "free")
-        freed = trainer_of(folder / "freed", 2)
+        one_loads = {**FSDP2["fsdp_config"], "cpu_ram_efficient_loading": True}
+        freed = trainer_of(folder / "freed", 2, fsdp_config=one_loads)
         freed.train()
         assert not freed.backend.whole.is_held
         for name, weight in weights_of(freed.model).items():
@@ -100,6 +101,15 @@ def main(folder: Path) -> None:
         patch.setattr(spreading, "plan_whole_weights", lambda size, free: None)
         with pytest.raises(ConfigError, match="vllm_mode='server'"):
             trainer_of(folder / "full", 2).train()
+
+    # Mixed precision: what is gathered is what the passes compute with, so that sampler and trainer agree.
+    mixed = trainer_of(folder / "mixed", 2, double=False, bf16=True, max_steps=2)
+    mixed.train()
+    kinds = {next(model.parameters()).dtype for model in (mixed.backend.whole.module, mixed.model)}
+    assert kinds == {torch.bfloat16, torch.float32}
+    first, second = [log for log in mixed.state.log_history if "loss" in log]
+    assert first["kl"] == 0 < second["kl"]
+    assert second["sampling/sampling_logp_difference/mean"] < 1e-3
 
     # Completions end after different numbers of tokens, and every process takes part in all passes.
     kw = {"rollout_backend": "transformers", "dynamic_sampling": False, "num_generations_eval": 1, "max_steps": 2}
