@@ -7,6 +7,7 @@ processes have alike. So before a rollout every process gathers the weights into
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -112,9 +113,8 @@ def own_class(module: nn.Module) -> type:
 
 
 def is_fsdp_module(module: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has loaded it, nothing is
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def is_spread(model: nn.Module) -> bool:

@@ -167,7 +167,8 @@ def exchange_rows(trainer: Any, update: Update, rows: Sequence[int]) -> Work | N
 
 def straggler_report(trainer: Any, costs: Sequence[int]) -> dict[str, float]:
     """How uneven the work of the processes was, once the device was waited for; `costs` are those of no exchange."""
-    busy = sum(trainer.presence.take_seconds(phase) for phase in OWN_WORK) + trainer._stopwatch.take()
+    phases = OWN_WORK if trainer.packed is not None else (*OWN_WORK, "updating")
+    busy = sum(trainer.presence.take_seconds(phase) for phase in phases) + trainer._stopwatch.take()
     mine = torch.tensor([[trainer.ledger.update_tokens, busy]], dtype=torch.double, device=trainer.accelerator.device)
     tokens, seconds = trainer.accelerator.gather(mine).T.tolist()
     return spread_of(tokens, costs or tokens, seconds)

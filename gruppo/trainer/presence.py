@@ -92,6 +92,7 @@ class Presence:
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """What is done in here is this process's own work, which the others may have to wait for."""
+        self._failed_in = None  # of an error that was mended
         self._enter([*self._phases, phase])
         try:
             yield

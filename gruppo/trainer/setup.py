@@ -69,6 +69,9 @@ PADDED_HOOKS = (
 )
 
 
+KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
+
+
 def overridden(trainer: Any, names: Sequence[str]) -> list[str]:
     """Those of these methods that a subclass, or a patch of a class or of the trainer itself, brings from outside."""
     ours = ("gruppo.trainer.", "transformers.")
@@ -80,8 +83,11 @@ def against_packing(trainer: Any) -> list[str]:
     args, reasons = trainer.args, []
     if hooks := overridden(trainer, PADDED_HOOKS):
         reasons.append(f"{type(trainer).__name__} overrides {', '.join(hooks)}, which sees padded rows")
-    if trainer.accelerator.distributed_type is DistributedType.DEEPSPEED:
+    kind = trainer.accelerator.distributed_type
+    if kind is DistributedType.DEEPSPEED:
         reasons.append("DeepSpeed takes a step of its own after each backward pass")
+    elif kind not in KNOWN:
+        reasons.append(f"{kind.value} was not tried with anything else")
     if args.torch_compile:
         reasons.append("torch_compile=True compiles the model for rows of their own")
     if args.neftune_noise_alpha:

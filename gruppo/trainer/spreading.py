@@ -163,7 +163,7 @@ def reject_together(trainer: Any) -> None:
     if not backend.together or trainer.accelerator.num_processes == 1:
         return
     asked = {
-        "dynamic_sampling=True": args.dynamic_sampling,
+        "dynamic_sampling=True": args.dynamic_sampling and trainer.custom_rollout is None,
         "eval_benchmarks": bool(args.eval_benchmarks),
         "tools (max_tool_calling_iterations other than 0)": trainer.tool_loop is not None
         and args.max_tool_calling_iterations != 0,

@@ -96,6 +96,8 @@ def test_phases_are_nested() -> None:
         seen.append(own.line().phase)
     assert [*seen, own.line().phase] == ["", "running tools", "", "running tools", ""]
     assert own.line().update == 3
+    assert own.take_seconds("running tools") > 0
+    assert own.take_seconds("running tools") == 0
 
 
 @pytest.mark.parametrize("value", [0, 4.9, 1e9, "soon"])

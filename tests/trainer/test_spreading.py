@@ -47,6 +47,7 @@ def test_the_first_kind_of_fsdp_is_refused_with_the_line_to_change() -> None:
         ({"tool_loop": object()}, "tools .* cannot work"),
         ({"tool_loop": object(), "max_tool_calling_iterations": 0}, None),
         ({"dynamic_sampling": True, "together": False}, None),
+        ({"dynamic_sampling": True, "custom_rollout": object()}, None),
         ({"dynamic_sampling": True, "num_processes": 1}, None),
         ({"dynamic_sampling": True, "sharding": Sharding.ZERO3}, "ds3_gather_for_generation=True"),
     ],
@@ -57,6 +58,7 @@ def test_features_in_which_only_some_processes_sample(change: dict[str, Any], na
         "eval_benchmarks": None,
         "max_tool_calling_iterations": None,
         "tool_loop": None,
+        "custom_rollout": None,
         "together": True,
         "num_processes": 2,
         "sharding": Sharding.FSDP2,
@@ -67,6 +69,7 @@ def test_features_in_which_only_some_processes_sample(change: dict[str, Any], na
         backend=SimpleNamespace(together=facts["together"]),
         accelerator=SimpleNamespace(num_processes=facts["num_processes"]),
         tool_loop=facts["tool_loop"],
+        custom_rollout=facts["custom_rollout"],
         sharding=facts["sharding"],
     )
     if named is None:
