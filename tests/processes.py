@@ -5,6 +5,7 @@ Several can work together, as those of a launcher do:
     run_together(2, "tests.trainer.scripted", tmp_path)     # main(tmp_path) of that module, on both
 """
 
+import faulthandler
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -117,6 +118,7 @@ def said(logs: Sequence[Path]) -> str:
 
 def _work(module: str, folder: Path, rank: int, count: int, log: Path, meeting: str | None = None) -> None:
     write_to(log)
+    faulthandler.enable()  # a crash in C says where it was
     try:
         join(rank, count, meeting or folder / "meeting")
         importlib.import_module(module).main(folder)
