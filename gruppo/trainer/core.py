@@ -1,9 +1,11 @@
 """One trainer for every recipe: where rollouts enter transformers.Trainer.
 
-An update reads top to bottom:
+`train` (resuming.py) prepares the run and goes to transformers' loop. An update of that reads top to bottom:
 
     get_batch_samples   takes micro-batches from a queue, and collects a new generation when the queue is empty
+                        (_next_micro_batch → _collect_slices → _generate_and_score_completions, a hook of TRL's)
     collect             prompts → rollouts → rewards → log-probs → advantages            (collecting.py, scoring.py)
+                        its rows are shuffled and cut into micro-batches, as TRL's are, for the queue
     training_step       called for each micro-batch; the last one runs the whole update
     run_update          packs of rows: forward, loss, backward                           (updating.py)
     _end_of_update      metrics of the update, controllers                               (updating.py)
