@@ -152,6 +152,16 @@ class RewardRunner:
             return False
         return self.settings.timeout is not None or wants_worker(function)
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether some reward runs in worker processes."""
+        return bool(self._pools)
+
+    @property
+    def has_async(self) -> bool:
+        """Whether some reward is an async function."""
+        return any(is_async(function) for function in self.functions)
+
     def close(self) -> None:
         """End all workers; the next call starts new ones."""
         for pool in self._pools.values():

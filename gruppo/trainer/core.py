@@ -49,6 +49,7 @@ from gruppo.trainer.planning import UpdatePlanner
 from gruppo.trainer.profiling import Timings
 from gruppo.trainer.resuming import Resuming
 from gruppo.trainer.stopping import Stopper
+from gruppo.trainer.unused import Parts, check_unused
 from gruppo.types import TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -163,6 +164,9 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.stopper = Stopper(enabled=args.save_on_signal, alone=self.accelerator.num_processes == 1)
         self.audits = Audits(args.audit, args.max_bad_updates, self._note_finding)
         self._make_rewards(rewards)
+        check_unused(
+            args, Parts(self.toolset is not None, self.reward_runner.has_workers, self.reward_runner.has_async)
+        )
         self._extra_columns, self._extra_metrics = {}, {}
         self.ref_model = self._make_reference()
         self._make_sampler(rollout_func)
