@@ -8,7 +8,8 @@ from typing import Any
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 
-from gruppo.data.prompts import PromptEncoder, check_prompts, read_every_prompt, sample_rows
+from gruppo.data.lengths import check_every_prompt
+from gruppo.data.prompts import PromptEncoder, check_prompts, sample_rows
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy import adapters, loading
 from gruppo.policy.modes import autocast_dtype
@@ -158,9 +159,7 @@ def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) 
     elif isinstance(dataset, Dataset):
         if len(dataset) == 0:
             raise DataError("train_dataset is empty.")
-        check_prompts(sample_rows(dataset), encoder)
-        if encoder is not None:
-            read_every_prompt(dataset)
+        check_rows(dataset, encoder)
         if len(dataset) < prompts:
             raise DataError(
                 f"train_dataset has {len(dataset)} prompts, fewer than the {prompts} of one generation batch "
@@ -194,7 +193,16 @@ def check_eval_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, n
     elif len(dataset) == 0:
         raise DataError(f"{name} is empty.")
     else:
-        check_prompts(sample_rows(dataset), encoder)
+        check_rows(dataset, encoder)
+
+
+def check_rows(dataset: Dataset, encoder: PromptEncoder | None) -> None:
+    """A sample of the rows, and every prompt: none may end a run that has been under way for hours."""
+    sample = sample_rows(dataset)
+    check_prompts(sample, None)
+    if encoder is not None:
+        check_every_prompt(dataset, encoder)
+        encoder(sample)
 
 
 def check_first_row(dataset: IterableDataset, encoder: PromptEncoder | None, name: str) -> None:
