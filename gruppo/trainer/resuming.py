@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 class Resuming(Checkpointing):
     """The part of the trainer that begins and ends runs."""
 
-    _resumed_from: str | None = None
-
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's `train`, alone in its folder, from a checkpoint that was checked, with an orderly end on signals.
 
@@ -42,6 +40,8 @@ class Resuming(Checkpointing):
             except StopRequested:
                 self._save_boundary()
             except BaseException as error:
+                if isinstance(error, Exception):
+                    self._save_despite(error, self._save_boundary)
                 self.record_event("failed", error=type(error).__name__, message=str(error)[:2000])
                 raise
             finally:
