@@ -357,6 +357,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         """Trainer's loop, with the metrics of the sampled completions beside its loss."""
         prefix = self._eval_prefix = kwargs.get("metric_key_prefix", "eval")
         self.completion_logs["eval"] = CompletionLog(self.args.generation_batch_size)
+        self.metrics.take("eval")  # of an evaluation that an exception ended
         self._batches_evaluated, self._rows_evaluated, self._loss_evaluated = 0, 0, 0.0
         output = super().evaluation_loop(*args, **kwargs)
         output.metrics.update({f"{prefix}_{key}": value for key, value in self.metrics.take("eval").items()})
