@@ -146,11 +146,14 @@ class Collecting(Sampling):
         if self.epochs_consumed is not None:
             self.metrics.values["train"]["dynamic_sampling/epoch"] = [self.epochs_consumed]
 
+    def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
+        """What advantages are made from, by row: the weighted sum of the rewards, where a recipe knows no better."""
+        return combine_rewards(rewards_NR, self.reward_weights)
+
     def _groups_without_spread(self, generation: Scored) -> list[int]:
-        clip_range = getattr(self.args, "reward_clip_range", None)  # RLOO compares what is left after it
         steps, size = self._steps(generation), self.group_size
         if steps is None:
-            return groups_without_spread(generation.rewards_NR, self.reward_weights, size, clip_range)
+            return groups_without_spread(self.compared_rewards(generation.rewards_NR, size), size)
         return steps.groups_without_spread(generation.rewards_NR, self.reward_weights, size)
 
     # ---- advantages
