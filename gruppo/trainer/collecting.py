@@ -68,7 +68,7 @@ class Collecting(Sampling):
         self.audits.sampled(
             rollouts,
             temperature=self._drawn_temperature,
-            shaped=not self._asked or bool(biased_sampling(self.args)),
+            shaped=not self._asked or bool(biased_sampling(self)),
             vocabulary=policy.get_input_embeddings().weight.shape[0] or policy.config.get_text_config().vocab_size,
             end_ids=self.eos_token_ids,
             weights=None if used is None else (used, weights_version(policy)),

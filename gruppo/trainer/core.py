@@ -199,6 +199,8 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             needed=rollout_func is None or self.toolset is not None,
             entropies=args.skip_zero_advantage,  # of rows that the update leaves out
         )
+        if rollout_func is None or self.toolset is not None:
+            setup.warn_biased_sampling(self)
         self.backend.pause = self.stopper.check
         self.tool_loop = self._make_tool_loop()
 

@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset
 
 from gruppo.data.lengths import check_every_prompt
 from gruppo.data.prompts import PromptEncoder, check_prompts, sample_rows
+from gruppo.engine.settings import filters
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy import adapters, loading
 from gruppo.policy.modes import autocast_dtype
@@ -229,11 +230,6 @@ def warn_combinations(args: Any) -> None:
             f"loss_type='cispo' caps ratios at epsilon_high={args.upper_clip} itself, not at 1 plus "
             "it: every token is cut. About 5 is the usual setting."
         )
-    if biased := biased_sampling(args):
-        logger.warning(
-            f"{', '.join(biased)}: this changes what is sampled but not the training log-probs, so the ratios are "
-            "biased."
-        )
     if args.use_liger_kernel:
         warnings.warn("`use_liger_kernel` is deprecated for this trainer.", FutureWarning, stacklevel=4)
     unread = ("dataloader_num_workers", "dataloader_drop_last", "dataloader_prefetch_factor")
@@ -241,26 +237,18 @@ def warn_combinations(args: Any) -> None:
         logger.warning(f"{', '.join(ineffective)}: no effect, as prompts are read directly.")
 
 
-# Further fields of GenerationConfig that change what is sampled.
-SHAPING = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "min_new_tokens",
-    "no_repeat_ngram_size",
-    "num_beams",
-    "suppress_tokens",
-    "typical_p",
-)
+def biased_sampling(trainer: Any) -> list[str]:
+    """The settings that shape what is sampled but not the training log-probs, with their values.
+
+    Those of the model's own generation config are among them.
+    """
+    found = filters(trainer.backend.config_in_effect(), trainer.temperature)
+    return [f"{name}={value}" for name, value in found.items()]
 
 
-def biased_sampling(args: Any) -> list[str]:
-    """The settings that shape what is sampled but not the training log-probs, with their values."""
-    neutral = {"temperature": args.temperature, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
-    overrides = args.generation_kwargs or {}
-    sampled = {name: overrides.get(name, getattr(args, name)) or 0 for name in neutral}
-    further = {name: value for name, value in overrides.items() if name in SHAPING and value}
-    return [f"{name}={value}" for name, value in (sampled | further).items() if value != neutral.get(name)]
+def warn_biased_sampling(trainer: Any) -> None:
+    if biased := biased_sampling(trainer):
+        logger.warning(
+            f"{', '.join(biased)}: this changes what is sampled but not the training log-probs, so the ratios are "
+            "biased. It is set in the config, in generation_kwargs or in model.generation_config."
+        )
