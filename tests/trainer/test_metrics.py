@@ -366,6 +366,23 @@ def test_vespo_phi(tmp_path: Path) -> None:
     assert clip_metrics(log) == {}
 
 
+def test_vespo_phi_does_not_depend_on_which_rows_are_run(tmp_path: Path) -> None:
+    def some_equal(prompts: list[str], **kwargs: Any) -> list[float]:
+        return [float(i % 2 and int(prompt.strip("p:")) > 3) for i, prompt in enumerate(prompts)]
+
+    def phis(name: str, **how: Any) -> list[float]:
+        settings = {"loss_type": "vespo", "num_iterations": 2, "learning_rate": 5e-2, "max_steps": 8}
+        rows = {"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 4}
+        trainer = make(tmp_path / name, rewards=some_equal, parity_check="off", **settings, **rows, **how)
+        trainer.train()
+        return [log["vespo/phi_seq_mean"] for log in logs(trainer)]
+
+    skipped, all_run, padded = phis("a"), phis("b", skip_zero_advantage=False), phis("c", packed_update=False)
+    assert skipped == pytest.approx(all_run, rel=1e-5)
+    assert skipped == pytest.approx(padded, rel=1e-4)
+    assert any(abs(phi - 1) > 1e-4 for phi in skipped)
+
+
 def test_sapo_has_no_clip_ratio(tmp_path: Path) -> None:
     log, _ = off_policy_run(tmp_path, loss_type="sapo")
     assert clip_metrics(log) == {}
