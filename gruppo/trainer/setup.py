@@ -10,7 +10,6 @@ from datasets import Dataset, IterableDataset
 
 from gruppo.data.lengths import check_every_prompt
 from gruppo.data.prompts import PromptEncoder, check_prompts, sample_rows
-from gruppo.engine.settings import filters
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy import adapters, loading
 from gruppo.policy.modes import autocast_dtype
@@ -242,8 +241,7 @@ def biased_sampling(trainer: Any) -> list[str]:
 
     Those of the model's own generation config are among them.
     """
-    found = filters(trainer.backend.config_in_effect(), trainer.temperature)
-    return [f"{name}={value}" for name, value in found.items()]
+    return [f"{name}={value}" for name, value in trainer.backend.filters(trainer.temperature).items()]
 
 
 def warn_biased_sampling(trainer: Any) -> None:

@@ -505,6 +505,25 @@ def test_batches_of_an_evaluation_count_by_their_rows(tmp_path: Path) -> None:
         assert results[4][key] == pytest.approx(results[10][key], rel=1e-5) == pytest.approx(results[2][key], rel=1e-5)
 
 
+def test_the_loss_of_an_evaluation_is_the_mean_over_its_rows(tmp_path: Path) -> None:
+    class Watches(RecordedGRPO):
+        seen: list[tuple[float, int]]
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            self.seen = [*getattr(self, "seen", []), (loss.item(), len(inputs["completion_ids"]))]
+            return loss
+
+    trainer = make(tmp_path, Watches, eval_dataset=prompts(5), beta=0.1, per_device_eval_batch_size=4)
+    with torch.no_grad():
+        for weight in trainer.ref_model.parameters():
+            weight.mul_(1.5)
+    loss = trainer.evaluate()["eval_loss"]
+    assert [rows for _, rows in trainer.seen] == [4, 4, 2]
+    assert loss == pytest.approx(sum(each * rows for each, rows in trainer.seen) / 10, rel=1e-6)
+    assert abs(loss - mean([each for each, _ in trainer.seen])) > 1e-5, "the batches differ"
+
+
 def test_the_values_of_an_evaluation_that_failed_are_forgotten(tmp_path: Path) -> None:
     trainer = make(tmp_path, eval_dataset=prompts(4), per_device_eval_batch_size=4)
     expected = trainer.evaluate()["eval_reward"]
