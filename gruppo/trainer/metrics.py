@@ -2,12 +2,13 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from gruppo.algo.loss import Mean, Min, Stat
@@ -41,6 +42,26 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
     if accelerator.num_processes == 1:
         return flag
     return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), reduction="sum") > 0)
+
+
+@contextmanager
+def raised_together(accelerator: Accelerator, kind: type[Exception]) -> Iterator[None]:
+    """What one process raises in here all of them raise, as errors of this kind, lest some wait for the others.
+
+    All processes must come here, and none may wait for another inside.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:  # of any kind: it is raised below, once the others know
+        error = raised
+    if any_process(accelerator, error is not None) and accelerator.num_processes > 1:
+        told = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
+        first, reason = next((process, reason) for process, reason in enumerate(told) if reason is not None)
+        if error is None:
+            raise kind(f"On process {first}: {reason}")
+    if error is not None:
+        raise error
 
 
 def from_main(accelerator: Accelerator, value: Any) -> Any:
