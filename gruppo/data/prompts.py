@@ -5,11 +5,24 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from gruppo.errors import DataError
+from gruppo.errors import ConfigError, DataError
 from gruppo.types import Message, Prompt
 
 Tokenize = Callable[..., list[list[int]]]  # of prompts, and of `tools` where these differ from row to row
 Schemas = Sequence[Mapping[str, Any]]  # of tools, as chat templates want them
+
+# Arguments of apply_chat_template that are decided here, and why.
+RENDERING = {
+    "conversation": "that is the prompt",
+    "add_generation_prompt": "the model's turn always follows the prompt",
+    "continue_final_message": "the model's turn always follows the prompt",
+    "tokenize": "token ids are what is needed",
+    "return_dict": "token ids are what is needed",
+    "return_tensors": "prompts are padded later",
+    "padding": "prompts are padded later",
+    "truncation": "prompts are cut by max_prompt_length",
+    "max_length": "prompts are cut by max_prompt_length",
+}
 
 IMAGE_COLUMNS = ("image", "images")
 
@@ -91,6 +104,18 @@ class PromptEncoder:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.chat_template = chat_template  # None is the tokenizer's own
         self.tools = tools
+        self._reject_own_arguments()
+
+    def _reject_own_arguments(self) -> None:
+        """Raise for keywords of the template that are not the template's."""
+        given = {"tools": self.tools, "chat_template": self.chat_template}
+        ours = RENDERING | {name: "there are others already" for name, value in given.items() if value}
+        for name, reason in ours.items():
+            if name in self.chat_template_kwargs:
+                raise ConfigError(
+                    f"chat_template_kwargs[{name!r}]={self.chat_template_kwargs[name]!r} cannot be set: {reason}. "
+                    "Remove it."
+                )
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], tokenize: Tokenize | None = None) -> list[Prompt]:
         """Encode rows in order; a row object that occurs several times (one per completion) is encoded once."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
+from transformers.debug_utils import DebugOption
 
 from gruppo.data.lengths import check_every_prompt
 from gruppo.data.prompts import PromptEncoder, check_prompts, sample_rows
@@ -91,6 +92,8 @@ def against_packing(trainer: Any) -> list[str]:
         reasons.append("NEFTune scales its noise by the length of a padded row")
     if "lomo" in args.optim or "layerwise" in args.optim:
         reasons.append(f"optim={str(args.optim)!r} takes a step in each backward pass")
+    if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+        reasons.append("debug='underflow_overflow' listens to every layer of padded rows")
     if args.pad_to_multiple_of is not None:
         reasons.append(f"pad_to_multiple_of={args.pad_to_multiple_of} asks for padding")
     return reasons
@@ -136,6 +139,7 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
             raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
         if args.gradient_checkpointing:
             policy.enable_input_require_grads()
+    reject_frozen(policy)
     if args.disable_dropout:
         loading.disable_dropout_in_model(policy)
     state = args.distributed_state
@@ -143,6 +147,18 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
         # No plan knows what such a process holds: recompute, as before plans.
         policy.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
     return policy
+
+
+def reject_frozen(policy: Any) -> None:
+    """Raise for a policy of which nothing is trained."""
+    if any(weight.requires_grad for weight in policy.parameters()):
+        return
+    how = (
+        "Load its adapter with PeftModel.from_pretrained(…, is_trainable=True)."
+        if adapters.is_peft_model(policy)
+        else "Set requires_grad of those weights that are to be trained, or pass a peft_config."
+    )
+    raise ConfigError(f"No weight of the model is trainable: there is nothing to train. {how}")
 
 
 def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) -> None:
