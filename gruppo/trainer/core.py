@@ -247,12 +247,9 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._random_state_due = kwargs.get("resume_from_checkpoint")
         if self._random_state_due is not None:
             self._earlier_runs = 0  # it is the first run that goes on
-        evaluates_first = self.args.eval_on_start
-        self.args.eval_on_start = evaluates_first and self._random_state_due is None  # a resumed run has done it
         try:
             output = super()._inner_training_loop(*args, **kwargs)
         finally:
-            self.args.eval_on_start = evaluates_first
             self._earlier_runs += 1
             if self.toolset is not None:
                 self.toolset.close()
@@ -342,6 +339,12 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         return torch.zeros((), device=self.accelerator.device)  # the update's work is done in its last micro-step
 
     # ---- evaluation
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        """Trainer's, in a run. The one before the first update (`skip_scheduler`) a resumed run has behind it."""
+        if skip_scheduler and self._random_state_due is not None:
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     @contextmanager
     def _in_mode(self, mode: str) -> Iterator[None]:
