@@ -206,6 +206,8 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             needed=rollout_func is None or self.toolset is not None,
             entropies=args.skip_zero_advantage,  # of rows that the update leaves out
         )
+        if rollout_func is None or self.toolset is not None:
+            setup.warn_biased_sampling(self)
         self.backend.pause = self.stopper.check
         self.tool_loop = self._make_tool_loop()
 
@@ -252,12 +254,9 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._random_state_due = kwargs.get("resume_from_checkpoint")
         if self._random_state_due is not None:
             self._earlier_runs = 0  # it is the first run that goes on
-        evaluates_first = self.args.eval_on_start
-        self.args.eval_on_start = evaluates_first and self._random_state_due is None  # a resumed run has done it
         try:
             output = super()._inner_training_loop(*args, **kwargs)
         finally:
-            self.args.eval_on_start = evaluates_first
             self._earlier_runs += 1
             if self.toolset is not None:
                 self.toolset.close()
@@ -348,6 +347,12 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
 
     # ---- evaluation
 
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        """Trainer's, in a run. The one before the first update (`skip_scheduler`) a resumed run has behind it."""
+        if skip_scheduler and self._random_state_due is not None:
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
     @contextmanager
     def _in_mode(self, mode: str) -> Iterator[None]:
         previous, self.mode = self.mode, mode
@@ -364,6 +369,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         """Trainer's loop, with the metrics of the sampled completions beside its loss."""
         prefix = self._eval_prefix = kwargs.get("metric_key_prefix", "eval")
         self.completion_logs["eval"] = CompletionLog(self.args.generation_batch_size)
+        self.metrics.take("eval")  # of an evaluation that an exception ended
         self._batches_evaluated, self._rows_evaluated, self._loss_evaluated = 0, 0, 0.0
         output = super().evaluation_loop(*args, **kwargs)
         output.metrics.update({f"{prefix}_{key}": value for key, value in self.metrics.take("eval").items()})

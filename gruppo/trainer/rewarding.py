@@ -13,7 +13,7 @@ from gruppo.rewards.outcomes import Steps
 from gruppo.rewards.resolve import function_name, is_reward_model, unique_names
 from gruppo.rewards.runner import RewardInputs, RewardRunner, RewardSettings, Scores
 from gruppo.trainer.breaker import RewardBreaker, RewardCounts, kinds_from_values
-from gruppo.trainer.metrics import gather_rows
+from gruppo.trainer.metrics import gather_rows, raised_together
 from gruppo.trainer.scoring import Scoring
 from gruppo.types import Rollout
 
@@ -102,8 +102,8 @@ class Rewarding(Scoring):
         """Hook: rewards (N, R) gathered from all processes, NaN where a function abstained or failed."""
         none = torch.zeros(0, len(self.reward_func_names), device=self.accelerator.device)
         scores = Scores(none, none.to(torch.int8), None)
-        if prompts:  # else all replacements of this round are on other processes
-            with self.timer("_calculate_rewards"):
+        with raised_together(self.accelerator, RewardError), self.timer("_calculate_rewards"):
+            if prompts:  # else all replacements of this round are on other processes
                 scores = self.reward_runner.score(
                     RewardInputs(inputs, prompts, completions, completion_ids_list),
                     trainer_state=self.state,

@@ -60,6 +60,10 @@ class RLOOTrainer(PolicyTrainer):
     def make_recipe(self) -> Recipe:
         return RECIPES["rloo"]
 
+    def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
+        rewards_N, clip = super().compared_rewards(rewards_NR, group_size), self.args.reward_clip_range
+        return rewards_N if clip is None else rewards_N.clamp(clip[0], clip[1])
+
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
         clip = self.args.reward_clip_range
         return leave_one_out(

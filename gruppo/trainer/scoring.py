@@ -114,7 +114,7 @@ class Scoring(Feeding):
         kl_B = (log_ratio_BT * batch.loss_mask_BT).sum(1)
         local = torch.stack([kl_B.sum(), batch.loss_mask_BT.sum().to(kl_B)])
         total, tokens = self.accelerator.reduce(local, reduction="sum").tolist()
-        self.metrics.add(self.mode, {"kl": total / max(tokens, 1)})
+        self.metrics.add(self.mode, {"kl": total / max(tokens, 1)}, of=tokens)
         return gather_rows(self.accelerator, kl_B)
 
     def _score(self, model: nn.Module, batch: TrainBatch, **options: Any) -> tuple[Tensor, Tensor | None]:
