@@ -128,9 +128,8 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
     loading.reject_router_loss(policy, args.router_aux_loss_coef)
     if peft_config is not None:
         policy = adapters.add_adapter(policy, peft_config)
-    elif adapters.is_peft_model(policy) and args.beta != 0:
-        adapters.add_reference_adapter(policy)
     if adapters.is_peft_model(policy):
+        adapters.prepare_adapters(policy, is_new=peft_config is not None, has_reference=args.beta != 0)
         if args.sync_ref_model:
             raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
         if args.gradient_checkpointing:
