@@ -1,4 +1,4 @@
-"""LoRA and other adapters through peft, which is optional: which of them can be trained, and what their reference is."""
+"""LoRA and other adapters through peft, which is optional: which can be trained, and what their reference is."""
 
 import copy
 from collections.abc import Iterator

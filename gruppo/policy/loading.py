@@ -1,12 +1,15 @@
 """Policy, tokenizer and reference: how they are found and made ready."""
 
 import copy
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate.utils import DistributedType
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -17,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
@@ -161,17 +165,33 @@ def disable_dropout_in_model(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def reject_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
-    """Mixture-of-experts models train with an auxiliary loss that is not built yet; 0 turns it off."""
-    config = text_config(model)
-    has_router = hasattr(config, "output_router_logits")
-    if coefficient and not has_router:
-        raise ConfigError(
-            f"router_aux_loss_coef={coefficient} needs a mixture of experts; {type(model).__name__} has no router."
-        )
-    own = getattr(config, "router_aux_loss_coef", 0) if getattr(config, "output_router_logits", False) else 0
-    if has_router and (own if coefficient is None else coefficient):
-        raise NotImplementedError(
-            "router_aux_loss_coef: the load-balancing loss of mixture-of-experts models is not available yet; set "
-            "router_aux_loss_coef=0 to train without it."
-        )
+def is_saved_under_other_names(model: Any, folder: str) -> bool:
+    """Whether some weights in a checkpoint have to be converted: experts are saved one by one and kept together."""
+    if is_peft_model(model) or not isinstance(model, PreTrainedModel):
+        return False
+    saved = saved_names(Path(folder))
+    return bool(saved) and not saved <= model.state_dict().keys()
+
+
+def saved_names(folder: Path) -> set[str]:
+    """The names of the weights in a folder in the Hugging Face layout; none if there are no safetensors."""
+    index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    if index.exists():
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    if not single.exists():
+        return set()
+    with safe_open(single, "pt") as file:
+        return set(file.keys())
+
+
+@torch.no_grad()
+def load_converted_weights(model: PreTrainedModel, folder: str) -> None:
+    """Load a checkpoint into the model at hand as `from_pretrained` would: Trainer passes over names it does not know.
+
+    Nothing is rounded: the copy on the way is as wide as the widest weight.
+    """
+    wide = any(weight.dtype is torch.float32 for weight in model.parameters())
+    loaded = type(model).from_pretrained(folder, dtype=torch.float32 if wide else model.dtype, device_map=None)
+    weights = loaded.state_dict()
+    for name, weight in model.state_dict().items():
+        weight.copy_(weights[name])

@@ -24,12 +24,15 @@ def forward_arguments(model: Any) -> set[str]:
 
 
 def is_noisy(model: Any, inner: Any) -> bool:
-    """Whether training draws noise (dropout, NEFTune), which rows that share a prompt would share as well."""
+    """Whether training draws noise, which rows that share a prompt would share as well.
+
+    Dropout, NEFTune, the jitter of a router.
+    """
     heads = ("classifier_", "summary_")  # of models for other tasks, which share the config
     functional = any(
         value > 0
         for name, value in vars(inner.config).items()
-        if "drop" in name and isinstance(value, float) and not name.startswith(heads)
+        if ("drop" in name or "jitter" in name) and isinstance(value, float) and not name.startswith(heads)
     )
     return (
         functional

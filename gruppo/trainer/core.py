@@ -31,6 +31,7 @@ from gruppo.data.prompts import PromptEncoder
 from gruppo.errors import ConfigError
 from gruppo.policy import adapters, loading
 from gruppo.policy.modes import autocast_dtype
+from gruppo.policy.routing import router_coefficient
 from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import generation_config
@@ -165,6 +166,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._make_sampler(rollout_func)
         if self.benchmarks is not None:
             self.benchmarks.bind(self.backend, self.processing_class)
+        self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
         self.packed = setup.packed_policy(self)
         self.planner = UpdatePlanner(
             args, lambda: self.accelerator.unwrap_model(self.model), self.packed, lambda: self.backend.release()

@@ -11,9 +11,10 @@ from datasets import Dataset, IterableDataset
 from gruppo.data.prompts import PromptEncoder, check_prompts, read_every_prompt, sample_rows
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy import adapters, loading
-from gruppo.policy.modes import autocast_dtype
+from gruppo.policy.modes import autocast_dtype, has_reentrant_checkpoints
 from gruppo.policy.packed import PackedPolicy
-from gruppo.policy.support import why_not_packed
+from gruppo.policy.routing import check_router, router_coefficient
+from gruppo.policy.support import why_not_packed, why_not_routed
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +104,14 @@ def packed_policy(trainer: Any) -> PackedPolicy | None:
         fused_layers=args.fused_layers,
         autocast_dtype=autocast_dtype(trainer.accelerator.mixed_precision),
     )
+    if trainer.router_aux_loss_coef:
+        check_router_loss(trainer)
     if not args.packed_update:
         return None
-    reasons = against_packing(trainer) or why_not_packed(trainer.accelerator.unwrap_model(trainer.model), policy)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    reasons = against_packing(trainer) or why_not_packed(model, policy)
+    if not reasons and trainer.router_aux_loss_coef:
+        reasons = why_not_routed(model, policy)
     if not reasons:
         return policy
     if args.max_tokens_per_micro_batch is not None:
@@ -121,11 +127,27 @@ def packed_policy(trainer: Any) -> PackedPolicy | None:
     return None
 
 
+def check_router_loss(trainer: Any) -> None:
+    """The load-balancing loss of a mixture of experts must be there, and have a gradient."""
+    args = trainer.args
+    asked = args.gradient_checkpointing is not False and (args.gradient_checkpointing_kwargs or {}).get(
+        "use_reentrant"
+    )
+    if asked or has_reentrant_checkpoints(trainer.model):
+        raise ConfigError(
+            "Gradient checkpointing with use_reentrant=True hides the router's logits from the load-balancing loss, "
+            f"which would have no gradient (router_aux_loss_coef={trainer.router_aux_loss_coef}). Set "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}, or router_aux_loss_coef=0."
+        )
+    if trainer.accelerator.distributed_type in REPLICATED:
+        check_router(trainer.accelerator.unwrap_model(trainer.model))
+
+
 def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> Any:
     """Adapters, pad token, dropout: everything done to the module before Trainer sees it."""
     loading.align_pad_token(policy, tokenizer)
     loading.check_vocabulary(policy, tokenizer)
-    loading.reject_router_loss(policy, args.router_aux_loss_coef)
+    router_coefficient(policy, args.router_aux_loss_coef)
     if peft_config is not None:
         policy = adapters.add_adapter(policy, peft_config)
     if adapters.is_peft_model(policy):
