@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.loading import context_length, has_learned_positions
 from gruppo.policy.logprobs import score_routed_tokens
-from gruppo.policy.modes import sampling_mode, training_mode
+from gruppo.policy.modes import arithmetic_dtype, sampling_mode, training_mode
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import Packer
 from gruppo.policy.unwrap import forward_arguments, inner_model, position_ids
@@ -141,19 +141,14 @@ def why_not_routed(model: nn.Module, policy: PackedPolicy) -> list[str]:
                 found = policy.score_routed(model, pack)[1].loss().item()
         except (*STUMBLES, StopIteration) as error:
             return [f"its router's logits are not known in packed rows: {type(error).__name__}: {error}"]
-    if abs(found - expected) <= _TOLERANCE[_arithmetic(model, policy.autocast_dtype)] * abs(expected):
+    if abs(found - expected) <= _TOLERANCE[arithmetic_dtype(model, policy.autocast_dtype)] * abs(expected):
         return []
     return [f"its load-balancing loss is {expected:.4g}, where packed rows have {found:.4g}"]
 
 
-def _arithmetic(model: nn.Module, autocast_dtype: torch.dtype | None) -> torch.dtype:
-    """The type that a model computes in."""
-    return autocast_dtype or next(p.dtype for p in inner_model(model).parameters() if p.is_floating_point())
-
-
 def too_far(model: nn.Module, difference: float, autocast_dtype: torch.dtype | None) -> str | None:
     """What to say about a trial whose log-probs differ by so much on average; None if that is rounding."""
-    if difference <= _TOLERANCE[_arithmetic(model, autocast_dtype)]:
+    if difference <= _TOLERANCE[arithmetic_dtype(model, autocast_dtype)]:
         return None
     return f"in a trial its log-probs differ from a plain forward pass by {difference:.2g} on average"
 

@@ -26,7 +26,7 @@ from gruppo.errors import ParityError
 from gruppo.plan import free_memory
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.logprobs import score_tokens
-from gruppo.policy.modes import has_reentrant_checkpoints
+from gruppo.policy.modes import arithmetic_dtype, has_reentrant_checkpoints
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import Packer
 from gruppo.policy.support import full_attention
@@ -137,7 +137,7 @@ def check_parity(
     `batch.engine_logps` are compared too if they are there, so leave them out once the weights have moved on. Modes,
     gradients and random states are afterwards what they were.
     """
-    dtype = packed.autocast_dtype or next(p.dtype for p in inner_model(model).parameters() if p.is_floating_point())
+    dtype = arithmetic_dtype(inner_model(model), packed.autocast_dtype)
     name = str(dtype).removeprefix("torch.") + (" autocast" if packed.autocast_dtype else "")
     sample = _choose(batch, rows)
     if sample is None:

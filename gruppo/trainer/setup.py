@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset
 from gruppo.data.prompts import PromptEncoder, check_prompts, read_every_prompt, sample_rows
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy import adapters, loading
+from gruppo.policy.float32_head import cast_head
 from gruppo.policy.modes import autocast_dtype, has_reentrant_checkpoints
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.routing import check_router, router_coefficient
@@ -156,6 +157,8 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
             raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
         if args.gradient_checkpointing:
             policy.enable_input_require_grads()
+    if getattr(args, "cast_lm_head_to_fp32", False):
+        cast_head(policy)
     if args.disable_dropout:
         loading.disable_dropout_in_model(policy)
     state = args.distributed_state
