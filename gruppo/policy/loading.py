@@ -24,6 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
+from gruppo.policy.unwrap import dropouts, functional_dropouts
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 def load_policy(model: str | PreTrainedModel, args: Any, distributed_type: Any = None) -> PreTrainedModel:
     """The policy itself: an object is used as it is, a name or folder is loaded (in float32 unless told otherwise)."""
     if not isinstance(model, str):
+        model = compiled_in_place(model)
         if not isinstance(model, PreTrainedModel) and not is_peft_model(model):
             raise TypeError(f"model must be a name, a PreTrainedModel or a PeftModel, not {type(model).__name__}.")
         if args.model_init_kwargs:
@@ -48,6 +50,15 @@ def load_policy(model: str | PreTrainedModel, args: Any, distributed_type: Any =
     else:
         kwargs.setdefault("device_map", "auto")
     return model_class(model, kwargs).from_pretrained(model, **kwargs)
+
+
+def compiled_in_place(model: Any) -> Any:
+    """The module inside of what `torch.compile` returned, compiled in the same way but under its own names."""
+    if not hasattr(model, "_orig_mod") or not hasattr(model, "dynamo_ctx"):
+        return model
+    module: Any = model._orig_mod
+    module._compiled_call_impl = model.dynamo_ctx(module._call_impl)
+    return module
 
 
 def resolve_dtype(dtype: Any) -> Any:
@@ -159,10 +170,18 @@ def copy_as_reference(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:
-    """Set p = 0 on every dropout module."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    """Set p = 0 on every dropout module, those of adapters included.
+
+    Where a part of the model hands a probability to a function instead, that stays, with a warning.
+    """
+    for module in dropouts(model):
+        module.p = 0.0
+    if left := functional_dropouts(model):
+        found = ", ".join(f"{name}={value}" for name, value in left.items())
+        logger.warning(
+            f"disable_dropout=True turns off dropout modules; {found} is no module and stays. Set it to 0 in the "
+            "model's config when it is loaded (model_init_kwargs)."
+        )
 
 
 def is_saved_under_other_names(model: Any, folder: str) -> bool:

@@ -12,6 +12,7 @@ from gruppo.data.prompts import PromptEncoder, check_prompts, read_every_prompt,
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy import adapters, loading
 from gruppo.policy.float32_head import cast_head
+from gruppo.policy.inplace import compiled_modules
 from gruppo.policy.modes import autocast_dtype, has_reentrant_checkpoints
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.routing import check_router, router_coefficient
@@ -88,6 +89,8 @@ def against_packing(trainer: Any) -> list[str]:
         reasons.append(f"{trainer.accelerator.distributed_type.value} spreads the model over processes")
     if args.torch_compile:
         reasons.append("torch_compile=True compiles the model for rows of their own")
+    elif compiled_modules(trainer.model):
+        reasons.append("the model was compiled, for rows of their own")
     if args.neftune_noise_alpha:
         reasons.append("NEFTune scales its noise by the length of a padded row")
     if "lomo" in args.optim or "layerwise" in args.optim:
@@ -149,6 +152,11 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
     loading.align_pad_token(policy, tokenizer)
     loading.check_vocabulary(policy, tokenizer)
     router_coefficient(policy, args.router_aux_loss_coef)
+    if peft_config is not None and compiled_modules(policy):
+        raise ConfigError(
+            "peft_config was given, but the model was compiled without an adapter. Pass the plain model and set "
+            "torch_compile=True."
+        )
     if peft_config is not None:
         policy = adapters.add_adapter(policy, peft_config)
     if adapters.is_peft_model(policy):
