@@ -158,6 +158,16 @@ def adapter_states(model: nn.Module) -> list[Any]:
     return [state(module) for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
 
 
+@contextmanager
+def same_dtypes(model: nn.Module) -> Iterator[None]:
+    """Every weight in the type that it had: peft loads adapters in float32."""
+    dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
+    yield
+    for name, weight in model.named_parameters():
+        if dtypes.get(name, weight.dtype) is not weight.dtype:
+            weight.data = weight.data.to(dtypes[name])
+
+
 def reload_trained_adapter(model: Any, checkpoint: str) -> None:
     """Load the trained adapter from a checkpoint that also holds the reference's.
 

@@ -24,12 +24,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
+from gruppo.policy.quantised import with_quantisation
 from gruppo.policy.unwrap import dropouts, functional_dropouts
 
 logger = logging.getLogger(__name__)
 
 
-def load_policy(model: str | PreTrainedModel, args: Any, distributed_type: Any = None) -> PreTrainedModel:
+def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: Any = None) -> PreTrainedModel:
     """The policy itself: an object is used as it is, a name or folder is loaded (in float32 unless told otherwise)."""
     if not isinstance(model, str):
         model = compiled_in_place(model)
@@ -37,15 +38,14 @@ def load_policy(model: str | PreTrainedModel, args: Any, distributed_type: Any =
             raise TypeError(f"model must be a name, a PreTrainedModel or a PeftModel, not {type(model).__name__}.")
         if args.model_init_kwargs:
             logger.warning("model_init_kwargs is ignored: the model was passed as an object, not by name.")
+        if quantization_config is not None:
+            logger.warning("quantization_config is ignored: the model was passed as an object, not by name.")
         return model
-    kwargs = dict(args.model_init_kwargs or {})
-    if "quantization_config" in kwargs:
-        raise NotImplementedError(
-            "model_init_kwargs['quantization_config']: quantised policies are not available yet."
-        )
+    kwargs = with_quantisation(dict(args.model_init_kwargs or {}), quantization_config)
     kwargs["dtype"] = resolve_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype", "float32"))
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    if distributed_type in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED) or not torch.cuda.is_available():
+    processes = getattr(getattr(args, "distributed_state", None), "distributed_type", None)
+    if processes in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED) or not torch.cuda.is_available():
         kwargs["device_map"] = None
     else:
         kwargs.setdefault("device_map", "auto")

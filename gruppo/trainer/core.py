@@ -79,6 +79,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         reward_processing_classes: Any,
         callbacks: Any,
         optimizers: Any,
+        quantization_config: Any,
         peft_config: Any,
         rollout_func: Any = None,
         tools: Any = None,
@@ -94,7 +95,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.toolset = tooling.make_toolset(tools, environment_factory, args)
         self.tools = [] if self.toolset is None else self.toolset.functions
         set_seed(args.seed)  # before the model is made: adapters are initialised at random
-        policy = loading.load_policy(model, args, args.distributed_state and args.distributed_state.distributed_type)
+        policy = loading.load_policy(model, args, quantization_config)
         tokenizer = loading.load_tokenizer(processing_class, policy, args)
         self.eos_token_ids = loading.stop_token_ids(policy, tokenizer)
         policy = setup.prepare_policy(policy, tokenizer, peft_config, args)

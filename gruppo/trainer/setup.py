@@ -15,6 +15,7 @@ from gruppo.policy.float32_head import cast_head
 from gruppo.policy.inplace import compiled_modules
 from gruppo.policy.modes import autocast_dtype, has_reentrant_checkpoints
 from gruppo.policy.packed import PackedPolicy
+from gruppo.policy.quantised import narrow_adapters, reject_full_training
 from gruppo.policy.routing import check_router, router_coefficient
 from gruppo.policy.support import why_not_packed, why_not_routed
 
@@ -28,13 +29,6 @@ UNUSED_HOOKS = (
     "get_off_policy_mask",
     "get_gamma_weights",
 )
-
-
-def reject_unavailable(**features: Any) -> None:
-    """Raise for constructor arguments whose feature is not built yet."""
-    for name, value in features.items():
-        if value:
-            raise NotImplementedError(f"`{name}` is not available yet; leave it out.")
 
 
 def check_config(args: Any, config_class: Any) -> None:
@@ -152,6 +146,7 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
     loading.align_pad_token(policy, tokenizer)
     loading.check_vocabulary(policy, tokenizer)
     router_coefficient(policy, args.router_aux_loss_coef)
+    reject_full_training(policy, peft_config)
     if peft_config is not None and compiled_modules(policy):
         raise ConfigError(
             "peft_config was given, but the model was compiled without an adapter. Pass the plain model and set "
@@ -165,6 +160,7 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
             raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
         if args.gradient_checkpointing:
             policy.enable_input_require_grads()
+        narrow_adapters(policy)
     if getattr(args, "cast_lm_head_to_fp32", False):
         cast_head(policy)
     if args.disable_dropout:

@@ -148,6 +148,16 @@ def test_a_resumed_run_goes_on_with_the_trained_adapter(kind: str, beta: float, 
         assert not any(w.requires_grad for n, w in resumed.model.named_parameters() if ".ref." in n)
 
 
+def test_an_adapter_in_half_precision_stays_in_it(tmp_path: Path) -> None:
+    settings = {"learning_rate": 0.1, "max_steps": 3}
+    straight = run(tmp_path, model=adapted().bfloat16(), callbacks=[SaveAt(2)], **settings)
+    resumed = make(tmp_path / "resumed", model=adapted().bfloat16(), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for name, weight in adapter(straight.model).items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(adapter(resumed.model)[name], weight), name
+
+
 @pytest.mark.parametrize("kind", ["config", "model"])
 def test_the_best_adapter_is_loaded_at_the_end(kind: str, tmp_path: Path) -> None:
     adapters: dict[int, dict[str, Tensor]] = {}
