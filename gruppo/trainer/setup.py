@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 
@@ -163,6 +164,11 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
         narrow_adapters(policy)
     if getattr(args, "cast_lm_head_to_fp32", False):
         cast_head(policy)
+    if args.fp16 and any(weight.requires_grad and weight.dtype is torch.float16 for weight in policy.parameters()):
+        raise ConfigError(
+            "fp16=True scales gradients, which works on weights in float32, but the model's are in torch.float16. "
+            "Load it in float32 (model_init_kwargs={'dtype': 'float32'}), or train in bfloat16."
+        )
     if args.disable_dropout:
         loading.disable_dropout_in_model(policy)
     state = args.distributed_state

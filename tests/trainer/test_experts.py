@@ -19,6 +19,8 @@ from tests.helpers import prompts
 from tests.policy.experts import EXPERTS, SHOWS_ROUTER, experts
 from tests.policy.test_routing import slow_loss
 from tests.policy.twins import exact
+from tests.processes import run_together
+from tests.trainer import experts_two_processes as two_processes
 from tests.trainer import scripted
 from tests.trainer.runs import SaveAt, logs, make
 from tests.trainer.scripted import make_trainer, relative_difference, update_of
@@ -235,6 +237,20 @@ def test_memory_that_is_short(tmp_path: Path, policies: Policies, monkeypatch: p
     monkeypatch.setattr(trainer, "_scores_of", failing)
     assert relative_difference(expected, update_of(trainer)) < 1e-9
     assert calls[0] > 3
+
+
+@pytest.mark.medium
+def test_two_processes(policies: Policies, tmp_path: Path) -> None:
+    """Each has micro-batches of its own; the loss is the mean over all of them."""
+    run_together(2, two_processes.__name__, tmp_path)
+    policies.use("mixtral")
+    alone, logged = two_processes.update(tmp_path, 1, packed=False)
+    for packed in (True, False):
+        (zero, said), (one, _) = (torch.load(tmp_path / f"{packed}.{rank}.pt") for rank in (0, 1))
+        assert said == pytest.approx(logged, rel=1e-6)
+        for name, change in alone.items():
+            assert torch.equal(zero[name], one[name]), name
+            assert (zero[name] - change).norm() <= 1e-9 * change.norm(), name
 
 
 def test_config_takes_the_coefficient(tmp_path: Path) -> None:
