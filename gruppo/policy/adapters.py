@@ -64,6 +64,11 @@ def prepare_adapters(model: Any, *, is_new: bool, has_reference: bool) -> None:
     if not isinstance(active, str):
         raise ConfigError(f"The model has several active adapters ({active}); activate the one to train.")
     reject_method(model.peft_config[active])
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise ConfigError(
+            f"No weight of the adapter {active!r} is to be trained. Load it with "
+            "PeftModel.from_pretrained(model, folder, is_trainable=True)."
+        )
     if not has_reference:
         return
     shared = [name for name, weight in model.named_parameters() if weight.requires_grad and active not in _path(name)]

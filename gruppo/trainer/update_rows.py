@@ -85,7 +85,7 @@ class Update:
         for pack, backward in self.passes:
             ledger.ran(
                 prompts=[prompts[row] for row in pack.rows],
-                completions=[max(completions[row] - 1, 0) for row in pack.rows],
+                completions=[max(completions[row] - (pack.repeats is None), 0) for row in pack.rows],
                 prompt_tokens=pack.prompt_tokens,
                 scored=len(pack.targets),
                 zero_advantage=[still[row] for row in pack.rows],

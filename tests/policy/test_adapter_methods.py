@@ -16,6 +16,7 @@ from gruppo.policy.support import why_not_packed
 from gruppo.types import SampleRequest
 from tests.engine.models import build
 from tests.engine.test_models import generate, greedy, prompts
+from tests.policy.experts import experts
 from tests.policy.methods import METHODS, VIRTUAL, adalora, adapted, shake
 from tests.policy.twins import assert_same, in_double, run_packed, run_slowly
 
@@ -129,6 +130,16 @@ def test_weights_of_the_base_that_are_trained_leave_no_reference(is_new: bool) -
         prepare_adapters(model, is_new=is_new, has_reference=True)
 
 
+def test_an_adapter_that_was_loaded_to_be_used_only(tmp_path: Path) -> None:
+    adapted("lora").save_pretrained(tmp_path)
+    model = peft.PeftModel.from_pretrained(build("llama"), tmp_path)
+    with pytest.raises(ConfigError, match=r"No weight of the adapter 'default' is to be trained.*is_trainable=True"):
+        prepare_adapters(model, is_new=False, has_reference=False)
+    prepare_adapters(
+        peft.PeftModel.from_pretrained(build("llama"), tmp_path, is_trainable=True), is_new=False, has_reference=True
+    )
+
+
 def test_several_active_adapters_are_refused() -> None:
     model = adapted("lora")
     model.add_adapter("second", METHODS["lora"]())
@@ -157,3 +168,46 @@ def test_a_copy_that_is_not_exact_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(peft, "set_peft_model_state_dict", lambda *args: None)
     with pytest.raises(ConfigError, match=r"No exact copy of the adapter .* LoraConfig .* Set beta=0"):
         add_reference_adapter(model)
+
+
+# ---- the experts of a mixture
+
+
+def on_experts(implementation: str) -> Any:
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = experts("mixtral")
+        model.set_experts_implementation(implementation)
+        model = peft.get_peft_model(model, config)
+        shake(model, 0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_an_adapter_on_experts(implementation: str) -> None:
+    model, questions = on_experts(implementation), [[5], [5, 6], [9, 8, 7], list(range(30, 42))]
+    assert trial(model) is None
+    assert why_not_packed(model, PackedPolicy()) == []
+    expected = [generate(model, ids) for ids in questions]
+    assert [list(c.ids) for c in greedy(model, [SampleRequest(ids, 1) for ids in questions])] == expected
+    assert expected != [generate(experts("mixtral"), ids) for ids in questions]
+    before = logits(model)
+    add_reference_adapter(model)
+    shake(model, 1.0)
+    assert differ(logits(model), before)
+    with reference_policy(model):
+        assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["", "checkpointing", "reentrant"])
+def test_packed_gradients_of_an_adapter_on_experts(checkpointing: bool | None) -> None:
+    with in_double():
+        model = on_experts("eager").double().train()
+        slow = run_slowly(model)
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+            model.enable_input_require_grads()
+        assert_same(run_packed(model, PackedPolicy()), slow, 1e-9)

@@ -288,3 +288,28 @@ def staged(completions: list[Any], trainer_state: Any, **kwargs: Any) -> list[fl
     if len(completions) == 2:
         return [float(trainer_state.global_step == 1)] * 2
     return [float(len(completion)) for completion in completions]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", SHOWS_ROUTER)
+def test_on_cuda(name: str, implementation: str, tmp_path: Path) -> None:
+    """Sampled in graphs where those can be captured, trained in packs under autocast, resumed."""
+
+    def made(folder: Path, **more: Any) -> Any:
+        model = experts(name)
+        model.set_experts_implementation(implementation)
+        settings = {"use_cpu": False, "bf16": True, "max_steps": 3, "learning_rate": 1e-3, "router_aux_loss_coef": 0.1}
+        return make(folder, GRPOTrainer, model=model, rollout_backend="builtin", **settings, **more)
+
+    first = made(tmp_path, callbacks=[SaveAt(2)])
+    assert first.packed is not None
+    first.train()
+    for log in logs(first):
+        assert log["grad_norm"] > 0
+        assert 1.9 < log["aux_loss"] < 4.1  # of 4 experts, 2 for each token: 2 if even, 4 at worst
+        assert log["sampling/sampling_logp_difference/mean"] < 0.2
+    again = made(tmp_path / "again")
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for (key, weight), other in zip(first.model.named_parameters(), again.model.parameters(), strict=True):
+        assert torch.allclose(weight, other, atol=1e-5), key
