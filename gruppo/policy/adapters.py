@@ -116,13 +116,18 @@ def add_reference_adapter(model: Any) -> None:
 
 
 def _check_copy(model: Any, active: str) -> None:
-    """Every weight and buffer of the adapter must be in its copy: a reference that is not the start goes unnoticed."""
+    """Every weight and buffer of the adapter must be in its copy, in the same type.
+
+    A reference that is not the policy as it was would go unnoticed.
+    """
     # With duplicates: some methods share random projections between layers.
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors.items():
         if active in _path(name):
             twin = tensors.get(".".join(REFERENCE_ADAPTER if part == active else part for part in _path(name)))
+            if twin is not None:
+                twin.data = twin.data.to(tensor.dtype)  # peft makes adapters in float32
             if twin is None or not torch.equal(twin, tensor):
                 raise ConfigError(
                     f"No exact copy of the adapter can be made for the reference: {name} of a "
@@ -174,12 +179,12 @@ def same_dtypes(model: nn.Module) -> Iterator[None]:
 
 
 def reload_trained_adapter(model: Any, checkpoint: str) -> None:
-    """Load the trained adapter from a checkpoint that also holds the reference's.
+    """Load the trained adapter from a checkpoint that also holds others, such as the reference's.
 
     peft keeps the adapter called `default` in the folder itself and every other one in a folder of its own; resuming
     reads only the latter as soon as there is one.
     """
-    if REFERENCE_ADAPTER in model.peft_config and model.active_adapter == "default":
+    if len(model.peft_config) > 1 and model.active_adapter == "default":
         model.load_adapter(checkpoint, "default", is_trainable=True)
 
 

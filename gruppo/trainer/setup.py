@@ -156,12 +156,12 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
     if peft_config is not None:
         policy = adapters.add_adapter(policy, peft_config)
     if adapters.is_peft_model(policy):
+        narrow_adapters(policy)
         adapters.prepare_adapters(policy, is_new=peft_config is not None, has_reference=args.beta != 0)
         if args.sync_ref_model:
             raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
         if args.gradient_checkpointing:
             policy.enable_input_require_grads()
-        narrow_adapters(policy)
     if getattr(args, "cast_lm_head_to_fp32", False):
         cast_head(policy)
     if args.fp16 and any(weight.requires_grad and weight.dtype is torch.float16 for weight in policy.parameters()):
