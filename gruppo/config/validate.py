@@ -38,7 +38,6 @@ NOT_YET = {
     "vllm_importance_sampling_clip_max": "generation with vLLM",
     "vllm_importance_sampling_clip_min": "generation with vLLM",
     "ds3_gather_for_generation": "DeepSpeed ZeRO-3",
-    "cast_lm_head_to_fp32": "a float32 head",
     "log_multimodal": "vision-language models",
 }
 

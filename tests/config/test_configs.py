@@ -240,6 +240,7 @@ SET_SHARED: dict[str, Any] = {
 # Excludes others of them, so it is set by itself.
 ALONE = {"packed_update": False}
 SET_GRPO: dict[str, Any] = SET_SHARED | {
+    "cast_lm_head_to_fp32": True,
     "loss_type": "sapo",
     "importance_sampling_level": "sequence",
     "scale_rewards": "batch",
@@ -285,7 +286,6 @@ WAITING: dict[str, Any] = {
     "vllm_importance_sampling_clip_max": 2.0,
     "vllm_importance_sampling_clip_min": 0.1,
     "ds3_gather_for_generation": False,
-    "cast_lm_head_to_fp32": True,
     "log_multimodal": False,
 }
 
