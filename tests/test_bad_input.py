@@ -189,6 +189,10 @@ def adapted() -> Any:
     return get_peft_model(tiny_model(), lora())
 
 
+def frozen(model: Any) -> Any:
+    return model.requires_grad_(False)
+
+
 def classifier() -> LlamaForSequenceClassification:
     size = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     return LlamaForSequenceClassification(LlamaConfig(vocab_size=101, num_labels=1, pad_token_id=0, **size))
@@ -228,6 +232,12 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("text-as-number", grpo(loss_type=3), "loss_type=3 must be a string"),
         ("one-weight-no-list", grpo(reward_weights=0.5), "reward_weights=0.5 must be a list of numbers"),
         ("nan-weight", grpo(reward_weights=[math.nan]), r"reward_weights=\[nan\] must be a list of number"),
+        ("infinite-weight", grpo(reward_weights=[1.0, -math.inf]), r"reward_weights=\[1.0, -inf\] must be finite"),
+        ("infinite-beta", grpo(beta=math.inf), "beta=inf must be finite"),
+        ("infinite-kl-in-reward", rloo(beta=math.inf), "beta=inf must be finite"),
+        ("infinite-bonus", grpo(entropy_coef=-math.inf), "entropy_coef=-inf must be finite"),
+        ("infinite-temperature", grpo(temperature=math.inf), "temperature=inf must be finite"),
+        ("infinite-learning-rate", rloo(learning_rate=math.inf), "learning_rate=inf must be finite"),
         ("dict-as-text", grpo(generation_kwargs="top_p=1"), "generation_kwargs='top_p=1' must be a dict"),
         ("broken-json", grpo(chat_template_kwargs="{a: 1"), "chat_template_kwargs='{a: 1' is not valid JSON"),
         ("group-of-one", grpo(num_generations=1), "num_generations=1 must be at least 2"),
@@ -524,10 +534,8 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
             "'vllm': generation with vLLM is not available yet; use 'auto'",
         ),
         ("vllm-twice", rloo(rollout_backend="vllm", use_vllm=True), "use_vllm=True: generation with vLLM is not"),
-        ("quantised-argument", trainer(quantization_config={"bits": 4}), "`quantization_config` is not available"),
         ("hook-generate", trainer(trainer=OverridesGenerate), "OverridesGenerate overrides `_generate`.*rollout_func"),
         ("hook-tool-loop", trainer(trainer=OverridesToolLoop), "overrides `_tool_call_loop`"),
-        ("quantised-loading", loading(quantization_config={}), r"model_init_kwargs\['quantization_config'\]"),
         ("sync-with-adapters", trainer(peft_config=lora(), config=SYNC), "sync_ref_model=True with adapters"),
         ("images", data(prompts(8, images=[["x.png"]] * 8)), r"images \(column `images`\)"),
         ("image", data(prompts(8, image=["x.png"] * 8)), r"images \(column `image`\)"),
@@ -668,6 +676,18 @@ CASES[ConfigError] += [
         "max_prompt_length has no effect with rollout_func",
     ),
     ("nameless-model", trainer(processing_class=None), "LlamaForCausalLM .*processing_class"),
+]
+CASES[ConfigError] += [
+    (
+        f"template-{name}",
+        trainer(config={"chat_template_kwargs": {name: value}}),
+        rf"chat_template_kwargs\['{name}'\]={value} cannot be set: .* Remove it",
+    )
+    for name, value in {"add_generation_prompt": False, "tokenize": True, "return_dict": False}.items()
+]
+CASES[ConfigError] += [
+    ("frozen-model", trainer(model=frozen(tiny_model())), "No weight of the model is trainable.*pass a peft_config"),
+    ("frozen-adapter", trainer(model=frozen(adapted())), "No weight of the model is trainable.*is_trainable=True"),
 ]
 CASES[DataError] += [
     ("one-bad-row-among-many", data(rows("a", "", *["b"] * 600)), "Row 1: A row has an empty `prompt`"),

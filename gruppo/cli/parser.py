@@ -15,8 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from gruppo.config.hints import RENAMED
-from gruppo.config.validate import nearest
+from gruppo.config.hints import RENAMED, nearest
 from gruppo.errors import ConfigError
 
 __all__ = ["TrlParser"]

@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from gruppo.config.validate import nearest
+from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError, DataError
 
 OWN_KEYS = ("trainer", "model", "dataset", "eval_dataset", "rewards", "peft")

@@ -4,9 +4,12 @@ LOSSES     values of `loss_type` that are algorithms, but no losses
 RENAMED    keywords of other configs, and the field that has their place here
 MISPLACED  keywords that belong to the trainer
 whole_groups, whole_eval_groups    the batch sizes that a number of generations fits into
+nearest    the name that was probably meant
 """
 
+import difflib
 import math
+from collections.abc import Collection
 from typing import Any
 
 LOSSES = {
@@ -91,3 +94,9 @@ def whole_eval_groups(config: Any, group: int) -> str:
 def _that_fit(rows: int) -> str:
     fit = divisors(rows)
     return f" Group sizes that fit as it is: {fit}." if fit else ""
+
+
+def nearest(name: str, candidates: Collection[str]) -> str:
+    """A ' Did you mean …?' for error messages, or nothing when no candidate is close."""
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    return f" Did you mean `{close[0]}`?" if close else ""

@@ -1,6 +1,5 @@
 """Every check of the configs, run once at construction. Each error names the field, its value and the fix."""
 
-import difflib
 import logging
 import os
 import re
@@ -11,6 +10,8 @@ from typing import Any, TypeVar
 
 from gruppo.algo.recipes import LOSS_TYPES
 from gruppo.config import hints
+from gruppo.config.generation import check_generation_kwargs
+from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,6 @@ NOT_YET = {
     "vllm_importance_sampling_mode": "generation with vLLM",
     "vllm_importance_sampling_clip_max": "generation with vLLM",
     "vllm_importance_sampling_clip_min": "generation with vLLM",
-    "cast_lm_head_to_fp32": "a float32 head",
     "log_multimodal": "vision-language models",
 }
 
@@ -45,13 +45,6 @@ MEANINGLESS = {
     "label_smoothing_factor": "there are no labels to smooth",
     "train_sampling_strategy": "the prompt order is set by shuffle_dataset and seed",
     "batch_eval_metrics": "evaluation reports rewards, not predictions",
-}
-
-# Fields of GenerationConfig that would break what the trainer relies on, and what to do instead.
-NOT_IN_GENERATION_KWARGS = {
-    "num_return_sequences": "the group size is set by num_generations",
-    "eos_token_id": "what ends a completion is set by tokenizer.eos_token and model.generation_config.eos_token_id",
-    "return_dict_in_generate": "only the sampled tokens are read",
 }
 
 ROLLOUT_BACKENDS = ("auto", "builtin", "transformers", "vllm")
@@ -64,12 +57,6 @@ BATCH_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "pe
 
 class UnknownFieldError(ConfigError, TypeError):
     """A keyword that is not a field."""
-
-
-def nearest(name: str, candidates: Collection[str]) -> str:
-    """A ' Did you mean …?' for error messages, or nothing when no candidate is close."""
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
-    return f" Did you mean `{close[0]}`?" if close else ""
 
 
 def rejects_unknown_fields(cls: C) -> C:
@@ -164,32 +151,6 @@ def check_sampling(config: Any) -> None:
     in_range(config, "repetition_penalty", above=0)
     check_generation_kwargs(config.generation_kwargs or {})
     check_rollout_backend(config)
-
-
-def check_generation_kwargs(kwargs: dict[str, Any]) -> None:
-    from transformers import GenerationConfig
-
-    known = GenerationConfig().to_dict().keys()
-    for name in kwargs:
-        if name in NOT_IN_GENERATION_KWARGS:
-            raise ConfigError(
-                f"generation_kwargs[{name!r}]={kwargs[name]!r} cannot be set: {NOT_IN_GENERATION_KWARGS[name]}."
-            )
-        if name not in known:
-            raise ConfigError(f"generation_kwargs has no field `{name}`.{nearest(name, known)}")
-    strings = kwargs.get("stop_strings")
-    if strings is None:
-        return
-    listed = [strings] if isinstance(strings, str) else strings
-    if not isinstance(listed, list | tuple) or not listed or not all(isinstance(s, str) and s for s in listed):
-        raise ConfigError(
-            f"generation_kwargs['stop_strings']={strings!r} must be a string or a list of them, not empty."
-        )
-    if (kwargs.get("num_beams") or 1) > 1:
-        raise ConfigError(
-            f"generation_kwargs['stop_strings'] with num_beams={kwargs['num_beams']}: beams change places, so that "
-            "nothing says which one a string ended. Remove one of them."
-        )
 
 
 def check_rollout_backend(config: Any) -> None:

@@ -21,6 +21,8 @@ from gruppo.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# Every process holds the whole model, and accelerate leaves it as it is.
+REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 # Parts of names that wrappers around a layer add.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 

@@ -152,6 +152,21 @@ class RewardRunner:
             return False
         return self.settings.timeout is not None or wants_worker(function)
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether some reward runs in worker processes."""
+        return bool(self._pools)
+
+    @property
+    def has_async(self) -> bool:
+        """Whether some reward is an async function."""
+        return any(is_async(function) for function in self.functions)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether some reward waits, inside, for the other processes."""
+        return any(hasattr(function, "keep_up") for function in self.functions)
+
     def keep_up(self) -> None:
         """For a process without completions: take part in what the others do."""
         for function in self.functions:

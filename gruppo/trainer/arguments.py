@@ -12,7 +12,7 @@ from typing import Any, ParamSpec
 
 from datasets import Dataset
 
-from gruppo.config.validate import nearest
+from gruppo.config.hints import nearest
 from gruppo.rewards.calling import check_arguments
 from gruppo.rewards.resolve import function_name, is_reward_model, listed_rewards, refuse_shipped_name, unique_names
 from gruppo.rewards.runner import OWN_COLUMNS

@@ -159,7 +159,8 @@ def _parcel(update: Update, source: int, rows: list[int], target: int) -> dict[s
 def exchange_rows(trainer: Any, update: Update, rows: Sequence[int]) -> Work | None:
     """Even out the tokens that processes run; None where all rows stay at home."""
     alone = trainer.accelerator.num_processes == 1 or not trainer.args.balance_processes
-    if alone or trainer.entropy_share < 1:  # a threshold is that of a micro-batch as a whole
+    # The threshold of entropies, and the loss of routers, are those of a micro-batch as a whole.
+    if alone or trainer.entropy_share < 1 or trainer.aux_loss_enabled:
         return None
     with trainer.presence.waiting():
         return Work.of(trainer.accelerator, update, rows)

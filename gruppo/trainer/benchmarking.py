@@ -11,7 +11,8 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import Trainer
 
-from gruppo.config.validate import check_eval_batches, nearest
+from gruppo.config.hints import nearest
+from gruppo.config.validate import check_eval_batches
 from gruppo.errors import ConfigError
 from gruppo.rollout.base import RolloutBackend
 from gruppo.trainer.presence import Presence

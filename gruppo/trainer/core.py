@@ -1,9 +1,11 @@
 """One trainer for every recipe: where rollouts enter transformers.Trainer.
 
-An update reads top to bottom:
+`train` (resuming.py) prepares the run and goes to transformers' loop. An update of that reads top to bottom:
 
     get_batch_samples   takes micro-batches from a queue, and collects a new generation when the queue is empty
+                        (_next_micro_batch → _collect_slices → _generate_and_score_completions, a hook of TRL's)
     collect             prompts → rollouts → rewards → log-probs → advantages            (collecting.py, scoring.py)
+                        its rows are shuffled and cut into micro-batches, as TRL's are, for the queue
     training_step       called for each micro-batch; the last one runs the whole update
     run_update          packs of rows: forward, loss, backward                           (updating.py)
     _end_of_update      metrics of the update, controllers                               (updating.py)
@@ -31,6 +33,7 @@ from gruppo.data.prompts import PromptEncoder
 from gruppo.errors import ConfigError
 from gruppo.policy import loading
 from gruppo.policy.modes import autocast_dtype
+from gruppo.policy.routing import router_coefficient
 from gruppo.policy.sharding import sharding_of
 from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
@@ -49,6 +52,7 @@ from gruppo.trainer.presence import presence_of
 from gruppo.trainer.profiling import Stopwatch, Timings
 from gruppo.trainer.resuming import Resuming
 from gruppo.trainer.stopping import Stopper
+from gruppo.trainer.unused import Parts, check_unused
 from gruppo.types import TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -80,6 +84,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         reward_processing_classes: Any,
         callbacks: Any,
         optimizers: Any,
+        quantization_config: Any,
         peft_config: Any,
         rollout_func: Any = None,
         tools: Any = None,
@@ -96,7 +101,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.tools = [] if self.toolset is None else self.toolset.functions
         arguments.check_early(self, args, reward_funcs, train_dataset, eval_dataset, rollout_func)
         set_seed(args.seed)  # before the model is made: adapters are initialised at random
-        policy = loading.load_policy(model, args, args.distributed_state and args.distributed_state.distributed_type)
+        policy = loading.load_policy(model, args, quantization_config)
         tokenizer = loading.load_tokenizer(processing_class, policy, args)
         self.eos_token_ids = loading.stop_token_ids(policy, tokenizer)
         policy = setup.prepare_policy(policy, tokenizer, peft_config, args)
@@ -110,8 +115,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         if rollout_func is not None and args.max_prompt_length is not None:
             raise ConfigError("max_prompt_length has no effect with rollout_func, which renders the prompts itself.")
         encoder = self.prompt_encoder if rollout_func is None else None
-        if train_dataset is None:
-            train_dataset = tooling.rows_of_environment(self.toolset, args)
+        train_dataset = tooling.rows_of_environment(self.toolset, args) if train_dataset is None else train_dataset
         for dataset in (train_dataset, eval_dataset):
             tooling.check_rows(self.toolset, dataset)
         setup.check_train_dataset(train_dataset, args, encoder)
@@ -167,7 +171,11 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.presence = presence_of(args, lambda: self.state.global_step + 1)
         self.audits = Audits(args.audit, args.max_bad_updates, self._note_finding)
         self._make_rewards(rewards)
+        check_unused(
+            args, Parts(self.toolset is not None, self.reward_runner.has_workers, self.reward_runner.has_async)
+        )
         self._extra_columns, self._extra_metrics = {}, {}
+        self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
         self.packed = setup.packed_policy(self)
         self.ref_model = spreading.make_reference(self)
         self._make_sampler(rollout_func)
@@ -211,6 +219,8 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             entropies=args.skip_zero_advantage,  # of rows that the update leaves out
             spread=spreading.make_spread(self, needed=rollout_func is None or self.toolset is not None),
         )
+        if rollout_func is None or self.toolset is not None:
+            setup.warn_biased_sampling(self)
         self.backend.pause = self.stopper.check
         self.tool_loop = self._make_tool_loop()
         spreading.reject_together(self)
@@ -247,12 +257,9 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._random_state_due = kwargs.get("resume_from_checkpoint")
         if self._random_state_due is not None:
             self._earlier_runs = 0  # it is the first run that goes on
-        evaluates_first = self.args.eval_on_start
-        self.args.eval_on_start = evaluates_first and self._random_state_due is None  # a resumed run has done it
         try:
             output = super()._inner_training_loop(*args, **kwargs)
         finally:
-            self.args.eval_on_start = evaluates_first
             self._earlier_runs += 1
             if self.toolset is not None:
                 self.toolset.close()
@@ -343,6 +350,12 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
 
     # ---- evaluation
 
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        """Trainer's, in a run. The one before the first update (`skip_scheduler`) a resumed run has behind it."""
+        if skip_scheduler and self._random_state_due is not None:
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
     @contextmanager
     def _in_mode(self, mode: str) -> Iterator[None]:
         previous, self.mode = self.mode, mode
@@ -359,6 +372,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         """Trainer's loop, with the metrics of the sampled completions beside its loss."""
         prefix = self._eval_prefix = kwargs.get("metric_key_prefix", "eval")
         self.completion_logs["eval"] = CompletionLog(self.args.generation_batch_size)
+        self.metrics.take("eval")  # of an evaluation that an exception ended
         self._batches_evaluated, self._rows_evaluated, self._loss_evaluated = 0, 0, 0.0
         output = super().evaluation_loop(*args, **kwargs)
         output.metrics.update({f"{prefix}_{key}": value for key, value in self.metrics.take("eval").items()})

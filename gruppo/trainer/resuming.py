@@ -1,5 +1,6 @@
 """A run from its first call to its end: who may write into the folder, where it goes on, and how it ends."""
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,9 @@ from typing import Any
 from safetensors.torch import load_model
 
 from gruppo.errors import AuditError, CheckpointError, RunLockedError
-from gruppo.policy.adapters import is_peft_model, reload_trained_adapter
+from gruppo.policy.adapters import is_peft_model, reload_trained_adapter, same_dtypes
+from gruppo.policy.loading import is_saved_under_other_names, load_converted_weights
+from gruppo.policy.sharding import REPLICATED
 from gruppo.runs import checkpoints
 from gruppo.runs.lock import RunLock
 from gruppo.runs.record import RunRecorder, recorded_run
@@ -27,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Resuming(Checkpointing):
     """The part of the trainer that begins and ends runs."""
 
-    _resumed_from: str | None = None
+    args: Any
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's `train`, alone in its folder, from a checkpoint that was checked, with an orderly end on signals.
@@ -43,6 +46,8 @@ class Resuming(Checkpointing):
             except StopRequested:
                 self._save_boundary()
             except BaseException as error:
+                if isinstance(error, Exception):
+                    self._save_despite(error, self._save_boundary)
                 self.record_event("failed", error=type(error).__name__, message=str(error)[:2000])
                 raise
             finally:
@@ -63,11 +68,14 @@ class Resuming(Checkpointing):
         self._load_rng_state(self._random_state_due)  # of a run that was over: no update has done it
         if self._retry_at is not None:
             self._save_checkpoint(self.model_wrapped, None)
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        own = self.args
+        if own.save_total_limit == 1:  # Trainer would leave the best one alone; the config is the user's to change
+            self.args = copy.copy(own)
+            self.args.save_total_limit = None
         try:
             return super()._finalize_training(*args, **kwargs)
         finally:
-            self.args.save_total_limit = limit
+            self.args = own
 
     def _raise_reason_to_stop(self) -> None:
         """The end of a run that did not come to its own."""
@@ -227,11 +235,27 @@ class Resuming(Checkpointing):
             if hasattr(callback, "read_state"):
                 callback.read_state(folder)
 
+    @property
+    def _replicated(self) -> bool:
+        return self.accelerator.distributed_type in REPLICATED
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
         policy = self.accelerator.unwrap_model(model or self.model)
-        if is_peft_model(policy):
-            reload_trained_adapter(policy, resume_from_checkpoint)
+        if self._replicated and is_saved_under_other_names(policy, resume_from_checkpoint):
+            load_converted_weights(policy, resume_from_checkpoint)
+            return
+        with same_dtypes(policy):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if is_peft_model(policy):
+                reload_trained_adapter(policy, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        policy, best = self.accelerator.unwrap_model(self.model), self.state.best_model_checkpoint
+        if self._replicated and best is not None and is_saved_under_other_names(policy, best):
+            load_converted_weights(policy, best)
+        else:
+            with same_dtypes(policy):
+                super()._load_best_model()
 
     def _settings(self) -> dict[str, Any]:
         """What a resumed run must have in common with this one."""

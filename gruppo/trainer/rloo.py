@@ -8,7 +8,6 @@ from torch import Tensor
 from gruppo.algo.advantages import Advantages, leave_one_out
 from gruppo.algo.recipes import RECIPES, Recipe
 from gruppo.config.rloo import RLOOConfig
-from gruppo.trainer import setup
 from gruppo.trainer.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
 
@@ -41,7 +40,6 @@ class RLOOTrainer(PolicyTrainer):
         tools: list[Callable[..., Any]] | None = None,
         environment_factory: Any = None,
     ):
-        setup.reject_unavailable(quantization_config=quantization_config)
         super().__init__(
             model,
             reward_funcs,
@@ -52,6 +50,7 @@ class RLOOTrainer(PolicyTrainer):
             reward_processing_classes,
             callbacks,
             optimizers,
+            quantization_config,
             peft_config,
             tools=tools,
             environment_factory=environment_factory,
@@ -59,6 +58,10 @@ class RLOOTrainer(PolicyTrainer):
 
     def make_recipe(self) -> Recipe:
         return RECIPES["rloo"]
+
+    def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
+        rewards_N, clip = super().compared_rewards(rewards_NR, group_size), self.args.reward_clip_range
+        return rewards_N if clip is None else rewards_N.clamp(clip[0], clip[1])
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
         clip = self.args.reward_clip_range

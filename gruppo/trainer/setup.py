@@ -5,15 +5,23 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
+from transformers.debug_utils import DebugOption
 
-from gruppo.data.prompts import PromptEncoder, check_prompts, read_every_prompt, sample_rows
+from gruppo.data.lengths import check_every_prompt
+from gruppo.data.prompts import PromptEncoder, check_prompts, sample_rows
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy import adapters, loading
-from gruppo.policy.modes import autocast_dtype
+from gruppo.policy.float32_head import cast_head
+from gruppo.policy.inplace import compiled_modules
+from gruppo.policy.modes import autocast_dtype, has_reentrant_checkpoints
 from gruppo.policy.packed import PackedPolicy
-from gruppo.policy.support import why_not_packed
+from gruppo.policy.quantised import narrow_adapters, reject_full_training
+from gruppo.policy.routing import check_router, router_coefficient
+from gruppo.policy.sharding import REPLICATED
+from gruppo.policy.support import why_not_packed, why_not_routed
 from gruppo.trainer.metrics import from_main
 
 logger = logging.getLogger(__name__)
@@ -26,13 +34,6 @@ UNUSED_HOOKS = (
     "get_off_policy_mask",
     "get_gamma_weights",
 )
-
-
-def reject_unavailable(**features: Any) -> None:
-    """Raise for constructor arguments whose feature is not built yet."""
-    for name, value in features.items():
-        if value:
-            raise NotImplementedError(f"`{name}` is not available yet; leave it out.")
 
 
 def check_config(args: Any, config_class: Any) -> None:
@@ -68,8 +69,8 @@ PADDED_HOOKS = (
     "_prepare_inputs",
 )
 
-
-KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
+# Where packed rows were tried.
+KNOWN = (*REPLICATED, DistributedType.FSDP)
 
 
 def overridden(trainer: Any, names: Sequence[str]) -> list[str]:
@@ -90,10 +91,14 @@ def against_packing(trainer: Any) -> list[str]:
         reasons.append(f"{kind.value} was not tried with anything else")
     if args.torch_compile:
         reasons.append("torch_compile=True compiles the model for rows of their own")
+    elif compiled_modules(trainer.model):
+        reasons.append("the model was compiled, for rows of their own")
     if args.neftune_noise_alpha:
         reasons.append("NEFTune scales its noise by the length of a padded row")
     if "lomo" in args.optim or "layerwise" in args.optim:
         reasons.append(f"optim={str(args.optim)!r} takes a step in each backward pass")
+    if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+        reasons.append("debug='underflow_overflow' listens to every layer of padded rows")
     if args.pad_to_multiple_of is not None:
         reasons.append(f"pad_to_multiple_of={args.pad_to_multiple_of} asks for padding")
     return reasons
@@ -107,9 +112,14 @@ def packed_policy(trainer: Any) -> PackedPolicy | None:
         fused_layers=args.fused_layers,
         autocast_dtype=autocast_dtype(trainer.accelerator.mixed_precision),
     )
+    if trainer.router_aux_loss_coef:
+        check_router_loss(trainer)
     if not args.packed_update:
         return None
-    reasons = against_packing(trainer) or why_not_packed(trainer.accelerator.unwrap_model(trainer.model), policy)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    reasons = against_packing(trainer) or why_not_packed(model, policy)
+    if not reasons and trainer.router_aux_loss_coef:
+        reasons = why_not_routed(model, policy)
     if trainer.sharding.spread:  # some launchers give only the main process weights to try
         reasons = from_main(trainer.accelerator, reasons)
     if not reasons:
@@ -127,23 +137,65 @@ def packed_policy(trainer: Any) -> PackedPolicy | None:
     return None
 
 
+def check_router_loss(trainer: Any) -> None:
+    """The load-balancing loss of a mixture of experts must be there, and have a gradient."""
+    args = trainer.args
+    asked = args.gradient_checkpointing is not False and (args.gradient_checkpointing_kwargs or {}).get(
+        "use_reentrant"
+    )
+    if asked or has_reentrant_checkpoints(trainer.model):
+        raise ConfigError(
+            "Gradient checkpointing with use_reentrant=True hides the router's logits from the load-balancing loss, "
+            f"which would have no gradient (router_aux_loss_coef={trainer.router_aux_loss_coef}). Set "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}, or router_aux_loss_coef=0."
+        )
+    if trainer.accelerator.distributed_type in REPLICATED:
+        check_router(trainer.accelerator.unwrap_model(trainer.model))
+
+
 def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> Any:
     """Adapters, pad token, dropout: everything done to the module before Trainer sees it."""
     loading.align_pad_token(policy, tokenizer)
     loading.check_vocabulary(policy, tokenizer)
-    loading.reject_router_loss(policy, args.router_aux_loss_coef)
+    router_coefficient(policy, args.router_aux_loss_coef)
+    reject_full_training(policy, peft_config)
+    if peft_config is not None and compiled_modules(policy):
+        raise ConfigError(
+            "peft_config was given, but the model was compiled without an adapter. Pass the plain model and set "
+            "torch_compile=True."
+        )
     if peft_config is not None:
         policy = adapters.add_adapter(policy, peft_config)
-    elif adapters.is_peft_model(policy) and args.beta != 0:
-        adapters.add_reference_adapter(policy)
     if adapters.is_peft_model(policy):
+        narrow_adapters(policy)
+        adapters.prepare_adapters(policy, is_new=peft_config is not None, has_reference=args.beta != 0)
         if args.sync_ref_model:
             raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
         if args.gradient_checkpointing:
             policy.enable_input_require_grads()
+    reject_frozen(policy)
+    if getattr(args, "cast_lm_head_to_fp32", False):
+        cast_head(policy)
+    if args.fp16 and any(weight.requires_grad and weight.dtype is torch.float16 for weight in policy.parameters()):
+        raise ConfigError(
+            "fp16=True scales gradients, which works on weights in float32, but the model's are in torch.float16. "
+            "Load it in float32 (model_init_kwargs={'dtype': 'float32'}), or train in bfloat16."
+        )
     if args.disable_dropout:
         loading.disable_dropout_in_model(policy)
     return policy
+
+
+def reject_frozen(policy: Any) -> None:
+    """Raise for a policy of which nothing is trained."""
+    if any(weight.requires_grad for weight in policy.parameters()):
+        return
+    how = (
+        "Load its adapter with PeftModel.from_pretrained(…, is_trainable=True)."
+        if adapters.is_peft_model(policy)
+        else "Set requires_grad of those weights that are to be trained, or pass a peft_config."
+    )
+    raise ConfigError(f"No weight of the model is trainable: there is nothing to train. {how}")
 
 
 def recompute_by_default(trainer: Any) -> None:
@@ -167,9 +219,7 @@ def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) 
     elif isinstance(dataset, Dataset):
         if len(dataset) == 0:
             raise DataError("train_dataset is empty.")
-        check_prompts(sample_rows(dataset), encoder)
-        if encoder is not None:
-            read_every_prompt(dataset)
+        check_rows(dataset, encoder)
         if len(dataset) < prompts:
             raise DataError(
                 f"train_dataset has {len(dataset)} prompts, fewer than the {prompts} of one generation batch "
@@ -203,7 +253,16 @@ def check_eval_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, n
     elif len(dataset) == 0:
         raise DataError(f"{name} is empty.")
     else:
-        check_prompts(sample_rows(dataset), encoder)
+        check_rows(dataset, encoder)
+
+
+def check_rows(dataset: Dataset, encoder: PromptEncoder | None) -> None:
+    """A sample of the rows, and every prompt: none may end a run that has been under way for hours."""
+    sample = sample_rows(dataset)
+    check_prompts(sample, None)
+    if encoder is not None:
+        check_every_prompt(dataset, encoder)
+        encoder(sample)
 
 
 def check_first_row(dataset: IterableDataset, encoder: PromptEncoder | None, name: str) -> None:
@@ -235,11 +294,6 @@ def warn_combinations(args: Any) -> None:
             f"loss_type='cispo' caps ratios at epsilon_high={args.upper_clip} itself, not at 1 plus "
             "it: every token is cut. About 5 is the usual setting."
         )
-    if biased := biased_sampling(args):
-        logger.warning(
-            f"{', '.join(biased)}: this changes what is sampled but not the training log-probs, so the ratios are "
-            "biased."
-        )
     if args.use_liger_kernel:
         warnings.warn("`use_liger_kernel` is deprecated for this trainer.", FutureWarning, stacklevel=4)
     unread = ("dataloader_num_workers", "dataloader_drop_last", "dataloader_prefetch_factor")
@@ -247,26 +301,17 @@ def warn_combinations(args: Any) -> None:
         logger.warning(f"{', '.join(ineffective)}: no effect, as prompts are read directly.")
 
 
-# Further fields of GenerationConfig that change what is sampled.
-SHAPING = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "min_new_tokens",
-    "no_repeat_ngram_size",
-    "num_beams",
-    "suppress_tokens",
-    "typical_p",
-)
+def biased_sampling(trainer: Any) -> list[str]:
+    """The settings that shape what is sampled but not the training log-probs, with their values.
+
+    Those of the model's own generation config are among them.
+    """
+    return [f"{name}={value}" for name, value in trainer.backend.filters(trainer.temperature).items()]
 
 
-def biased_sampling(args: Any) -> list[str]:
-    """The settings that shape what is sampled but not the training log-probs, with their values."""
-    neutral = {"temperature": args.temperature, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
-    overrides = args.generation_kwargs or {}
-    sampled = {name: overrides.get(name, getattr(args, name)) or 0 for name in neutral}
-    further = {name: value for name, value in overrides.items() if name in SHAPING and value}
-    return [f"{name}={value}" for name, value in (sampled | further).items() if value != neutral.get(name)]
+def warn_biased_sampling(trainer: Any) -> None:
+    if biased := biased_sampling(trainer):
+        logger.warning(
+            f"{', '.join(biased)}: this changes what is sampled but not the training log-probs, so the ratios are "
+            "biased. It is set in the config, in generation_kwargs or in model.generation_config."
+        )

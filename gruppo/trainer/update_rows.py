@@ -10,6 +10,7 @@ from torch import Tensor
 from gruppo.algo.reduce import UpdateSize
 from gruppo.data.collate import join
 from gruppo.policy.packing import PackedRows, Packer
+from gruppo.policy.routing import Routing
 from gruppo.trainer.ledger import Ledger
 from gruppo.types import TrainBatch
 
@@ -32,6 +33,7 @@ class Update:
     tokens_B1: Tensor  # (B, 1): the loss tokens of the micro-batch that each row belongs to
     thresholds: list[Tensor | None] = field(default_factory=list)  # of entropy, per micro-batch
     costs: list[int] = field(default_factory=list)  # tokens that each process had to run, before any were exchanged
+    routing: dict[int, Routing] = field(default_factory=dict)  # of a mixture of experts, by micro-batch
     passes: list[tuple[PackedRows, bool]] = field(default_factory=list)  # packs that were run, and if with a backward
 
     @classmethod
@@ -59,8 +61,14 @@ class Update:
             thresholds=[None] * len(batches),
         )
 
-    def packer(self, *, share: bool) -> Packer:
-        return Packer(self.batch, share=share)
+    def packer(self, *, share: bool, whole: bool = False) -> Packer:
+        return Packer(self.batch, share=share, whole=whole)
+
+    def add_routing(self, micro_batch: int | None, routing: Routing | None) -> None:
+        """Count where the router has sent the tokens of some rows of a micro-batch."""
+        if routing is not None and micro_batch is not None:
+            known = self.routing.get(micro_batch)
+            self.routing[micro_batch] = routing if known is None else known + routing
 
     def keep(self, pack: PackedRows, logps_bT: Tensor, entropy_bT: Tensor) -> None:
         """Remember the scores of rows that were run."""
@@ -82,7 +90,7 @@ class Update:
         for pack, backward in self.passes:
             ledger.ran(
                 prompts=[prompts[row] for row in pack.rows],
-                completions=[max(completions[row] - 1, 0) for row in pack.rows],
+                completions=[max(completions[row] - (pack.repeats is None), 0) for row in pack.rows],
                 prompt_tokens=pack.prompt_tokens,
                 scored=len(pack.targets),
                 zero_advantage=[still[row] for row in pack.rows],

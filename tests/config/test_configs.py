@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from gruppo.config.grpo import GRPOConfig
 from gruppo.config.rloo import RLOOConfig
 from gruppo.config.validate import NOT_YET
 from gruppo.errors import ConfigError
+from tests.helpers import base_args
 
 CONFIGS = [GRPOConfig, RLOOConfig]
 # Every run of these tests is on the CPU, in float32, and quiet.
@@ -242,6 +244,7 @@ SET_SHARED: dict[str, Any] = {
 # Excludes others of them, so it is set by itself.
 ALONE = {"packed_update": False}
 SET_GRPO: dict[str, Any] = SET_SHARED | {
+    "cast_lm_head_to_fp32": True,
     "loss_type": "sapo",
     "importance_sampling_level": "sequence",
     "scale_rewards": "batch",
@@ -286,7 +289,6 @@ WAITING: dict[str, Any] = {
     "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_clip_max": 2.0,
     "vllm_importance_sampling_clip_min": 0.1,
-    "cast_lm_head_to_fp32": True,
     "log_multimodal": False,
 }
 
@@ -639,3 +641,8 @@ def test_every_field_is_read_outside_the_config(config):
         assert through in read
         read.add(name)
     assert set(own_fields(config)) - read - NOT_YET.keys() - ALIASES.keys() == set()
+
+
+def test_a_bound_that_is_infinite_is_none() -> None:
+    assert GRPOConfig(**base_args("unused", epsilon_high=math.inf, delta=math.inf)).epsilon_high == math.inf
+    assert RLOOConfig(**base_args("unused", reward_clip_range=[-math.inf, 1.0])).reward_clip_range[0] == -math.inf

@@ -418,3 +418,12 @@ def test_a_reward_that_fails_on_one_process_only(tmp_path: Path) -> None:
     assert zero["steps"] == 20, "half of the rows of all processes failed"
     assert "failed on 48% of the completions" in zero["error"]
     assert (tmp_path / "checkpoint-20" / "model.safetensors").exists()
+
+
+@pytest.mark.medium
+def test_what_ends_one_process_ends_all_of_them_for_the_same_reason(tmp_path: Path) -> None:
+    run_together(2, "tests.trainer.rewards_two_processes", tmp_path, seconds=120)
+    zero, one = ((tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1))
+    assert one.startswith("The reward 'reward' failed on 4 of 4 completions")
+    assert "KeyError" in one
+    assert zero == f"On process 1: RewardError: {one}"
