@@ -19,25 +19,27 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 # The last one also sets what forked processes take over: one thread, and objects that are not walked for garbage.
 PRELOADED = ["torch", "transformers", "peft", "pyarrow.parquet", "pytest", "tests.resume.process"]
+
+# What else would run in the server when it forks: threads of numpy's BLAS, and one of pyarrow's allocator.
+WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
 def context() -> Any:
     """The context whose server has imported the library."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    before = os.environ.get("PYTHONPATH")
-    # The server does not take over sys.path.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
-    try:
+    path = os.environ.get("PYTHONPATH")
+    with pytest.MonkeyPatch.context() as patch:
+        # The server does not take over sys.path.
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *([path] if path else [])]))
+        for name, value in WITHOUT_THREADS.items():
+            patch.setenv(name, value)
         forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
     return context
 
 
@@ -125,9 +127,9 @@ def _work(module: str, folder: Path, rank: int, count: int, log: Path, meeting: 
         import torch
 
         torch.distributed.barrier()
-    except BaseException:  # whatever it is, the log is where it can be read
+    except BaseException as end:  # whatever it is, the log is where it can be read
         traceback.print_exc()
-        leave(1)
+        leave(end.code if isinstance(end, SystemExit) else 1)
     leave(0)
 
 

@@ -35,3 +35,8 @@ class RunConfig:
         "With several processes: seconds without a sign of life after which one on another host counts as dead and "
         "the others stop (on the same host it is noticed at once); None does not watch.",
     )
+    stop_timeout: float | None = option(
+        300.0,
+        "With several processes, which finish the update under way before they save: seconds after SIGTERM or SIGINT "
+        "within which it must have ended; else the run ends unsaved, with code 74. None waits.",
+    )

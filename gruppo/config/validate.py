@@ -251,6 +251,8 @@ def check_run(config: Any) -> None:
     in_range(config, "max_bad_updates", 1)
     if config.process_timeout is not None:
         in_range(config, "process_timeout", 5, LONGEST_WAIT)
+    if config.stop_timeout is not None:
+        in_range(config, "stop_timeout", 1, LONGEST_WAIT)
     names = {"*", *(f.name for f in fields(config))}
     for name in config.resume_allow_changes or []:
         if name.partition(".")[0] not in names | set(BEYOND_SETTINGS):

@@ -24,6 +24,7 @@ class Line:
     phase: str = ""  # "": between two phases, waiting for the others or about to
     seconds: float = 0.0  # in this phase, or since the last one
     update: int = 0
+    stopping: float = 0.0  # seconds since a signal asked it to stop
     state: str = "here"  # or "left", or "failed"
     said: str = ""  # its error
 
@@ -68,8 +69,8 @@ class Register:
         register.lost(now=21.0) == "process 1 (pid 17 on a) died, or its host did: nothing was heard of it for 21 s, …"
     """
 
-    def __init__(self, *, silence: float, deadline: float):
-        self.silence, self.deadline = silence, deadline
+    def __init__(self, *, silence: float, deadline: float, stop_within: float | None = None):
+        self.silence, self.deadline, self.stop_within = silence, deadline, stop_within
         self.lines: dict[int, Line] = {}
         self._heard: dict[int, float] = {}  # when a line last changed, by the clock of the reader
 
@@ -102,6 +103,21 @@ class Register:
         """For how long the one that waits longest has done so."""
         return max(
             (line.seconds for line in self.lines.values() if line.state == "here" and not line.phase), default=0
+        )
+
+    def overdue(self) -> str | None:
+        """Who keeps the run from ending, if it was asked to too long ago; what is being saved is waited for."""
+        here = {process: line for process, line in self.lines.items() if line.state == "here"}
+        waited = max((line.stopping for line in here.values()), default=0.0)
+        saves = any(line.phase == "saving" for line in here.values())
+        if self.stop_within is None or waited <= self.stop_within or saves:
+            return None
+        busy = [
+            f"process {process} ({line}, for {line.seconds:.0f} s)" for process, line in here.items() if line.phase
+        ]
+        return (
+            f"the run was asked to stop {waited:.0f} s ago (stop_timeout={self.stop_within:g}), and its update has "
+            f"not ended: {', '.join(busy) or 'all processes wait'}. Updates after the last checkpoint are lost"
         )
 
     def late(self) -> str | None:

@@ -168,7 +168,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._update_seconds = 0.0
 
         self.stopper = Stopper(enabled=args.save_on_signal, alone=self.accelerator.num_processes == 1)
-        self.presence = presence_of(args, lambda: self.state.global_step + 1)
+        self.presence = presence_of(args, lambda: self.state.global_step + 1, lambda: self.stopper.waited)
         self.audits = Audits(args.audit, args.max_bad_updates, self._note_finding)
         self._make_rewards(rewards)
         check_unused(
@@ -305,7 +305,8 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             self._queue.clear()  # of an epoch that was stopped early
         if not self._queue:
             self._sampling_anew = phase > 0
-            rows = self.rows_of(generation, anew=phase > 0) if isinstance(step, int) else step
+            with self.presence.during("reading prompts"):
+                rows = self.rows_of(generation, anew=phase > 0) if isinstance(step, int) else step
             place = (self._epoch, generation) if isinstance(step, int) else (self.state.global_step, position)
             with self._at((self._earlier_runs, *place)):
                 slices = self._collect_slices(rows)

@@ -9,6 +9,7 @@ between the processes that train, and no work waits for it.
     dead      its process is gone (known at once on the same host), or nothing was heard of it for `silence` seconds
     failed    it said so, with its error
     missing   alive, but for `deadline` seconds in the work that the others wait for; before that it is only named
+    overdue   a signal asked the run to stop, and its update has not ended within `stop_within` seconds
 
 Slow is not dead: a process that sleeps or computes goes on writing its line.
 """
@@ -25,22 +26,31 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gruppo.errors import ProcessLostError
 from gruppo.trainer.attendance import Line, Register
+from gruppo.trainer.stopping import STOPPED_UNSAVED
 
 logger = logging.getLogger(__name__)
 
 LOST = 69  # the exit code of a process that ends because of another one: sysexits.h calls it EX_UNAVAILABLE
 BEAT = 1.0  # seconds between two lines
 SHORT = 0.05  # at least so many, however often the phase changes
+CALL = 10.0  # seconds that a call to the store may take
 GRACE = 5.0  # seconds in which a process may end by itself once it is told that another one is lost
 _SESSIONS = itertools.count()  # of this program: processes begin them in the same order
 # What a collective that lost a peer says in the backends of torch.
 _OF_A_PEER = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "timed out", "store")
+
+
+class Verdict(NamedTuple):
+    """Why the processes end, and with which code."""
+
+    said: str
+    code: int = LOST
 
 
 class Presence:
@@ -54,11 +64,25 @@ class Presence:
     """
 
     def __init__(
-        self, *, rank: int, world: int, silence: float | None, deadline: float, update: Callable[[], int] = lambda: 0
+        self,
+        *,
+        rank: int,
+        world: int,
+        silence: float | None,
+        deadline: float,
+        stop_within: float | None = None,
+        update: Callable[[], int] = lambda: 0,
+        stopping: Callable[[], float] = lambda: 0.0,
     ):
-        self.rank, self.world, self.silence, self.deadline = rank, world, silence, deadline
-        self.update = update
-        self.verdict: str | None = None
+        self.rank, self.world, self.silence, self.deadline, self.stop_within = (
+            rank,
+            world,
+            silence,
+            deadline,
+            stop_within,
+        )
+        self.update, self.stopping = update, stopping
+        self.verdict: Verdict | None = None
         self._phases: list[str] = []
         self._since = time.monotonic()
         self._seconds: dict[str, float] = defaultdict(float)
@@ -125,83 +149,101 @@ class Presence:
             phase=phases[-1] if phases else "",
             seconds=round(time.monotonic() - since, 1),
             update=self.update(),
+            stopping=round(self.stopping(), 1),
         )
 
-    def _explained(self, error: Exception) -> Exception:
+    def _explained(self, error: Exception) -> BaseException:
         """The error itself, which the others are told; or, if it only says that a peer is gone, which one that is."""
         assert self._watch is not None
         assert self.silence is not None
         if _is_of_a_peer(error):
             # A broken connection is seen before the silence of the one that broke it.
             self._watch.judged.wait(self.silence + 3 * BEAT)
+            if self.verdict is not None and self.verdict.code != LOST:
+                logger.error(f"{self.verdict.said}.")
+                return SystemExit(self.verdict.code)
             if self.verdict is not None:
-                return ProcessLostError(f"{self.verdict}. This process ends too.")
+                return ProcessLostError(f"{self.verdict.said}. This process ends too.")
         self._watch.end("failed", _short(error), self._failed_in)
         return error
 
 
 class _Watch:
-    """The thread of a process that says its line, and hears those of the others."""
+    """The thread of a process that says its line, and hears those of the others.
+
+    Only this thread speaks to its store: a client of a store is not for two. It is no daemon, and nobody's end is
+    missed: a program that ends waits until the thread is out of the store, in which no call takes longer than `CALL`.
+    """
 
     def __init__(self, presence: Presence, store: Any):
         assert presence.silence is not None
         self.presence, self.store = presence, store
-        self.register = Register(silence=presence.silence, deadline=presence.deadline)
+        self.register = Register(
+            silence=presence.silence, deadline=presence.deadline, stop_within=presence.stop_within
+        )
         self.judged = threading.Event()
         self.wake = threading.Event()  # there is news of this process
+        self._spoken = threading.Event()
         self._ended = threading.Event()
+        self._last: Line | None = None  # what is said at the end
         self._beat = 0
         self._said_late = False
-        self._lock = threading.Lock()  # of the store, and of what is said last
-        self._thread = threading.Thread(target=self._run, name="gruppo-presence", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gruppo-presence", daemon=False)
 
     def start(self) -> None:
-        self._say(self.presence.line())
+        """Be there, and known to the others."""
         self._thread.start()
+        self._spoken.wait(CALL)
 
     def end(self, state: str, said: str = "", phase: str | None = None) -> None:
-        """Say goodbye; after an error wait a moment, until the others have heard of it: the store may end with us."""
+        """Say goodbye, and wait until the thread is gone: nothing may be taken down while it is in the store."""
         if self._ended.is_set():
             return
+        line = self.presence.line()
+        self._last = replace(line, state=state, said=said, phase=line.phase if phase is None else phase)
         self._ended.set()
         self.wake.set()
-        line = self.presence.line()
-        try:
-            self._say(replace(line, state=state, said=said, phase=line.phase if phase is None else phase))
-            if state == "failed":
-                self._wait_for_listeners()
-        except (RuntimeError, OSError):  # the store is gone, and with it whoever held it
-            logger.debug("the last line could not be said", exc_info=True)
-        self._thread.join(2 * BEAT)
-
-    def _wait_for_listeners(self) -> None:
-        limit = time.monotonic() + 3 * BEAT
-        while self.store.add("heard", 0) < self.presence.world - 1 and time.monotonic() < limit:
-            time.sleep(BEAT / 10)
+        self._thread.join(2 * CALL)
+        if self._thread.is_alive():
+            logger.warning("The thread that watches the other processes is still waiting for the store.")
 
     def _run(self) -> None:
         due = time.monotonic()
-        while not self._ended.is_set():
+        while not self._ended.is_set() and threading.main_thread().is_alive():
             verdict = None
             try:
                 self._say(self.presence.line())
+                self._spoken.set()
                 if time.monotonic() >= due:
                     due, verdict = time.monotonic() + BEAT, self._listen()
             except (RuntimeError, OSError) as error:  # of the store: a peer that held it, or the launcher, is gone
                 verdict = self._without_store(error)
             if verdict is not None and not self._ended.is_set():
                 self._give_up(verdict)
-                return
+                break
             self._ended.wait(SHORT)
             self.wake.wait(max(due - time.monotonic(), 0.0))
             self.wake.clear()
+        self._say_last()
 
     def _say(self, line: Line) -> None:
-        with self._lock:
-            self._beat += 1
-            self.store.set(f"line/{self.presence.rank}", json.dumps(asdict(replace(line, beat=self._beat))))
+        self._beat += 1
+        self.store.set(f"line/{self.presence.rank}", json.dumps(asdict(replace(line, beat=self._beat))))
 
-    def _listen(self) -> str | None:
+    def _say_last(self) -> None:
+        """Goodbye; after an error, stay until the others have heard of it: the store may end with this process."""
+        try:
+            if self._last is not None:
+                self._say(self._last)
+            if self._last is not None and self._last.state == "failed":
+                self.store.add("heard", 1)  # who fails too need not be told
+                limit = time.monotonic() + 3 * BEAT
+                while self.store.add("heard", 0) < self.presence.world and time.monotonic() < limit:
+                    time.sleep(BEAT / 10)
+        except (RuntimeError, OSError):  # the store is gone, and with it whoever held it
+            logger.debug("the last line could not be said", exc_info=True)
+
+    def _listen(self) -> Verdict | None:
         """The main process hears all and judges; the others hear the main one and its verdict."""
         rank, world = self.presence.rank, self.presence.world
         missing = [process for process in range(world) if process not in self.register.lines and process != rank]
@@ -216,12 +258,18 @@ class _Watch:
             own = self.presence.line()
             self.register.note(0, own, now)
             self._report_late()
-        verdict = self.register.lost(now)
-        if rank == 0 and verdict is not None:
-            self.store.set("verdict", verdict)
         if rank != 0 and self._has("verdict"):
-            return str(self.store.get("verdict").decode())
+            return Verdict(*json.loads(self.store.get("verdict")))
+        verdict = self._judge(now)
+        if rank == 0 and verdict is not None:
+            self.store.set("verdict", json.dumps(verdict))
         return verdict
+
+    def _judge(self, now: float) -> Verdict | None:
+        if (lost := self.register.lost(now)) is not None:
+            return Verdict(lost)
+        overdue = self.register.overdue() if self.presence.rank == 0 else None  # who knows of all
+        return None if overdue is None else Verdict(overdue, STOPPED_UNSAVED)
 
     def _has(self, key: str) -> bool:
         return bool(self.store.check([key]))
@@ -232,28 +280,28 @@ class _Watch:
             logger.warning(late)
         self._said_late = late is not None
 
-    def _without_store(self, error: Exception) -> str:
+    def _without_store(self, error: Exception) -> Verdict:
         """The one that held the store is the main process, or a launcher that ended with it."""
         main = self.register.lines.get(0)
         last = "" if main is None else f" It was {main}."
-        return f"process 0, or the launcher, is gone: {str(error).splitlines()[0][:200]}.{last}"
+        return Verdict(f"process 0, or the launcher, is gone: {str(error).splitlines()[0][:200]}.{last}")
 
-    def _give_up(self, verdict: str) -> None:
+    def _give_up(self, verdict: Verdict) -> None:
         """Tell the program, and end it if it does not end by itself: it may sit in a collective that never returns."""
         self.presence.verdict = verdict
         self.judged.set()
         with suppress(RuntimeError, OSError):  # of the store, if nobody is there to hear it
             self.store.add("heard", 1)
         own = self.presence.line()
-        if self._ended.wait(GRACE):
+        if self._ended.wait(GRACE if verdict.code == LOST else 2 * BEAT):  # so long that the others hear of it
             return
         sys.stdout.flush()
         print(
-            f"gruppo: {verdict}. Process {self.presence.rank}, {own}, ends too, with code {LOST}.",
+            f"gruppo: {verdict.said}. Process {self.presence.rank}, {own}, ends too, with code {verdict.code}.",
             file=sys.stderr,
             flush=True,
         )
-        os._exit(LOST)
+        os._exit(verdict.code)
 
 
 # ---- small parts
@@ -269,7 +317,7 @@ def _store() -> Any:
 
     default: Any = _get_default_store()
     store = PrefixStore(f"gruppo/presence/{next(_SESSIONS)}", default.clone())
-    store.set_timeout(timedelta(seconds=10))
+    store.set_timeout(timedelta(seconds=CALL))
     return store
 
 
@@ -288,12 +336,14 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def presence_of(args: Any, update: Callable[[], int]) -> Presence:
+def presence_of(args: Any, update: Callable[[], int], stopping: Callable[[], float]) -> Presence:
     """The presence that a config asks for."""
     return Presence(
         rank=args.process_index,
         world=args.world_size,
         silence=args.process_timeout,
         deadline=float(args.ddp_timeout),
+        stop_within=args.stop_timeout,
         update=update,
+        stopping=stopping,
     )

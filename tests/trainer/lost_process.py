@@ -27,13 +27,15 @@ class Mishap:
         if moment != self.moment or self.victim != RANK:
             return
         self.times += 1
-        if self.times < 2 or (self.times > 2 and self.act == "sleep"):
+        if self.times < 2 or (self.times > 2 and self.act in ("sleep", "signal")):
             return
         time.sleep(0.3)  # its line is written a moment later
         if self.act == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.act == "raise":
             raise ValueError("broken on purpose")
+        if self.act == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(self.seconds)
 
 
@@ -76,10 +78,13 @@ def main(folder: Path) -> None:
         save_steps=1,
         reward_on_error="raise" if mishap.act == "raise" else "abstain",
         process_timeout=5.0,
+        stop_timeout=3.0,
         ddp_timeout=deadline,
         per_device_train_batch_size=4,
     )
     trainer.model.model.layers[0].register_forward_pre_hook(lambda *_: mishap("update"))
+    rows_of = trainer.rows_of
+    trainer.rows_of = lambda *args, **kw: (mishap("prompts"), rows_of(*args, **kw))[1]
     write_parts = trainer._write_parts
     trainer._write_parts = lambda *args: (mishap("checkpoint"), write_parts(*args))[1]
     if mishap.moment == "benchmark":

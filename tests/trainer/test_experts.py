@@ -176,11 +176,10 @@ def test_checkpointing(packed: bool, adapter: bool, policies: Policies, tmp_path
         policies.monkeypatch.setattr(scripted, "policy", lambda seed, dtype: with_adapter(plain(seed, dtype)))
     settings = {"router_aux_loss_coef": COEFFICIENT, "packed_update": packed}
     kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    saving, trainer = update("grpo", tmp_path, **settings, **kwargs)
+    saving, _ = update("grpo", tmp_path, **settings, **kwargs)
     plainly, _ = update("grpo", tmp_path, **settings)
-    trained = {name for name, weight in trainer.model.named_parameters() if weight.requires_grad}
-    assert (trained == set(saving)) != adapter
-    assert relative_difference({n: plainly[n] for n in trained}, {n: saving[n] for n in trained}) < 1e-9
+    assert all("lora" in name for name in saving) == adapter
+    assert relative_difference(plainly, saving) < 1e-9
 
 
 def with_adapter(model: Any) -> Any:

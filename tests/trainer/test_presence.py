@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 from gruppo.errors import ConfigError
 from gruppo.trainer import attendance
 from gruppo.trainer.attendance import Line, Register
-from gruppo.trainer.presence import LOST, Presence
+from gruppo.trainer.presence import LOST, Presence, _Watch
+from gruppo.trainer.stopping import STOPPED, STOPPED_UNSAVED
 from tests.helpers import base_args
 from tests.processes import run_apart
 
@@ -21,8 +23,8 @@ WORKING = Line(host="far", pid=7, place="elsewhere", beat=1, phase="sampling", s
 WAITING = replace(WORKING, phase="", pid=6)
 
 
-def register(*lines: Line, silence: float = 20, deadline: float = 100) -> Register:
-    made = Register(silence=silence, deadline=deadline)
+def register(*lines: Line, stop_within: float | None = None) -> Register:
+    made = Register(silence=20, deadline=100, stop_within=stop_within)
     for process, line in enumerate(lines):
         made.note(process, line, now=0.0)
     return made
@@ -100,12 +102,15 @@ def test_phases_are_nested() -> None:
     assert own.take_seconds("running tools") == 0
 
 
-@pytest.mark.parametrize("value", [0, 4.9, 1e9, "soon"])
-def test_a_timeout_that_makes_no_sense_is_refused(value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("process_timeout", value) for value in (0, 4.9, 1e9, "soon")] + [("stop_timeout", 0), ("stop_timeout", "soon")],
+)
+def test_a_timeout_that_makes_no_sense_is_refused(name: str, value: Any, tmp_path: Path) -> None:
     from gruppo import GRPOConfig
 
-    with pytest.raises(ConfigError, match="process_timeout"):
-        GRPOConfig(**base_args(tmp_path, process_timeout=value))
+    with pytest.raises(ConfigError, match=name):
+        GRPOConfig(**base_args(tmp_path, **{name: value}))
 
 
 def run(folder: Path, moment: str, act: str, victim: int, seconds: float = 0.0, **more: Any) -> Any:
@@ -116,6 +121,7 @@ def run(folder: Path, moment: str, act: str, victim: int, seconds: float = 0.0, 
 
 
 PHASES = {
+    "prompts": "reading prompts",
     "sampling": "sampling",
     "rewards": "asking the rewards",
     "update": "updating",
@@ -138,7 +144,7 @@ def test_a_process_that_is_killed_stops_the_other(moment: str, victim: int, tmp_
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("moment", "victim"), [("rewards", 1), ("benchmark", 0)])
+@pytest.mark.parametrize(("moment", "victim"), [("prompts", 1), ("sampling", 0), ("update", 1), ("benchmark", 0)])
 def test_an_error_of_one_process_stops_the_other_with_its_reason(moment: str, victim: int, tmp_path: Path) -> None:
     codes, said, seconds = run(tmp_path, moment, "raise", victim)
     assert codes[victim] == 1
@@ -147,6 +153,71 @@ def test_an_error_of_one_process_stops_the_other_with_its_reason(moment: str, vi
     assert f"process {victim} failed: " in said[1 - victim]
     assert "broken on purpose" in said[1 - victim]
     assert f"while {PHASES[moment]} in update" in said[1 - victim]
+
+
+@pytest.mark.medium
+def test_an_error_of_a_reward_is_raised_by_all(tmp_path: Path) -> None:
+    codes, said, seconds = run(tmp_path, "rewards", "raise", 1)
+    assert codes == (1, 1)
+    assert seconds < 3, "nobody waits to be heard"
+    assert "On process 1: " in said[0]
+    assert "broken on purpose" in said[0]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_run_that_cannot_stop_in_time_ends(victim: int, tmp_path: Path) -> None:
+    """One process has the signal, and hangs in a reward; the other waits for it."""
+    codes, said, seconds = run(tmp_path, "rewards", "signal", victim, seconds=60.0)
+    assert codes == (STOPPED_UNSAVED, STOPPED_UNSAVED), said
+    assert seconds < 10
+    for text in said:
+        assert "the run was asked to stop" in text
+        assert f"not ended: process {victim} (asking the rewards in update 2" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_overdue"),
+    [
+        ({"stopping": 11.0}, True),
+        ({"stopping": 9.0}, False),
+        ({"stopping": 11.0, "phase": "saving"}, False),
+        ({"stopping": 11.0, "state": "left"}, False),
+    ],
+)
+def test_when_a_stop_is_overdue(changes: dict[str, Any], is_overdue: bool) -> None:
+    made = register(WAITING, replace(WORKING, **changes), stop_within=10.0)
+    assert (made.overdue() is not None) == is_overdue
+    assert register(WAITING, replace(WORKING, **changes)).overdue() is None, "without a limit"
+
+
+def test_only_the_thread_speaks_to_its_store() -> None:
+    """And it is gone when the watch is over: nothing is taken down while it is in the store."""
+    users: set[str] = set()
+
+    class Store(dict[str, Any]):
+        def set(self, key: str, value: str) -> None:
+            users.add(threading.current_thread().name)
+            self[key] = value
+
+        def check(self, keys: list[str]) -> bool:
+            users.add(threading.current_thread().name)
+            return all(key in self for key in keys)
+
+        def add(self, key: str, amount: int) -> int:
+            users.add(threading.current_thread().name)
+            self[key] = self.get(key, 0) + amount
+            return int(self[key])
+
+    own, store = Presence(rank=0, world=2, silence=20.0, deadline=9.0), Store()
+    watch = _Watch(own, store)
+    watch.start()
+    assert json.loads(store["line/0"])["state"] == "here"
+    store["heard"] = 1  # by the other process
+    watch.end("failed", "ValueError: x")
+    assert json.loads(store["line/0"])["said"] == "ValueError: x"
+    assert users == {"gruppo-presence"}
+    assert "gruppo-presence" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.medium
@@ -177,7 +248,5 @@ def test_from_afar(facts: dict[str, Any], expected: str, tmp_path: Path) -> None
 
 
 def test_the_exit_code_is_its_own() -> None:
-    from gruppo.trainer.stopping import STOPPED, STOPPED_UNSAVED
-
     assert LOST not in (0, 1, STOPPED, STOPPED_UNSAVED)
     assert attendance._is_alive(os.getpid())
