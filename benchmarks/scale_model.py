@@ -55,6 +55,7 @@ class Assumptions:
     imbalance: float = 1.03  # of the update, after rows were exchanged: `balance/tokens_max_over_mean`
     hidden: float = 0.7  # share of FSDP2's gathering that computing hides
     small_collectives: int = 25  # per update: counts, rewards, metrics, findings
+    pack_tokens: int = 8192  # that a pass of the update runs at once
     exchanged_mb: float = 0.2  # rows and scores that one process gives away in an update; all processes get them
 
 
@@ -99,8 +100,8 @@ def predict(way: str, gpus: int, measured: Measured, links: Links, given: Assump
     return {**parts, "step": total, "efficiency": measured.step / total}
 
 
-def read_measured(path: Path) -> Measured:
-    """From a result of benchmarks/step.py: the mean of its rounds."""
+def read_measured(path: Path, pack_tokens: int) -> Measured:
+    """From a result of benchmarks/step.py: the mean of its rounds, had it been run in packs of so many tokens."""
     result = json.loads(path.read_text(encoding="utf-8"))
     rounds = result["engines"]["gruppo"]["rounds"]
 
@@ -124,7 +125,7 @@ def read_measured(path: Path) -> Measured:
     return Measured(
         **phases,
         other=mean("step") - sum(phases.values()),
-        packs=-(-tokens // 8192),
+        packs=-(-tokens // pack_tokens),
         weights=model.layer_weights + embeddings,
     )
 
@@ -147,7 +148,7 @@ def main() -> None:
     chosen = vars(options.parse_args())
     links = Links(**{name: chosen[name] for name in asdict(Links())})
     given = Assumptions(**{name: chosen[name] for name in asdict(Assumptions())})
-    measured = read_measured(chosen["measured"])
+    measured = read_measured(chosen["measured"], given.pack_tokens)
     rows = table(measured, links, given)
     print("A prediction. One GPU, measured:", asdict(measured))
     print("Links:", asdict(links))

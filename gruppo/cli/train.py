@@ -15,8 +15,8 @@ one of those that `torchrun` or `accelerate launch` have started.
 import argparse
 import importlib
 import importlib.util
-import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -272,7 +272,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments += ["--resume"] * options.resume
     with tempfile.TemporaryDirectory(prefix="gruppo-launch-") as folder:
         command = launch_command(options.launch, processes, arguments, on_cpu=on_cpu, folder=Path(folder))
-        return subprocess.run(command, env={**os.environ}, check=False).returncode
+        return run_command(command)
+
+
+def run_command(command: Sequence[str]) -> int:
+    """Run a command to its end, and give it the SIGTERM that is meant for it; its exit code.
+
+    SIGINT comes from a terminal, which sends it to the command as well.
+    """
+    process = subprocess.Popen(command)
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number)),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    }
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
 
 
 def _gpus() -> int:

@@ -151,6 +151,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         """Everything that needs the accelerator, which exists once Trainer is initialised."""
         args = self.args
         self.sharding = sharding_of(self.accelerator)
+        spreading.reject_unspreadable(self)
         setup.recompute_by_default(self)
         self.model.add_model_tags(["gruppo", self.algorithm])
         self._changed: dict[str, float] = {}

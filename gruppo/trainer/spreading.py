@@ -1,8 +1,9 @@
 """A trainer whose weights are spread over processes: what it samples from, and what its processes agree on.
 
-make_spread       all weights on every process for the time of a rollout, or sampling in step
-reject_together   features in which only some processes sample, where they can only sample in step
-agreed            the plan of an update that all processes can follow
+reject_unspreadable   models that cannot be spread
+make_spread           all weights on every process for the time of a rollout, or sampling in step
+reject_together       features in which only some processes sample, where they can only sample in step
+agreed                the plan of an update that all processes can follow
 """
 
 import logging
@@ -16,11 +17,29 @@ from torch import nn
 from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, free_memory, plan_whole_weights, training_bytes
 from gruppo.policy import adapters, loading
+from gruppo.policy.quantised import is_quantised
 from gruppo.policy.sharding import Sharding, WholeWeights, compute_dtype, describe, is_spread, shard_reference
 from gruppo.rollout.select import Spread
 from gruppo.trainer.metrics import any_process, from_main
 
 logger = logging.getLogger(__name__)
+
+
+def reject_unspreadable(trainer: Any) -> None:
+    """Raise for models whose weights cannot be spread and be what the config asks for."""
+    kind = trainer.sharding
+    if not kind.spread:
+        return
+    if getattr(trainer.args, "cast_lm_head_to_fp32", False):
+        raise NotImplementedError(
+            f"cast_lm_head_to_fp32=True is not available under {kind.value}, which gathers all weights in one type; "
+            "set it to False."
+        )
+    if is_quantised(trainer.model):
+        raise NotImplementedError(
+            f"A quantised model is not available under {kind.value}: its weights cannot be gathered for sampling. "
+            "Keep the whole model on every process (DDP), or load it without quantization_config."
+        )
 
 
 def make_reference(trainer: Any) -> Any:

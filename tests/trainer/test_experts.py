@@ -247,12 +247,12 @@ def test_two_processes(policies: Policies, tmp_path: Path) -> None:
     run_together(2, two_processes.__name__, tmp_path)
     policies.use("mixtral")
     alone, logged = two_processes.update(tmp_path, 1, packed=False)
-    for packed in (True, False):
-        (zero, said), (one, _) = (torch.load(tmp_path / f"{packed}.{rank}.pt") for rank in (0, 1))
+    for way in two_processes.WAYS:
+        (zero, said), (one, _) = (torch.load(tmp_path / f"{way}.{rank}.pt") for rank in (0, 1))
         assert said == pytest.approx(logged, rel=1e-6)
         for name, change in alone.items():
-            assert torch.equal(zero[name], one[name]), name
-            assert (zero[name] - change).norm() <= 1e-9 * change.norm(), name
+            assert torch.equal(zero[name], one[name]), (way, name)
+            assert (zero[name] - change).norm() <= 1e-9 * change.norm(), (way, name)
 
 
 def test_config_takes_the_coefficient(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What is decided where weights are spread over processes, without processes."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from accelerate.utils import DistributedType
 from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, plan_whole_weights, training_bytes
 from gruppo.policy.sharding import Sharding, WholeWeights, sharding_of
-from gruppo.trainer.spreading import agreed, reject_together
+from gruppo.trainer.spreading import agreed, reject_together, reject_unspreadable
 from tests.helpers import tiny_model
 
 
@@ -127,3 +128,20 @@ def test_whole_weights_follow_the_model_and_can_be_given_back(tied: bool) -> Non
     assert whole.is_held
     assert asked == [whole.bytes], "it is planned once"
     assert whole.module.generation_config is model.generation_config
+
+
+@pytest.mark.parametrize(
+    ("cast", "quantised", "kind", "named"),
+    [
+        (True, False, Sharding.FSDP2, "cast_lm_head_to_fp32=True is not available under FSDP2"),
+        (False, True, Sharding.ZERO3, "A quantised model is not available under DeepSpeed ZeRO-3"),
+        (True, True, Sharding.NONE, None),
+        (False, False, Sharding.FSDP2, None),
+    ],
+)
+def test_models_that_cannot_be_spread(cast: bool, quantised: bool, kind: Sharding, named: str | None) -> None:
+    model = tiny_model()
+    model.is_quantized = quantised
+    trainer = SimpleNamespace(sharding=kind, model=model, args=SimpleNamespace(cast_lm_head_to_fp32=cast))
+    with nullcontext() if named is None else pytest.raises(NotImplementedError, match=named):
+        reject_unspreadable(trainer)
