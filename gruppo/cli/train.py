@@ -15,6 +15,8 @@ one of those that `torchrun` or `accelerate launch` have started.
 import argparse
 import importlib
 import importlib.util
+import math
+import os
 import re
 import signal
 import subprocess
@@ -28,6 +30,7 @@ from typing import Any
 import yaml
 
 from gruppo.config.hints import nearest
+from gruppo.config.runs import RunConfig
 from gruppo.errors import ConfigError, DataError
 
 OWN_KEYS = ("trainer", "model", "dataset", "eval_dataset", "rewards", "peft")
@@ -272,20 +275,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments += ["--resume"] * options.resume
     with tempfile.TemporaryDirectory(prefix="gruppo-launch-") as folder:
         command = launch_command(options.launch, processes, arguments, on_cpu=on_cpu, folder=Path(folder))
-        return run_command(command)
+        return run_command(command, patience=(run.settings or {}).get("stop_timeout", RunConfig.stop_timeout))
 
 
-def run_command(command: Sequence[str]) -> int:
-    """Run a command to its end, and give it the SIGTERM that is meant for it; its exit code.
+def run_command(command: Sequence[str], patience: float | None = None) -> int:
+    """Run a launcher to its end, and give it the SIGTERM that is meant for it; its exit code.
 
-    SIGINT comes from a terminal, which sends it to the command as well.
+    It kills processes that have not ended soon after the signal, but not before `patience` seconds are over. SIGINT
+    comes from a terminal, which sends it to the command as well.
     """
-    process = subprocess.Popen(command)
-    before = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number)),
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    }
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, frame: Any) -> None:
+        if process is None:
+            raise SystemExit(128 + number)
+        process.send_signal(number)
+
+    seconds = 24 * 3600 if patience is None else math.ceil(patience) + 60
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on)}
     try:
+        process = subprocess.Popen(command, env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(seconds), **os.environ})
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # not earlier: it would be inherited
         code = process.wait()
     finally:
         for number, handler in before.items():

@@ -121,7 +121,7 @@ def test_processes_without_a_way_to_share_the_work(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(("ends", "code"), [("sys.exit(75)", 75), ("os.kill(os.getpid(), 9)", 128 + 9)])
-def test_a_signal_reaches_the_processes(ends: str, code: int, tmp_path: Path) -> None:
+def test_a_signal_reaches_the_launcher(ends: str, code: int, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     program = f"""
 import os, signal, sys, time
@@ -141,6 +141,14 @@ time.sleep(60)
     assert run_command([sys.executable, "-c", program]) == code
     sender.join()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_launcher_gives_processes_time_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    program = "import os, sys; sys.exit(int(os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT']))"
+    assert run_command([sys.executable, "-c", program], patience=100.5) == 161
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
+    assert run_command([sys.executable, "-c", program], patience=100.5) == 7, "what the user says"
 
 
 def run_file(folder: Path) -> Path:
