@@ -20,7 +20,7 @@ from gruppo.config.sampling import SamplingConfig
 from gruppo.config.tools import ToolConfig
 from gruppo.config.types import check_json, check_types
 from gruppo.config.update import UpdateConfig
-from gruppo.config.vllm import VLLMConfig
+from gruppo.config.vllm import VLLMConfig, check_vllm
 from gruppo.errors import ConfigError
 
 
@@ -126,12 +126,18 @@ class PolicyConfig(
         validate.check_rewards(self)
         validate.check_run(self)
         check_benchmarks(self)
+        check_vllm(self)
 
     @property
     def parity_interval(self) -> int | None:
         """Updates between two parity checks; 0: only before the first; None: never."""
         kind, _, number = self.parity_check.partition(":")
         return {"off": None, "first": 0}.get(kind, int(number or 0))
+
+    @property
+    def samples_with_vllm(self) -> bool:
+        """Whether vLLM samples, by either of the two names of that."""
+        return self.use_vllm or self.rollout_backend == "vllm"
 
     @property
     def upper_clip(self) -> float:

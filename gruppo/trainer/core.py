@@ -200,6 +200,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             entropies=args.skip_zero_advantage,  # of rows that the update leaves out
         )
         self.backend.pause = self.stopper.check
+        self.backend.clock = lambda: self.state.global_step
         self.tool_loop = self._make_tool_loop()
 
     def _note_finding(self, finding: Any) -> None:

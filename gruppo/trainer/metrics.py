@@ -148,6 +148,20 @@ def reward_metrics(names: Iterable[str], rewards_BR: Tensor, rewards_B: Tensor, 
     return metrics
 
 
+def ratio_metrics(accelerator: Accelerator, weights: Tensor | None, mask_BT: Tensor) -> dict[str, float]:
+    """Of the correction of the sampler, over the loss tokens or sequences of all processes; none if nobody has any."""
+    if weights is None:
+        values = torch.zeros(0, device=mask_BT.device)
+    else:
+        values = weights[mask_BT.bool()] if weights.shape == mask_BT.shape else weights.flatten()
+    values = gather_rows(accelerator, values)
+    if not len(values):
+        return {}
+    found = {"min": values.min(), "mean": values.mean(), "max": values.max()}
+    metrics = {f"sampling/importance_sampling_ratio/{name}": value.item() for name, value in found.items()}
+    return metrics | {"sampling/dropped_share": (values == 0).float().mean().item()}
+
+
 def length_metrics(lengths_B: Tensor, truncated_B: Tensor) -> dict[str, float]:
     """Lengths of all completions, and of those that ended by themselves (0 if none did)."""
     lengths = lengths_B.float()

@@ -8,6 +8,7 @@ from typing import Any
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 
+from gruppo.config.vllm import SHAPING as VLLM_SHAPING
 from gruppo.data.prompts import PromptEncoder, check_prompts, read_every_prompt, sample_rows
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy import adapters, loading
@@ -253,6 +254,8 @@ def biased_sampling(args: Any) -> list[str]:
     """The settings that shape what is sampled but not the training log-probs, with their values."""
     neutral = {"temperature": args.temperature, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
     overrides = args.generation_kwargs or {}
+    regex = {"vllm_structured_outputs_regex": args.vllm_structured_outputs_regex}
     sampled = {name: overrides.get(name, getattr(args, name)) or 0 for name in neutral}
-    further = {name: value for name, value in overrides.items() if name in SHAPING and value}
+    further = {name: value for name, value in overrides.items() if name in (*SHAPING, *VLLM_SHAPING) and value}
+    further |= {name: value for name, value in regex.items() if value}
     return [f"{name}={value}" for name, value in (sampled | further).items() if value != neutral.get(name)]
