@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import torch
@@ -120,6 +120,7 @@ class Double:
         self.broken: dict[str, list[int]] = {}
         self.before: dict[str, Callable[[], None]] = {}  # called when a path is
         self.log: list[tuple[str, Any]] = []
+        self.closing = threading.Event()
         self.port = 0
         self.start()
 
@@ -132,13 +133,14 @@ class Double:
         class Handler(_Handler):
             server_state = double
 
-        ThreadingHTTPServer.allow_reuse_address = True
-        self.http = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self.closing.clear()
+        self.http = _Server(("127.0.0.1", self.port), Handler)
         self.port = self.http.server_address[1]
         self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self.thread.start()
 
     def stop(self) -> None:
+        self.closing.set()
         self.http.shutdown()
         self.http.server_close()
         self.thread.join()
@@ -160,7 +162,8 @@ class Double:
         self.log.append((path, body))
         if path in self.before:
             self.before[path]()
-        time.sleep(self.slow.get(path, 0.0))
+        if self.closing.wait(self.slow.get(path, 0.0)):
+            return 503, {}
         if self.broken.get(path):
             return self.broken[path].pop(0), {"error": {"message": "broken on purpose"}}
         handler = {
@@ -258,6 +261,11 @@ class Double:
         return {"choices": choices[::-1]}  # their order says nothing
 
 
+class _Server(ThreadingHTTPServer):
+    allow_reuse_address = True
+    daemon_threads = False  # a model that is still asked when the program ends would end it with an error
+
+
 class _Handler(BaseHTTPRequestHandler):
     server_state: Double
 
@@ -298,7 +306,7 @@ def serving(folder: str | Path = "", **settings: Any) -> Iterator[Double]:
 class FakeLLM:
     """vllm.LLM: an engine in this process."""
 
-    made: "list[FakeLLM]" = []
+    made: ClassVar[list["FakeLLM"]] = []
 
     def __init__(self, **arguments: Any):
         self.arguments = arguments
