@@ -41,6 +41,7 @@ class Sampler:
 
     def __init__(self, context_length: int = 128, **model: Any) -> None:
         self.context_length = context_length
+        self.factor = 1.0  # of the logits: arithmetic that differs from the trainer's
         self.model = tiny_model(seed=1234, **model).eval()
         self.prefixes: dict[tuple[int, ...], Tensor] = {}
 
@@ -87,7 +88,7 @@ class Sampler:
     def _scores(self, prompt: list[int], ids: list[int]) -> Tensor:
         if not ids and tuple(prompt) in self.prefixes:
             return self.prefixes[tuple(prompt)]
-        scores: Tensor = self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1].float()
+        scores: Tensor = self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1].float() * self.factor
         if not ids:
             self.prefixes[tuple(prompt)] = scores
         return scores
