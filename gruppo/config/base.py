@@ -20,7 +20,7 @@ from gruppo.config.sampling import SamplingConfig
 from gruppo.config.tools import ToolConfig
 from gruppo.config.types import check_json, check_types
 from gruppo.config.update import UpdateConfig
-from gruppo.config.vllm import VLLMConfig, check_vllm
+from gruppo.config.vllm import VLLMConfig
 from gruppo.errors import ConfigError
 
 
@@ -126,7 +126,6 @@ class PolicyConfig(
         validate.check_rewards(self)
         validate.check_run(self)
         check_benchmarks(self)
-        check_vllm(self)
 
     @property
     def parity_interval(self) -> int | None:

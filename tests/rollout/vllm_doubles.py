@@ -350,25 +350,25 @@ class FakeLLM:
         self.log.append("generate")
         self.asked += zip(prompts, sampling_params, strict=True)
         return [
-            types.SimpleNamespace(outputs=_outputs(self.sampler.complete(prompt["prompt_token_ids"], vars(params))))
+            types.SimpleNamespace(
+                outputs=[
+                    _output(index, one, "logprobs" in vars(params))
+                    for index, one in enumerate(self.sampler.complete(prompt["prompt_token_ids"], vars(params)))
+                ]
+            )
             for prompt, params in zip(prompts, sampling_params, strict=True)
         ]
 
 
-def _outputs(found: list[dict[str, Any]]) -> list[Any]:
-    return [
-        types.SimpleNamespace(
-            index=index,
-            token_ids=one["ids"],
-            logprobs=[
-                {token: types.SimpleNamespace(logprob=logp)}
-                for token, logp in zip(one["ids"], one["logps"], strict=True)
-            ],
-            finish_reason=one["finish"],
-            stop_reason=one["stop"],
-        )
-        for index, one in enumerate(found)
-    ]
+def _output(index: int, one: dict[str, Any], with_logps: bool) -> Any:
+    pairs = zip(one["ids"], one["logps"], strict=True)
+    return types.SimpleNamespace(
+        index=index,
+        token_ids=one["ids"],
+        logprobs=[{token: types.SimpleNamespace(logprob=logp)} for token, logp in pairs] if with_logps else None,
+        finish_reason=one["finish"],
+        stop_reason=one["stop"],
+    )
 
 
 def fake_vllm(version: str = "0.24.0") -> dict[str, types.ModuleType]:
