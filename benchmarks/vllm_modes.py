@@ -4,7 +4,7 @@
     python benchmarks/vllm_modes.py --tiny                              (on a CPU against stand-ins, to try it)
 
 The same model, prompts, seed and settings, one process after another: the built-in engine, vLLM in the trainer's
-process (colocate), and a stock server on the same GPU that gets its weights by CUDA IPC (server). The server is started
+process (colocate), and a stock server on the same GPU that gets its weights by CUDA IPC (server). It is started
 and stopped here, with the flags of `gruppo vllm-serve`; its log is kept beside the result. The trainer of the server
 mode does not see vLLM's packages. A mode that fails or runs out of time is named in `failed`; the others still count.
 """
