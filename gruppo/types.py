@@ -7,6 +7,7 @@ Shape suffixes used throughout: P prompts, G completions per prompt, B = P·G ro
 rows of all processes together where that matters.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -15,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Completion", "Message", "Prompt", "Rollout", "SampleRequest", "StopReason", "TrainBatch"]
+__all__ = [
+    *("LAYOUTS", "Completion", "Layout", "Message", "Prompt", "Rollout", "SampleRequest", "Span", "StopReason"),
+    "TrainBatch",
+]
 
 Message = dict[str, Any]
 
@@ -169,3 +173,42 @@ class TrainBatch:
         """The rows at `index`; 0-d tensors are kept whole."""
         picked = {name: value if value.dim() == 0 else value[index] for name, value in self.to_dict().items()}
         return replace(self, **picked)
+
+
+class Span(StrEnum):
+    """What the second dimension of a tensor of a batch stands for."""
+
+    NONE = "none"  # (B,): one value for each row
+    PROMPT = "prompt"  # (B, tokens of the prompt), padded on the left
+    COMPLETION = "completion"  # (B, T), padded on the right; or (B, 1), or (B,): one value for all tokens of a row
+    BATCH = "batch"  # 0-d: one value for all rows
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the rows of a tensor are cut, and joined with those of other batches."""
+
+    span: Span
+    absent: float | None = None  # what rows without this tensor have where they meet rows with it; None: nothing does
+    droppable: bool = False  # it is then left out for all of them
+
+
+LAYOUTS: dict[str, Layout] = {
+    "prompt_ids": Layout(Span.PROMPT),
+    "prompt_mask": Layout(Span.PROMPT),
+    "completion_ids": Layout(Span.COMPLETION),
+    "completion_mask": Layout(Span.COMPLETION),
+    "advantages": Layout(Span.COMPLETION),
+    "old_per_token_logps": Layout(Span.COMPLETION),
+    "old_logps": Layout(Span.NONE),
+    "ref_per_token_logps": Layout(Span.COMPLETION),
+    "sampling_per_token_logps": Layout(Span.COMPLETION, absent=math.nan),
+    "importance_sampling_ratio": Layout(Span.COMPLETION, absent=1.0),
+    "tool_mask": Layout(Span.COMPLETION, absent=1),
+    "num_items_in_batch": Layout(Span.BATCH),
+    "engine_logps": Layout(Span.COMPLETION, droppable=True),
+    "engine_entropies": Layout(Span.COMPLETION, droppable=True),
+    "truncated": Layout(Span.NONE),
+    "sampled_at": Layout(Span.NONE),
+}
+"""The fields of TrainBatch; whatever cuts, pads or joins rows goes by this table."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainingArguments
 
@@ -197,9 +197,25 @@ def adapted() -> Any:
     return get_peft_model(tiny_model(), lora())
 
 
+def frozen(model: Any) -> Any:
+    return model.requires_grad_(False)
+
+
 def classifier() -> LlamaForSequenceClassification:
     size = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     return LlamaForSequenceClassification(LlamaConfig(vocab_size=101, num_labels=1, pad_token_id=0, **size))
+
+
+def takes_solution(completions: list[Any], solution: list[str]) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def takes_solution_and_more(completions: list[Any], solution: list[str], **kwargs: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+class OverridesNothing(GRPOTrainer):
+    """A trainer with another name."""
 
 
 class OverridesGenerate(GRPOTrainer):
@@ -224,12 +240,33 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("text-as-number", grpo(loss_type=3), "loss_type=3 must be a string"),
         ("one-weight-no-list", grpo(reward_weights=0.5), "reward_weights=0.5 must be a list of numbers"),
         ("nan-weight", grpo(reward_weights=[math.nan]), r"reward_weights=\[nan\] must be a list of number"),
+        ("infinite-weight", grpo(reward_weights=[1.0, -math.inf]), r"reward_weights=\[1.0, -inf\] must be finite"),
+        ("infinite-beta", grpo(beta=math.inf), "beta=inf must be finite"),
+        ("infinite-kl-in-reward", rloo(beta=math.inf), "beta=inf must be finite"),
+        ("infinite-bonus", grpo(entropy_coef=-math.inf), "entropy_coef=-inf must be finite"),
+        ("infinite-temperature", grpo(temperature=math.inf), "temperature=inf must be finite"),
+        ("infinite-learning-rate", rloo(learning_rate=math.inf), "learning_rate=inf must be finite"),
         ("dict-as-text", grpo(generation_kwargs="top_p=1"), "generation_kwargs='top_p=1' must be a dict"),
         ("broken-json", grpo(chat_template_kwargs="{a: 1"), "chat_template_kwargs='{a: 1' is not valid JSON"),
         ("group-of-one", grpo(num_generations=1), "num_generations=1 must be at least 2"),
         ("no-group", grpo(num_generations=None), "num_generations=None must be a number"),
         ("rloo-group-of-one", rloo(num_generations=1), "num_generations=1 must be at least 2"),
-        ("groups-not-whole", grpo(num_generations=3), r"size=4 .*by num_generations=3.*sizes that fit: \[2, 4\]"),
+        ("groups-not-whole", grpo(num_generations=3), r"size=4 .*by num_generations=3.*that fit as it is: \[2, 4\]"),
+        (
+            "no-group-fits",
+            grpo(per_device_train_batch_size=1, gradient_accumulation_steps=1, num_generations=8),
+            "per_device_train_batch_size to a multiple of 8, or gradient_accumulation_steps to a multiple of 8.$",
+        ),
+        (
+            "groups-not-whole-accumulated",
+            rloo(per_device_train_batch_size=2, gradient_accumulation_steps=3, num_generations=4),
+            r"train_batch_size to a multiple of 4, or .*accumulation_steps to a multiple of 2\..*is: \[2, 3, 6\]",
+        ),
+        (
+            "groups-not-whole-in-steps",
+            grpo(steps_per_generation=3, num_generations=8),
+            "steps_per_generation to a multiple of 2, or generation_batch_size to a multiple of 8",
+        ),
         ("generation-batch-indivisible", grpo(generation_batch_size=6), "=6 must be divisible by per_device.* = 4"),
         (
             "batches-contradict",
@@ -246,7 +283,7 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         (
             "eval-groups-not-whole",
             evaluating(per_device_eval_batch_size=5),
-            r"= 5 must be divisible by .* size 2.*fit: \[5\]",
+            r"= 5 must be divisible by .* size 2.*eval_batch_size to a multiple of 2.*fit as it is: \[5\]",
         ),
         ("eval-group-negative", grpo(num_generations_eval=-2), "num_generations_eval=-2 must be at least 0"),
         ("auto-batch", grpo(auto_find_batch_size=True), "auto_find_batch_size=True would break up prompt"),
@@ -342,6 +379,11 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
             "does not know cache_implementation='static'",
         ),
         ("unknown-loss", grpo(loss_type="drgrpo"), "loss_type='drgrpo' is not one of.*mean `dr_grpo`"),
+        ("loss-gspo", grpo(loss_type="gspo"), "GSPO is loss_type='grpo' with importance_sampling_level='sequence'"),
+        ("loss-gspo-in-capitals", grpo(loss_type="GSPO"), "'GSPO' is not one of.*GSPO is loss_type='grpo' with"),
+        ("loss-rloo", grpo(loss_type="rloo"), "RLOO is a trainer of its own: RLOOTrainer with RLOOConfig"),
+        ("loss-reinforce", grpo(loss_type="reinforce"), "REINFORCE .*: RLOOTrainer with RLOOConfig"),
+        ("loss-ppo", grpo(loss_type="ppo"), "PPO has a critic, which nothing here trains"),
         ("unknown-scale", grpo(scale_rewards="std"), "scale_rewards='std' is not one of batch, group, none"),
         ("unknown-level", grpo(importance_sampling_level="seq"), "level='seq' is not one of sequence, token"),
         ("unknown-aggregation", grpo(multi_objective_aggregation="sum"), "='sum' is not one of normalize_then_sum"),
@@ -464,6 +506,16 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
             trainer(reward_funcs=locked_reward(), config={"reward_timeout": 1.0}),
             "The reward 'locked' cannot be sent to a worker process",
         ),
+        (
+            "reward-by-its-name",
+            trainer(model="no/model", reward_funcs="accuracy_reward"),
+            "'accuracy_reward'. A string means a reward model.*: from gruppo.rewards import accuracy_reward; reward_f",
+        ),
+        (
+            "reward-maker-by-its-name",
+            trainer(model="no/model", reward_funcs=[length_reward, "get_length_reward"]),
+            r"from gruppo.rewards import get_length_reward; reward_funcs=get_length_reward\(…\)",
+        ),
         ("weights-too-many", trainer(config={"reward_weights": [1.0, 2.0]}), "has 2 entries for 1 reward functions"),
         (
             "tokenizers-too-many",
@@ -495,6 +547,9 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
     ],
     TypeError: [  # things of the wrong kind
         ("unknown-field", grpo(num_generation=4), "no field `num_generation`. Did you mean `num_generations`"),
+        ("field-of-generate", grpo(max_new_tokens=9), "no field `max_new_tokens`. Use `max_completion_length`"),
+        ("field-of-old-rloo", rloo(rloo_k=4), "RLOOConfig has no field `rloo_k`. Use `num_generations`"),
+        ("field-of-the-trainer", grpo(reward_funcs=[]), "no field `reward_funcs`. It is an argument of the trainer"),
         ("tokenizer-of-another-kind", trainer(processing_class="gpt2"), "must be a PreTrainedTokenizerBase.*str"),
         (
             "peft-config-of-another-kind",
@@ -507,7 +562,27 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
             "reward_processing_classes must hold tokenizers, not str",
         ),
         ("list-as-dataset", data([{"prompt": "a"}] * 8), "not list. A list of dicts becomes one with"),
-        ("splits-as-dataset", data({"train": prompts()}), "or IterableDataset, not dict"),
+        (
+            "splits-as-dataset",
+            data(DatasetDict(test=prompts(), train=prompts())),
+            r"not a DatasetDict of splits \(test, train\). Pass one of them: dataset\['train'\]",
+        ),
+        ("one-split-as-dataset", data({"dev": prompts()}), r"not a dict of splits \(dev\).*: dataset\['dev'\]"),
+        ("tokenizer-argument", trainer(tokenizer=None), "no argument `tokenizer`. Pass it as processing_class"),
+        (
+            "reference-argument",
+            trainer(trainer=RLOOTrainer, ref_model=None),
+            "RLOOTrainer has no argument `ref_model`. Leave it out: with beta > 0 the reference is a copy",
+        ),
+        ("collator-argument", trainer(data_collator=None), "no argument `data_collator`.*Change rows with dataset"),
+        ("metrics-argument", trainer(compute_metrics=None), "no argument `compute_metrics`.*log_metric"),
+        ("field-as-argument", trainer(beta=0.1), r"`beta`. It is a field of the config: args=GRPOConfig\(beta=…\)"),
+        ("misspelt-argument", trainer(reward_functions=[]), "`reward_functions`. Did you mean `reward_funcs`"),
+        (
+            "argument-of-a-subclass",
+            trainer(trainer=OverridesNothing, tokenizer=None),
+            "OverridesNothing has no argument `tokenizer`",
+        ),
         ("eval-list", evaluation([{"prompt": "a"}]), "eval_dataset must be a datasets.Dataset.*not list"),
     ],
     NotImplementedError: [  # features that are not there yet
@@ -557,7 +632,42 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("eval-no-prompt-column", evaluation(unnamed()), "no `prompt` column"),
         ("iterable-too-short", train(train_dataset=stream(1)), "ended after fewer than 2 prompts.*Lower"),
     ],
-    RewardError: [  # rewards, while it runs
+    RewardError: [  # rewards, while it runs; before the model is loaded where the columns are known
+        (
+            "reward-of-a-missing-column",
+            trainer(model="no/model", reward_funcs=takes_solution_and_more),
+            "'takes_solution_and_more' cannot be called: missing a required argument: 'solution'. It is given answer,",
+        ),
+        (
+            "reward-of-wrong-arguments",
+            trainer(model="no/model", reward_funcs=[length_reward, takes_solution], train_dataset=chats()),
+            r"'takes_solution' cannot be called: .*let it take \*\*kwargs",
+        ),
+        (
+            "reward-of-a-removed-column",
+            trainer(
+                model="no/model",
+                reward_funcs=lambda completions, answer, **kwargs: completions,
+                config={"remove_unused_columns": True},
+            ),
+            "cannot be called: missing a required argument: 'answer'",
+        ),
+        (
+            "reward-of-a-column-that-evaluation-lacks",
+            trainer(
+                model="no/model",
+                reward_funcs=takes_solution_and_more,
+                train_dataset=prompts(16, solution=["1"] * 16),
+                eval_dataset={"a": prompts(4, solution=["1"] * 4), "b": prompts(4)},
+                config=EVALUATE | {"per_device_eval_batch_size": 4},
+            ),
+            "cannot be called: missing a required argument: 'solution'",
+        ),
+        (
+            "reward-of-a-column-that-a-stream-lacks",
+            train(train_dataset=stream(), reward_funcs=takes_solution_and_more),
+            "cannot be called: missing a required argument: 'solution'",
+        ),
         ("rewards-too-few", rewards([1.0]), "'broken' returned 1 rewards for 4 completions"),
         ("rewards-too-many", rewards([1.0] * 9), "'broken' returned 9 rewards for 4 completions"),
         ("reward-not-a-list", rewards(1.0), "'broken' returned float; it must return a list"),
@@ -620,6 +730,18 @@ CASES[ConfigError] += [
         "max_prompt_length has no effect with rollout_func",
     ),
     ("nameless-model", trainer(processing_class=None), "LlamaForCausalLM .*processing_class"),
+]
+CASES[ConfigError] += [
+    (
+        f"template-{name}",
+        trainer(config={"chat_template_kwargs": {name: value}}),
+        rf"chat_template_kwargs\['{name}'\]={value} cannot be set: .* Remove it",
+    )
+    for name, value in {"add_generation_prompt": False, "tokenize": True, "return_dict": False}.items()
+]
+CASES[ConfigError] += [
+    ("frozen-model", trainer(model=frozen(tiny_model())), "No weight of the model is trainable.*pass a peft_config"),
+    ("frozen-adapter", trainer(model=frozen(adapted())), "No weight of the model is trainable.*is_trainable=True"),
 ]
 CASES[DataError] += [
     ("one-bad-row-among-many", data(rows("a", "", *["b"] * 600)), "Row 1: A row has an empty `prompt`"),

@@ -18,6 +18,7 @@ __all__ = [
     "frac_zero_std",
     "leave_one_out",
     "normalize_then_sum",
+    "sum_of_normalized",
     "sum_then_normalize",
 ]
 
@@ -71,15 +72,25 @@ def normalize_then_sum(rewards_BR: Tensor, weights_R: Tensor, group_size: int) -
 
     So a reward of small spread counts as much as one of large spread, https://arxiv.org/abs/2601.05242.
     """
+    summed_B = sum_of_normalized(rewards_BR, weights_R, group_size)
+    std_B = _std(summed_B, dim=0).expand_as(summed_B)
     raw_B = combine_rewards(rewards_BR, weights_R)
+    return Advantages(_finite(nancenter(summed_B) / (std_B + _EPS)), raw_B, std_B)
+
+
+def sum_of_normalized(rewards_BR: Tensor, weights_R: Tensor, group_size: int) -> Tensor:
+    """Weighted sum (B,) of the rewards, each standardised within its group; NaN for a row to which none applies.
+
+    Two rewards that say the opposite cancel each other, however far apart their values are:
+
+    >>> sum_of_normalized(torch.tensor([[0.0, 9.0], [1.0, 0.0]]), torch.ones(2), group_size=2).abs() < 1e-3
+    tensor([True, True])
+    """
     rewards_PGR = widen(rewards_BR).unflatten(0, (-1, group_size))
     scaled_PGR = nancenter(rewards_PGR, dim=1) / (_std(rewards_PGR, dim=1) + _EPS)
     # A reward that has no spread to speak of in its group is skipped, but the row it belongs to stays scorable.
-    summed_B = (
-        (scaled_PGR.flatten(0, 1) * weights_R.to(scaled_PGR)).nansum(dim=1).masked_fill(raw_B.isnan(), torch.nan)
-    )
-    std_B = _std(summed_B, dim=0).expand_as(summed_B)
-    return Advantages(_finite(nancenter(summed_B) / (std_B + _EPS)), raw_B, std_B)
+    summed_B = (scaled_PGR.flatten(0, 1) * weights_R.to(scaled_PGR)).nansum(dim=1)
+    return summed_B.masked_fill(rewards_BR.isnan().all(dim=1), torch.nan)
 
 
 def leave_one_out(

@@ -143,9 +143,13 @@ def cispo_stats(x: Tokens, s: LossSettings) -> dict[str, Stat]:
 
 @torch.no_grad()
 def vespo_stats(x: Tokens, s: LossSettings) -> dict[str, Stat]:
-    """Mean sequence weight φ."""
-    phi = _phi(x, s)
-    return {"vespo/phi_seq_mean": Mean(phi.sum(), phi.new_full((), phi.numel()))}
+    """Mean φ of the sequences it acts on: those with an advantage, whose log-probs are always known.
+
+    NaN, which no mean counts, where there are none.
+    """
+    phi, acts = _phi(x, s), x.advantages != 0
+    count = torch.where(acts.any(), acts.sum().to(phi), torch.nan)
+    return {"vespo/phi_seq_mean": Mean(torch.where(acts, phi, 0.0).sum() + 0 * count, count)}
 
 
 OBJECTIVES: dict[str, Callable[[Tokens, LossSettings], Tensor]] = {

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ MACHINE = (
 )  # arguments of evaluate, not settings
 
 
+LONGEST_NAME = 150  # characters of a default folder's name; a file system has room for 255 bytes
+
+
 def parser() -> argparse.ArgumentParser:
     """The options; their defaults are those of `gruppo.evaluate`."""
     parser = argparse.ArgumentParser(
@@ -36,9 +40,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", help="a model's name, its folder, or the folder of a training run")
     parser.add_argument("--benchmarks", nargs="+", metavar="NAME", help=f"{BENCHMARKS} (default: gsm8k)")
     parser.add_argument("--data-dir", type=Path, help="a folder of JSONL files (default: the hub, through `datasets`)")
-    parser.add_argument("--output-dir", type=Path, help="default: evaluations/<model>-<mode>")
+    parser.add_argument("--output-dir", type=Path, help="default: evaluations/<path>--<to>--<model>-<mode>")
     parser.add_argument("--name", help="of the model, in the tables")
-    parser.add_argument("--restart", action="store_true", help="forget the attempts that are in the output folder")
+    parser.add_argument(
+        "--restart", action="store_true", help="delete all attempts and results.json in the output folder"
+    )
     other = parser.add_argument_group("other things to do")
     other.add_argument("--compare", nargs=2, type=Path, metavar=("FIRST", "SECOND"), help="two output folders")
     other.add_argument("--check-gold", action="store_true", help="grade the reference answers, right and shuffled")
@@ -124,7 +130,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     settings = {each.name: values[each.name] for each in fields(Settings) if each.name in values}
     if "ks" in settings:
         settings["ks"] = tuple(settings["ks"])
-    output = options.output_dir or Path("evaluations") / f"{Path(options.model).name}-{settings.get('mode', 'cot')}"
+    output = options.output_dir or default_folder(options.model, settings.get("mode", "cot"))
     try:
         results = evaluate(
             options.model,
@@ -146,6 +152,24 @@ def _evaluate(options: argparse.Namespace) -> int:
         print(f"{benchmark}: {'; '.join(_sentences(summary))}")
     print(f"Everything is in {output}: results.json, results.md, results.tex, completions/")
     return 0
+
+
+def default_folder(model: str, mode: str) -> Path:
+    """Where an evaluation goes that was not told: a folder of its own for each model, the same one every time.
+
+    All of the path is in its name, as checkpoints of many runs have one name. Names on the hub have an owner.
+
+    Example, in the folder that has `runs`:
+        default_folder("runs/mine/checkpoint-40", "cot") == Path("evaluations/runs--mine--checkpoint-40-cot")
+    """
+    path = Path(model)
+    if path.is_dir():
+        path, here = path.resolve(), Path.cwd().resolve()
+        path = path.relative_to(here) if here in path.parents else path
+    name = "--".join(part for part in path.parts if part != path.anchor)
+    if len(name) > LONGEST_NAME:
+        name = f"{blake2b(name.encode(), digest_size=4).hexdigest()}--{name[-LONGEST_NAME:]}"
+    return Path("evaluations") / f"{name}-{mode}"
 
 
 def _sentences(summary: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from gruppo.config.validate import nearest
+from gruppo.config.hints import RENAMED, nearest
 from gruppo.errors import ConfigError
 
 __all__ = ["TrlParser"]
@@ -103,7 +103,13 @@ class TrlParser(HfArgumentParser):
 
     def _explain_unknown(self, names: list[str]) -> str:
         known = {action.dest for action in self._actions} | {"config", "env"}
-        return " ".join(f"Unknown argument `{name}`.{nearest(name.replace('-', '_'), known)}" for name in names)
+        renamed = RENAMED if "num_generations" in known else {}  # the names are those of our own configs
+        said = []
+        for name in names:
+            plain = name.replace("-", "_")
+            hint = f" {renamed[plain]}" if plain in renamed else nearest(plain, known)
+            said.append(f"Unknown argument `{name}`.{hint}")
+        return " ".join(said)
 
 
 def _set_known_defaults(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> set[str]:

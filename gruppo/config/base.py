@@ -18,7 +18,7 @@ from gruppo.config.rewards import RewardConfig
 from gruppo.config.runs import RunConfig
 from gruppo.config.sampling import SamplingConfig
 from gruppo.config.tools import ToolConfig
-from gruppo.config.types import check_json, check_types
+from gruppo.config.types import check_finite, check_json, check_types
 from gruppo.config.update import UpdateConfig
 from gruppo.config.vllm import VLLMConfig
 from gruppo.errors import ConfigError
@@ -126,6 +126,7 @@ class PolicyConfig(
         validate.check_rewards(self)
         validate.check_run(self)
         check_benchmarks(self)
+        check_finite(self, [*own_fields(type(self)), "learning_rate"])
 
     @property
     def parity_interval(self) -> int | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gruppo.config.fields import option
-from gruppo.config.validate import nearest
+from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError
 
 # What eval_benchmarks_settings may say, and as what; `gruppo.evaluation.callback` has the defaults.

@@ -11,7 +11,7 @@ class ObjectiveConfig:
 
     beta: float = option(0.0, "Weight of the KL to the reference; 0 means that no reference model is kept.")
     epsilon: float = option(0.2, "Lower clip width of the ratio.")
-    epsilon_high: float | None = option(None, "Upper clip width of the ratio; None copies epsilon.")
+    epsilon_high: float | None = option(None, "Upper clip width of the ratio; None copies epsilon, inf is no bound.")
     reward_weights: list[float] | None = option(None, "One weight per reward function; None weighs them all 1.")
     mask_truncated_completions: bool = option(False, "Leave unfinished completions out of the loss.")
 
@@ -58,7 +58,7 @@ class RLOOObjectiveConfig(ObjectiveConfig):
 
     normalize_advantages: bool = option(False, "Standardise advantages over the whole generation batch.")
     reward_clip_range: list[float] | None = option(
-        None, "Clamp the weighted reward sum to (low, high) before the KL penalty."
+        None, "Clamp the weighted reward sum to (low, high) before the KL penalty; an infinite bound is none."
     )
 
 

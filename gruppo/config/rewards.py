@@ -32,7 +32,8 @@ class RewardConfig:
     max_reward_failure_rate: float | None = option(
         0.5,
         "Save a checkpoint and stop when rewards failed on more than this share of the completions of the last 20 "
-        "updates, or of the last 5 generations if those took more; None never stops.",
+        "updates, or of the last 5 generations if those took more; a shorter run is judged at its end. Below 1, a "
+        "reward that fails on all of the first generation stops at once. None never stops.",
     )
     worker_env: list[str] | None = option(
         None,

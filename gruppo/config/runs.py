@@ -20,7 +20,9 @@ class RunConfig:
         "difference refuses the checkpoint.",
     )
     save_on_signal: bool = option(
-        True, "On SIGTERM and SIGINT save a checkpoint and exit with code 75; a second signal exits at once."
+        True,
+        "On SIGTERM and SIGINT save a checkpoint and exit with code 75; a second signal exits at once. A single "
+        "process also saves when an exception ends the run.",
     )
     audit: str = option(
         "warn", "What a violated check of an update is: an `error`, a warning (`warn`), or `off` for no checks."

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from gruppo.config.fields import option
-from gruppo.config.validate import nearest, rejects_unknown_fields
+from gruppo.config.hints import nearest
+from gruppo.config.validate import rejects_unknown_fields
 from gruppo.errors import ConfigError
 
 __all__ = [

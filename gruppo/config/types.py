@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 from collections.abc import Collection
 from dataclasses import fields
 from numbers import Integral, Real
@@ -47,6 +48,19 @@ def _is_a(value: Any, kind: Any) -> bool:
     if kind == list[float]:
         return isinstance(value, list | tuple) and all(_is_a(item, float) for item in value)
     return isinstance(value, dict if kind == JSON else kind)
+
+
+# Bounds: an infinite one is none at all.
+MAY_BE_INFINITE = ("epsilon", "epsilon_high", "delta", "reward_clip_range")
+
+
+def check_finite(config: Any, names: Collection[str]) -> None:
+    """Raise for an infinite number, or one in a list: it would make every loss NaN."""
+    for name in names:
+        value = getattr(config, name)
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if name not in MAY_BE_INFINITE and any(isinstance(n, float) and math.isinf(n) for n in numbers):
+            raise ConfigError(f"{name}={value!r} must be finite.")
 
 
 def check_json(config: Any, names: Collection[str]) -> None:

@@ -1,15 +1,17 @@
 """Every check of the configs, run once at construction. Each error names the field, its value and the fix."""
 
-import difflib
 import logging
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from functools import wraps
 from typing import Any, TypeVar
 
 from gruppo.algo.recipes import LOSS_TYPES
+from gruppo.config import hints
+from gruppo.config.generation import check_generation_kwargs
+from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -30,13 +32,6 @@ MEANINGLESS = {
     "batch_eval_metrics": "evaluation reports rewards, not predictions",
 }
 
-# Fields of GenerationConfig that would break what the trainer relies on, and what to do instead.
-NOT_IN_GENERATION_KWARGS = {
-    "num_return_sequences": "the group size is set by num_generations",
-    "eos_token_id": "what ends a completion is set by tokenizer.eos_token and model.generation_config.eos_token_id",
-    "return_dict_in_generate": "only the sampled tokens are read",
-}
-
 ROLLOUT_BACKENDS = ("auto", "builtin", "transformers", "vllm")
 
 LONGEST_WAIT = 7 * 24 * 3600  # seconds; whoever wants to wait longer wants None
@@ -49,12 +44,6 @@ class UnknownFieldError(ConfigError, TypeError):
     """A keyword that is not a field."""
 
 
-def nearest(name: str, candidates: Collection[str]) -> str:
-    """A ' Did you mean …?' for error messages, or nothing when no candidate is close."""
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
-    return f" Did you mean `{close[0]}`?" if close else ""
-
-
 def rejects_unknown_fields(cls: C) -> C:
     """Class decorator: an unknown keyword raises an error that names the nearest field."""
     original: Callable[..., None] = vars(cls)["__init__"]
@@ -65,17 +54,20 @@ def rejects_unknown_fields(cls: C) -> C:
         # A subclass may add fields of its own; its generated __init__ does not come through here.
         for name in kwargs:
             if name not in names:
-                raise UnknownFieldError(f"{cls.__name__} has no field `{name}`.{nearest(name, names)}")
+                hint = hints.field_hint(name) or nearest(name, names)
+                raise UnknownFieldError(f"{cls.__name__} has no field `{name}`.{hint}")
         original(self, *args, **kwargs)
 
     setattr(cls, "__init__", checked)  # noqa: B010  (mypy does not let a class's __init__ be assigned)
     return cls
 
 
-def one_of(config: Any, name: str, allowed: Collection[str]) -> None:
+def one_of(config: Any, name: str, allowed: Collection[str], known: Mapping[str, str] | None = None) -> None:
+    """Check that a value is allowed; `known` has sentences about some that are not."""
     value = getattr(config, name)
     if value not in allowed:
-        hint = nearest(value, allowed) if isinstance(value, str) else ""
+        said = (known or {}).get(value.lower()) if isinstance(value, str) else ""
+        hint = f" {said}" if said else nearest(value, allowed) if isinstance(value, str) else ""
         raise ConfigError(f"{name}={value!r} is not one of {', '.join(sorted(allowed))}.{hint}")
 
 
@@ -142,32 +134,6 @@ def check_sampling(config: Any) -> None:
         check_generation_kwargs(config.generation_kwargs or {})
 
 
-def check_generation_kwargs(kwargs: dict[str, Any]) -> None:
-    from transformers import GenerationConfig
-
-    known = GenerationConfig().to_dict().keys()
-    for name in kwargs:
-        if name in NOT_IN_GENERATION_KWARGS:
-            raise ConfigError(
-                f"generation_kwargs[{name!r}]={kwargs[name]!r} cannot be set: {NOT_IN_GENERATION_KWARGS[name]}."
-            )
-        if name not in known:
-            raise ConfigError(f"generation_kwargs has no field `{name}`.{nearest(name, known)}")
-    strings = kwargs.get("stop_strings")
-    if strings is None:
-        return
-    listed = [strings] if isinstance(strings, str) else strings
-    if not isinstance(listed, list | tuple) or not listed or not all(isinstance(s, str) and s for s in listed):
-        raise ConfigError(
-            f"generation_kwargs['stop_strings']={strings!r} must be a string or a list of them, not empty."
-        )
-    if (kwargs.get("num_beams") or 1) > 1:
-        raise ConfigError(
-            f"generation_kwargs['stop_strings'] with num_beams={kwargs['num_beams']}: beams change places, so that "
-            "nothing says which one a string ended. Remove one of them."
-        )
-
-
 def check_rollout_backend(config: Any) -> None:
     """`rollout_backend` and the older switches must not contradict each other."""
     one_of(config, "rollout_backend", ROLLOUT_BACKENDS)
@@ -214,7 +180,7 @@ def check_batches(config: Any) -> None:
             f"generation_batch_size={config.generation_batch_size} (per_device_train_batch_size × processes × "
             f"steps_per_generation = {config.per_device_train_batch_size} × {config.world_size} × "
             f"{config.steps_per_generation}) must be divisible by num_generations={config.num_generations}, so that "
-            f"groups are whole. Group sizes that fit: {divisors(config.generation_batch_size)}."
+            f"groups are whole. {hints.whole_groups(config)}"
         )
     if config.do_eval and config.eval_strategy != "no" and not config.eval_benchmarks:
         check_eval_batches(config)  # benchmarks may be all there is to evaluate; the trainer knows
@@ -226,7 +192,7 @@ def check_eval_batches(config: Any) -> None:
     if eval_rows % group:
         raise ConfigError(
             f"per_device_eval_batch_size × processes = {eval_rows} must be divisible by the evaluation group size "
-            f"{group} (num_generations_eval, else num_generations). Group sizes that fit: {divisors(eval_rows)}."
+            f"{group} (num_generations_eval, else num_generations). {hints.whole_eval_groups(config, group)}"
         )
 
 
@@ -243,10 +209,6 @@ def check_dynamic_sampling(config: Any) -> None:
             "dynamic_sampling=True cannot work with weights that are spread over processes (FSDP, ZeRO-3): all of "
             "them sample together, but only some have groups to replace. Set dynamic_sampling=False."
         )
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(2, n + 1) if n % d == 0]
 
 
 def check_objective(config: Any) -> None:
@@ -321,7 +283,7 @@ def check_worker_env(names: Any) -> None:
 
 
 def check_grpo(config: Any) -> None:
-    one_of(config, "loss_type", LOSS_TYPES.keys())
+    one_of(config, "loss_type", LOSS_TYPES.keys(), hints.LOSSES)
     one_of(config, "importance_sampling_level", ("token", "sequence"))
     one_of(config, "scale_rewards", ("group", "batch", "none"))
     one_of(config, "multi_objective_aggregation", ("sum_then_normalize", "normalize_then_sum"))

@@ -5,7 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from gruppo.config.fields import option
-from gruppo.config.validate import LONGEST_WAIT, in_range, nearest, one_of
+from gruppo.config.generation import check_generation_kwargs
+from gruppo.config.hints import nearest
+from gruppo.config.validate import LONGEST_WAIT, in_range, one_of
 from gruppo.errors import ConfigError
 
 
@@ -76,7 +78,8 @@ REFUSED = {
     "detokenize": "only the sampled tokens are read",
 }
 ELSEWHERE = {"bad_words": "colocate", "extra_args": "colocate", "vllm_xargs": "server"}  # known to one mode alone
-SHAPING = ("min_tokens", *(name for name in OWN if name not in ("ignore_eos", "extra_args", "vllm_xargs")))
+# Of those that only vLLM has: they change the distribution that is sampled from.
+SHAPING = tuple(name for name in OWN if name not in ("ignore_eos", "repetition_detection", "extra_args", "vllm_xargs"))
 
 
 def check_vllm(config: Any) -> None:
@@ -152,6 +155,7 @@ def check_vllm_kwargs(kwargs: Mapping[str, Any], mode: str, regex: str | None) -
             raise ConfigError(f"{said} contradicts vllm_structured_outputs_regex={regex!r}; set one of them.")
         if RENAMED.get(name) in kwargs:
             raise ConfigError(f"{said} and generation_kwargs[{RENAMED[name]!r}] mean the same; set one of them.")
+    check_generation_kwargs({RENAMED.get(name, name): value for name, value in kwargs.items() if name not in OWN})
 
 
 def check_vespo(config: Any) -> None:

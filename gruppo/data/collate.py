@@ -1,6 +1,6 @@
 """Ragged rows to padded tensors and back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gruppo.types import Rollout, TrainBatch
+from gruppo.types import LAYOUTS, Layout, Rollout, Span, TrainBatch
 
 
 def pad(
@@ -103,45 +103,72 @@ def _known_logps(rollout: Rollout) -> list[float]:
 
 
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """The rows of several batches in one, as wide as the widest: prompts padded on the left, the rest on the right.
+    """The rows of several batches in one, as wide as the widest.
 
-    Example:
-        completion_ids [[3, 4]] and [[5]] -> [[3, 4], [5, 0]]
+    Batches of different generations need not have the same tensors: a rollout that used a tool has a mask that others
+    lack, a reward may have judged steps in one of them only.
+
+    Example, of which the second has a mask:
+        completion_ids [[3, 4]] and [[5]], tool_mask None and [[0]]
+        -> completion_ids [[3, 4], [5, 0]], tool_mask [[1, 1], [0, 1]]
     """
-    dicts = [batch.to_dict() for batch in batches]
-    full_width = max(batch.completion_ids.shape[1] for batch in batches)
-    joined = {}
-    for name, first in dicts[0].items():
-        values = [tensors[name] for tensors in dicts]
-        if first.dim() == 2:
-            per_prompt = name in ("prompt_ids", "prompt_mask")
-            # One value per row, (B, 1), is not padded.
-            width = max(value.shape[1] for value in values) if per_prompt else full_width
-            width = 1 if all(value.shape[1] == 1 for value in values) and not per_prompt else width
-            values = [_widened(value, width, left=per_prompt) for value in values]
-        joined[name] = first if first.dim() == 0 else torch.cat(values)
+    widths = {
+        Span.PROMPT: max(batch.prompt_ids.shape[1] for batch in batches),
+        Span.COMPLETION: max(batch.completion_ids.shape[1] for batch in batches),
+    }
+    joined: dict[str, Any] = {name: _joined(name, layout, batches, widths) for name, layout in LAYOUTS.items()}
     return TrainBatch(**joined)
 
 
-def _widened(values: Tensor, width: int, *, left: bool) -> Tensor:
+def _joined(name: str, layout: Layout, batches: Sequence[TrainBatch], widths: Mapping[Span, int]) -> Tensor | None:
+    """One field of all rows."""
+    values = [getattr(batch, name) for batch in batches]
+    known = [value for value in values if value is not None]
+    span, absent = layout.span, layout.absent
+    if not known or (len(known) < len(values) and layout.droppable):
+        return None
+    if span is Span.BATCH:
+        return known[0]
+    own_widths = [batch.completion_ids.shape[1] for batch in batches]
+    if len(known) < len(values):
+        if absent is None:
+            raise ValueError(f"{name} is known for the rows of some generations of an update, and not of others.")
+        sizes = [(len(batch), width) for batch, width in zip(batches, own_widths, strict=True)]
+        values = [known[0].new_full(sizes[i], absent) if v is None else v for i, v in enumerate(values)]
+    # One value for each row, (B,) or (B, 1), and not for each of its tokens?
+    single = [
+        value.dim() == 1 or (span is Span.COMPLETION and value.shape[1] == 1 < width)
+        for value, width in zip(values, own_widths, strict=True)
+    ]
+    if all(single):
+        return torch.cat(values)
+    return torch.cat([_widened(value, widths[span], layout, one) for value, one in zip(values, single, strict=True)])
+
+
+def _widened(values: Tensor, width: int, layout: Layout, single: bool) -> Tensor:
+    """The same rows with so many columns: a single value in all of them, or padding beside those that there are."""
+    if single:
+        return values.reshape(-1, 1).expand(-1, width)
     missing = width - values.shape[1]
-    return functional.pad(values, (missing, 0) if left else (0, missing)) if missing else values
+    sides = (missing, 0) if layout.span is Span.PROMPT else (0, missing)
+    return functional.pad(values, sides, value=layout.absent or 0)
 
 
 def trim(tensors: dict[str, Any], pad_to_multiple_of: int | None = None) -> dict[str, Any]:
     """Cut the columns that are padding in every row: a slice need not be as wide as the batch it came from.
 
-    Every 2-D tensor as wide as the completions is cut with them, also those that a subclass added.
+    A 2-D tensor that a subclass added is cut with the completions if it is as wide as they are.
     """
     prompt_width = _used_width(tensors["prompt_mask"].flip(1), pad_to_multiple_of)
     width = _used_width(tensors["completion_mask"], pad_to_multiple_of)
     full_width = tensors["completion_ids"].shape[1]
     cut = dict(tensors)
     for name, value in tensors.items():
-        if name in ("prompt_ids", "prompt_mask"):
+        span = LAYOUTS[name].span if name in LAYOUTS else Span.COMPLETION
+        if span is Span.PROMPT:
             cut[name] = value[:, value.shape[1] - prompt_width :]
-        elif isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == full_width:
-            cut[name] = value[:, :width]
+        elif span is Span.COMPLETION and isinstance(value, Tensor) and value.dim() == 2:
+            cut[name] = value[:, :width] if value.shape[1] == full_width else value
     return cut
 
 

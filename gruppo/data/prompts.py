@@ -5,11 +5,24 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from gruppo.errors import DataError
+from gruppo.errors import ConfigError, DataError
 from gruppo.types import Message, Prompt
 
 Tokenize = Callable[..., list[list[int]]]  # of prompts, and of `tools` where these differ from row to row
 Schemas = Sequence[Mapping[str, Any]]  # of tools, as chat templates want them
+
+# Arguments of apply_chat_template that are decided here, and why.
+RENDERING = {
+    "conversation": "that is the prompt",
+    "add_generation_prompt": "the model's turn always follows the prompt",
+    "continue_final_message": "the model's turn always follows the prompt",
+    "tokenize": "token ids are what is needed",
+    "return_dict": "token ids are what is needed",
+    "return_tensors": "prompts are padded later",
+    "padding": "prompts are padded later",
+    "truncation": "prompts are cut by max_prompt_length",
+    "max_length": "prompts are cut by max_prompt_length",
+}
 
 IMAGE_COLUMNS = ("image", "images")
 
@@ -91,6 +104,18 @@ class PromptEncoder:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.chat_template = chat_template  # None is the tokenizer's own
         self.tools = tools
+        self._reject_own_arguments()
+
+    def _reject_own_arguments(self) -> None:
+        """Raise for keywords of the template that are not the template's."""
+        given = {"tools": self.tools, "chat_template": self.chat_template}
+        ours = RENDERING | {name: "there are others already" for name, value in given.items() if value}
+        for name, reason in ours.items():
+            if name in self.chat_template_kwargs:
+                raise ConfigError(
+                    f"chat_template_kwargs[{name!r}]={self.chat_template_kwargs[name]!r} cannot be set: {reason}. "
+                    "Remove it."
+                )
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], tokenize: Tokenize | None = None) -> list[Prompt]:
         """Encode rows in order; a row object that occurs several times (one per completion) is encoded once."""
@@ -122,19 +147,39 @@ class PromptEncoder:
             for i, row_ids in zip(plain, self.tokenizer([prompts[i] for i in plain])["input_ids"], strict=True):
                 ids[i] = list(row_ids)
         if chats:
-            self._require_chat_template()
-            rendered = self.tokenizer.apply_chat_template(
-                [prompts[i] for i in chats],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **({"tools": list(tools)} if tools else {}),
-                **({} if self.chat_template is None else {"chat_template": self.chat_template}),
-                **self.chat_template_kwargs,
-            )
+            rendered = self._render([prompts[i] for i in chats], tools, tokenize=True, return_dict=True)
             for i, row_ids in zip(chats, rendered["input_ids"], strict=True):
                 ids[i] = list(row_ids)
         return ids
+
+    def rendered(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """The texts of conversations, as they are tokenised."""
+        texts: dict[int, str] = {}
+        for named, part in self._by_tools(list(rows)):
+            tools = named.get("tools", None if isinstance(self.tools, Mapping) else self.tools)
+            shown = self._render([read_prompt(row) for row in part], tools, tokenize=False)
+            texts |= {id(row): text for row, text in zip(part, shown, strict=True)}
+        return [texts[id(row)] for row in rows]
+
+    def _render(self, chats: Sequence[Any], tools: Schemas | None, **how: bool) -> Any:
+        self._require_chat_template()
+        return self.tokenizer.apply_chat_template(
+            list(chats),
+            add_generation_prompt=True,
+            **how,
+            **({"tools": list(tools)} if tools else {}),
+            **({} if self.chat_template is None else {"chat_template": self.chat_template}),
+            **self.chat_template_kwargs,
+        )
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Up to how many tokens a prompt fits; None if every prompt does."""
+        if self.context_length is None:
+            return None
+        most = self.context_length - self.room
+        cut = self.max_prompt_length is not None and self.max_prompt_length <= most
+        return None if cut else most
 
     def _require_chat_template(self) -> None:
         if not self.tokenizer.chat_template:
@@ -161,18 +206,6 @@ class PromptEncoder:
 def sample_rows(dataset: Any, size: int = 256) -> list[Mapping[str, Any]]:
     """An evenly spaced sample of a dataset: about `size` rows, or all of them if there are fewer."""
     return [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // size))]
-
-
-def read_every_prompt(dataset: Any, limit: int = 100_000) -> None:
-    """Raise for the first prompt that is empty or of the wrong form, and say in which row it is.
-
-    Reading is cheap, but not free: of a larger dataset the rest is read when its turn comes.
-    """
-    for i, prompt in enumerate(dataset.select(range(min(len(dataset), limit)))["prompt"]):
-        try:
-            read_prompt({"prompt": prompt})
-        except DataError as error:
-            raise DataError(f"Row {i}: {error}") from None
 
 
 # Names under which reward functions get something of their own; a column of that name could not reach them.

@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 __all__ = ["ProgressCallback", "StepRow", "duration", "plain_line", "render"]
 
 ROWS_SHOWN = 10
+NARROWEST = 9  # characters of a column
 
 
 @dataclass(frozen=True)
@@ -38,30 +39,39 @@ def duration(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def plain_line(row: StepRow, total: int) -> str:
+def held_out_title(problems: int) -> str:
+    """How the accuracy on a part of the held-out problems is called, so that nobody takes it for that on all."""
+    return f"held-out ({problems})"
+
+
+def plain_line(row: StepRow, total: int, problems: int) -> str:
     """One step as a line of text."""
     step, reward, held_out, speed, left = row.cells()
-    return f"step {step:>3}/{total}  reward {reward}  held-out {held_out or '-':>4}  {speed:>6} tokens/s  left {left}"
+    accuracy = f"{held_out_title(problems)} {held_out or '-':>4}"
+    return f"step {step:>3}/{total}  reward {reward}  {accuracy}  {speed:>6} tokens/s  left {left}"
 
 
-def render(rows: list[StepRow], total: int) -> RenderableType:
+def render(rows: list[StepRow], total: int, problems: int) -> RenderableType:
     """The latest steps as a table above a progress bar."""
     table = Table(title="GRPO on arithmetic word problems", title_justify="left")
-    for name in ("step", "reward", "held-out", "tokens/s", "time left"):
-        table.add_column(name, justify="right", min_width=9)
+    names = ("step", "reward", held_out_title(problems), "tokens/s", "time left")
+    for name in names:
+        table.add_column(name, justify="right", min_width=NARROWEST)
     for row in rows[-ROWS_SHOWN:]:
         table.add_row(*row.cells())
-    return Group(table, ProgressBar(total=total, completed=rows[-1].step if rows else 0, width=61))
+    width = 1 + sum(max(NARROWEST, len(name)) + 3 for name in names)  # that of the table, with its lines
+    return Group(table, ProgressBar(total=total, completed=rows[-1].step if rows else 0, width=width))
 
 
 class ProgressCallback(TrainerCallback):
     """Shows each step as it ends and keeps all of them in `rows`."""
 
-    def __init__(self, console: Console, evaluate: Callable[[Any], float], every: int) -> None:
-        """`evaluate(model)` is called every `every` steps and after the last one."""
+    def __init__(self, console: Console, evaluate: Callable[[Any], float], every: int, *, problems: int) -> None:
+        """`evaluate(model)`, over so many problems, is called every `every` steps and after the last one."""
         self.console = console
         self.evaluate = evaluate
         self.every = every
+        self.problems = problems
         self.rows: list[StepRow] = []
         self._live: Live | None = None
         self._started = self._resumed = 0.0
@@ -73,7 +83,7 @@ class ProgressCallback(TrainerCallback):
         """Start the clock and, in a terminal, the live table."""
         self._started = self._resumed = time.perf_counter()
         if self.console.is_terminal:
-            self._live = Live(render([], state.max_steps), console=self.console, refresh_per_second=4)
+            self._live = Live(render([], state.max_steps, self.problems), console=self.console, refresh_per_second=4)
             self._live.start()
 
     def on_log(
@@ -96,9 +106,11 @@ class ProgressCallback(TrainerCallback):
         left = (self._resumed - self._started) / state.global_step * (state.max_steps - state.global_step)
         self.rows.append(StepRow(state.global_step, logs["reward"], held_out, tokens / seconds, left))
         if self._live is None:
-            self.console.print(plain_line(self.rows[-1], state.max_steps), highlight=False, soft_wrap=True)
+            self.console.print(
+                plain_line(self.rows[-1], state.max_steps, self.problems), highlight=False, soft_wrap=True
+            )
         else:
-            self._live.update(render(self.rows, state.max_steps))
+            self._live.update(render(self.rows, state.max_steps, self.problems))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -114,6 +114,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "do_sample": (False,),
 }
 
+# Fields that say when a completion ends or how it is computed, but not what its tokens are drawn from.
+NO_FILTER = frozenset(
+    {
+        *("max_new_tokens", "max_length", "eos_token_id", "stop_strings", "max_time", "do_sample"),
+        *("use_cache", "cache_implementation", "continuous_batching_config", "use_mtp", "num_return_sequences"),
+        *("is_assistant", "assistant_early_exit", "assistant_ensemble_weight", "speculation_type"),
+        *("prompt_lookup_num_tokens", "output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+        *("return_dict_in_generate", "remove_invalid_values", "renormalize_logits"),
+    }
+)
+
 # generate looks at these only with do_sample=True.
 SAMPLING_ONLY = frozenset({"typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"})
 
@@ -151,6 +162,22 @@ def in_effect(config: Any) -> dict[str, Any]:
         if name not in IRRELEVANT and name != "pad_token_id"
         if value is not None and value != [] and value not in off.get(name, ())
     }
+
+
+def filters(config: Any, temperature: float) -> dict[str, Any]:
+    """The fields of a merged config by which tokens are drawn from another distribution than the policy's.
+
+    That is the one at `temperature`, which the loss knows.
+
+    Example:
+        filters(merged_config(GenerationConfig(do_sample=True, temperature=0.7, top_k=0), model_config), 0.7)
+        -> {"min_p": 0.1}, if the model's own config has it
+    """
+    known = (HONOURED | UNSUPPORTED.keys()) - NO_FILTER - {"temperature"}
+    found = {name: value for name, value in in_effect(config).items() if name in known}
+    if config.temperature != temperature:
+        found["temperature"] = config.temperature
+    return found if config.do_sample else {"do_sample": False, **found}
 
 
 def unsupported(config: Any) -> list[str]:

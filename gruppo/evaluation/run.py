@@ -70,8 +70,9 @@ class Results:
 
     def _table(self, layout: Callable[..., str], references: bool) -> str:
         rows = rows_of(self.summary)
+        columns = columns_of(rows, references=references)
         titles = {name: each["title"] for name, each in self.summary["benchmarks"].items()}
-        return layout(rows, references=references, benchmarks=columns_of(rows), titles=titles, intervals=True)
+        return layout(rows, references=references, benchmarks=columns, titles=titles, intervals=True)
 
 
 def evaluate(

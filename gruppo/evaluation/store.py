@@ -144,8 +144,9 @@ class EvaluationFolder:
 
     def _refuse(self, path: Path, why: str) -> None:
         raise ConfigError(
-            f"{path.parent} holds attempts of something else ({why}). Choose another output folder, or restart to "
-            "forget them."
+            f"{path.parent} holds attempts of something else ({why}). Choose another folder (--output-dir, "
+            "output_dir=…), or ask again from the beginning (--restart, restart=True), which deletes results.json "
+            f"and the attempts at all benchmarks in {self.path}."
         )
 
     def attempts(self, benchmark: str, decoding: str) -> list[Scored]:

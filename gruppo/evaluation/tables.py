@@ -1,11 +1,11 @@
 """Results as a table, in Markdown or LaTeX, laid out like that of the DeepSeekMath paper.
 
     rows_of           the rows of a results.json
-    columns_of        the columns they need: the paper's four, then any others
+    columns_of        the columns they need: the paper's four beside its rows, then any others
     markdown, latex   the table: your rows last in each section, below the paper's
 
-A number that is not of a whole set has a mark and a footnote, and is not set in bold. MATH-500 is a column of its own
-and is there only if asked for.
+A number that is not of a whole set, or not top-1, has a mark and a footnote, and is not set in bold. MATH-500 is a
+column of its own and is there only if asked for.
 """
 
 import re
@@ -45,14 +45,15 @@ REFERENCES = (
 def rows_of(results: Mapping[str, Any]) -> list[TableRow]:
     """The rows of a results.json: top-1 of the greedy passes, and a second row for the paper's grading if it was used.
 
-    A benchmark that was only sampled has no cell: the mean over samples is not top-1.
+    A benchmark that was only sampled has the mean over its samples, with a note that it is not top-1.
 
     Example:
         rows_of({"model": "m", "mode": "cot", "benchmarks": {"gsm8k": {"greedy": summary}}})[0].cells["gsm8k"].value
     """
     try:
         model, mode, benchmarks = results["model"], results["mode"], results["benchmarks"]
-        passes = {name: each["greedy"] for name, each in benchmarks.items() if each.get("greedy")}
+        shown = {name: each.get("greedy") or each.get("sampled") for name, each in benchmarks.items()}
+        passes = {name: summary for name, summary in shown.items() if summary}
         ours = {name: _cell(summary, summary) for name, summary in passes.items()}
         papers = {name: _cell(summary, summary["paper"]) for name, summary in passes.items() if summary.get("paper")}
     except KeyError as error:
@@ -64,13 +65,18 @@ def rows_of(results: Mapping[str, Any]) -> list[TableRow]:
     return rows
 
 
-def columns_of(rows: Iterable[TableRow]) -> tuple[str, ...]:
+def columns_of(rows: Iterable[TableRow], *, references: bool = True) -> tuple[str, ...]:
     """The paper's four benchmarks, then the others that rows have, MATH-500 among them.
 
+    Without the paper's rows (`references`) only what the rows have, in the same order.
+
     Example:
-        columns_of([TableRow("m", None, "cot", {"aime": Cell(3.3)})]) == ("gsm8k", "math", "mgsm_zh", "cmath", "aime")
+        rows = [TableRow("m", None, "cot", {"aime": Cell(3.3), "math": Cell(20.0)})]
+        columns_of(rows) == ("gsm8k", "math", "mgsm_zh", "cmath", "aime")
+        columns_of(rows, references=False) == ("math", "aime")
     """
-    return tuple(dict.fromkeys([*PAPER_BENCHMARKS, *(name for row in rows for name in row.cells)]))
+    own = [name for row in rows for name in row.cells]
+    return tuple(name for name in dict.fromkeys([*PAPER_BENCHMARKS, *own]) if references or name in own)
 
 
 def _cell(summary: Mapping[str, Any], graded: Mapping[str, Any]) -> Cell:
@@ -83,7 +89,18 @@ def _cell(summary: Mapping[str, Any], graded: Mapping[str, Any]) -> Cell:
 
 
 def _note(summary: Mapping[str, Any]) -> str:
-    """What is to be said of a pass that did not see the whole set."""
+    """What is to be said of a pass that was sampled, or did not see the whole set."""
+    return "; ".join(said for said in (_about_samples(summary), _about_size(summary)) if said)
+
+
+def _about_samples(summary: Mapping[str, Any]) -> str:
+    if "pass" not in summary:  # greedy
+        return ""
+    k = next(iter(summary["avg"]), None)
+    return "mean over samples, not top-1" if k is None else f"mean over {k} samples (avg@{k}), not top-1"
+
+
+def _about_size(summary: Mapping[str, Any]) -> str:
     count, whole = summary["attempted"], summary["rows"]
     if not summary["complete"]:
         return f"unfinished: {count} of {whole or summary['problems']} problems"

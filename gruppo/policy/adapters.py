@@ -47,12 +47,27 @@ def add_reference_adapter(model: Any) -> None:
     model.add_adapter(REFERENCE_ADAPTER, model.peft_config[active])
     model.set_adapter(active)
     weights = dict(model.named_parameters())
-    for name, weight in weights.items():
-        if f".{active}." in name:
-            weights[name.replace(f".{active}.", f".{REFERENCE_ADAPTER}.")].data.copy_(weight.data)
-    for name, weight in weights.items():
-        if f".{REFERENCE_ADAPTER}." in name:
-            weight.requires_grad_(False)
+    originals = {name: _renamed(name, REFERENCE_ADAPTER, active) for name in weights}
+    copies = {name: original for name, original in originals.items() if original != name}
+    for name, original in copies.items():
+        weights[name].data.copy_(weights[original].data)
+        weights[name].requires_grad_(False)
+    shared = {name for name, weight in weights.items() if weight.requires_grad} - set(copies.values())
+    if shared:
+        raise ConfigError(
+            f"The reference would move with the policy: {', '.join(sorted(shared)[:3])} is trained, but is no part of "
+            f"the adapter {active!r}, which the reference has a copy of. Freeze it, or set beta=0."
+        )
+
+
+def _renamed(path: str, old: str, new: str) -> str:
+    """The path of a parameter with one of its parts renamed; an adapter's name may be its last part, too.
+
+    Example:
+        _renamed("q_proj.lora_A.ref.weight", "ref", "default") == "q_proj.lora_A.default.weight"
+        _renamed("embed_tokens.lora_embedding_A.ref", "ref", "default") == "embed_tokens.lora_embedding_A.default"
+    """
+    return ".".join(new if part == old else part for part in path.split("."))
 
 
 @contextmanager

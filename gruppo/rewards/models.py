@@ -1,7 +1,9 @@
 """Reward models: sequence classifiers with one output."""
 
+import difflib
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,11 +11,41 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from gruppo.errors import ConfigError
+from gruppo.rewards import __all__ as shipped
+
+FUNCTIONS = [name for name in shipped if name != "check_reward"]
 
 
 def load_reward_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
     """A classifier with one label. It does not inherit the policy's loading arguments: those are the policy's own."""
-    return AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, trust_remote_code=trust_remote_code)
+    refuse_shipped_name(name)
+    try:
+        return AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=1, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        close = difflib.get_close_matches(name, FUNCTIONS, n=1, cutoff=0.6)
+        mean = f" Did you mean `from gruppo.rewards import {close[0]}`?" if close else ""
+        raise ConfigError(
+            f"reward_funcs has the string {name!r}. A string means a reward model, by its name on the hub or its "
+            f"folder; a function is passed itself.{mean} The model could not be loaded: {error}"
+        ) from error
+
+
+def refuse_shipped_name(name: str) -> None:
+    """Raise for the name of a shipped reward function, which the hub would be asked for in vain.
+
+    Example:
+        refuse_shipped_name("accuracy_reward")
+        ConfigError: reward_funcs has the string 'accuracy_reward', …: from gruppo.rewards import accuracy_reward
+    """
+    if name not in FUNCTIONS or Path(name).is_dir():
+        return
+    call = f"; reward_funcs={name}(…)" if name.startswith("get_") else f"; reward_funcs={name}"
+    raise ConfigError(
+        f"reward_funcs has the string {name!r}. A string means a reward model; the function of that name is passed "
+        f"itself: from gruppo.rewards import {name}{call}"
+    )
 
 
 def load_reward_tokenizer(model: Any, tokenizer: Any, trust_remote_code: bool) -> Any:

@@ -9,7 +9,17 @@ from torch import Tensor, nn
 
 from gruppo.errors import ConfigError
 from gruppo.rewards.marks import innermost
-from gruppo.rewards.models import load_reward_model, load_reward_tokenizer
+from gruppo.rewards.models import load_reward_model, load_reward_tokenizer, refuse_shipped_name
+
+__all__ = [
+    "function_name",
+    "is_async",
+    "is_reward_model",
+    "listed_rewards",
+    "refuse_shipped_name",
+    "resolve_rewards",
+    "unique_names",
+]
 
 
 def function_name(function: Any) -> str:
@@ -39,6 +49,11 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def listed_rewards(functions: Any) -> list[Any]:
+    """`reward_funcs` as a list of its own, whether one reward, several or none were passed."""
+    return [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
+
+
 def resolve_rewards(
     functions: Any, tokenizers: Any, weights: Sequence[float] | None, *, trust_remote_code: bool
 ) -> tuple[list[Any], list[Any], Tensor]:
@@ -46,7 +61,7 @@ def resolve_rewards(
 
     The user's own lists are not touched.
     """
-    functions = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
+    functions = listed_rewards(functions)
     if not functions:
         raise ConfigError("There is no reward: pass at least one function or model in reward_funcs.")
     functions = [load_reward_model(f, trust_remote_code) if isinstance(f, str) else f for f in functions]

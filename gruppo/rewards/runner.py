@@ -127,6 +127,7 @@ class RewardRunner:
         self.timer = timer
         self._async = AsyncRewards(self.settings.patience, timer)
         self._pools: dict[int, Pool] = {}
+        self.latest_failures: dict[str, str] = {}  # by reward: the last batch with failures, in words
         self._reported: set[str] = set()  # rewards whose first failure was shown, and columns that workers do not get
         self.functions = functions
 
@@ -150,6 +151,16 @@ class RewardRunner:
         if is_reward_model(function) or is_async(function) or names_environments(function):
             return False
         return self.settings.timeout is not None or wants_worker(function)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether some reward runs in worker processes."""
+        return bool(self._pools)
+
+    @property
+    def has_async(self) -> bool:
+        """Whether some reward is an async function."""
+        return any(is_async(function) for function in self.functions)
 
     def close(self) -> None:
         """End all workers; the next call starts new ones."""
@@ -249,6 +260,7 @@ class RewardRunner:
             f"{shorten(batch.prompts[i])}, completion {shorten(batch.completions[i])}.\n"
             f"{clip(outcomes[i].error or '', 4000)}"
         )
+        self.latest_failures[name] = what
         if self.settings.on_error == "raise":
             raise RewardError(what)
         if name not in self._reported:

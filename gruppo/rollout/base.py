@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from gruppo.engine.noise import derive_key
+from gruppo.engine.settings import filters, merged_config
+from gruppo.policy.unwrap import inner_model
 from gruppo.types import Completion, SampleRequest
 
 
@@ -42,6 +44,15 @@ class RolloutBackend:
         A backend may keep what it knows of them between the calls. The weights stay as they are meanwhile.
         """
         return nullcontext()
+
+    def config_in_effect(self) -> Any:
+        """`config` with its gaps filled from the model's own generation config, as sampling fills them."""
+        model = None if self.policy is None else inner_model(self.policy())
+        return merged_config(self.config, getattr(model, "generation_config", None))
+
+    def filters(self, temperature: float) -> dict[str, Any]:
+        """The settings by which it samples from another distribution than the policy's at this temperature."""
+        return filters(self.config_in_effect(), temperature)
 
     @property
     def timer(self) -> str:

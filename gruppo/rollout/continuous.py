@@ -55,6 +55,10 @@ class ContinuousBatchingBackend(RolloutBackend):
         self.autocast_dtype = autocast_dtype
         self._check(policy())
 
+    def config_in_effect(self) -> Any:
+        """It reads nothing of the model's own."""
+        return self.config
+
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order."""
         if not requests:

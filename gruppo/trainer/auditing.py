@@ -1,5 +1,6 @@
 """The checks of every update, as the trainer asks for them. The checks themselves are in `gruppo.audit`."""
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,17 @@ from gruppo.audit.update import books, nonfinite
 from gruppo.audit.weights import WeightProbe
 from gruppo.types import Rollout
 
+logger = logging.getLogger(__name__)
+
 Note = Callable[[Finding], None]
 
 
 class Audits:
-    """All checks of a run with what they remember; with audit='off' none of them looks at anything."""
+    """All checks of a run with what they remember; with audit='off' none of them reports anything.
+
+    An update that is not finite is left out and counted all the same: that is no report, but what keeps the weights
+    whole.
+    """
 
     def __init__(self, mode: Any, max_bad_updates: int, on_finding: Note):
         self.mode, self.on_finding, self.max_bad_updates = mode, on_finding, max_bad_updates
@@ -88,11 +95,11 @@ class Audits:
 
     def is_finite(self, loss: float, grad_norm: float | None, *, left_out: bool = True) -> bool:
         """Whether an update may reach the weights; if not, it counts as a bad one."""
-        if not self.on:
-            return True
         findings = nonfinite(loss, grad_norm, left_out=left_out)
         self.skipped = bool(findings)
         self.bad_updates.note(self.skipped)
+        if self.skipped and not self.on and self.bad_updates.total == 1:
+            logger.warning(f"{findings[0].message} (audit='off': said once; audit/skipped_updates counts them.)")
         self.auditor.report(findings)
         return not findings
 
@@ -120,10 +127,8 @@ class Audits:
 
     def totals(self) -> dict[str, float]:
         """Counts of the run so far, for the log."""
-        if not self.on:
-            return {}
         skipped = {"audit/skipped_updates": float(self.bad_updates.total)} if self.bad_updates.total else {}
-        return self.books.metrics() | skipped
+        return skipped | (self.books.metrics() if self.on else {})
 
     def why_stopped(self, folder: str) -> str:
         return (

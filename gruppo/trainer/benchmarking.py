@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import Trainer
 
-from gruppo.config.validate import check_eval_batches, nearest
+from gruppo.config.hints import nearest
+from gruppo.config.validate import check_eval_batches
 from gruppo.errors import ConfigError
 from gruppo.rollout.base import RolloutBackend
 from gruppo.trainer.state import RandomState

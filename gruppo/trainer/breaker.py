@@ -1,4 +1,9 @@
-"""What a run does about rewards that fail: it counts them, and stops when nothing else comes back."""
+"""What a run does about rewards that fail: it counts them, and ends with an error when too little else comes back.
+
+the first generation         ends the run at once if a reward failed on every completion of it
+the window of updates        ends it with a checkpoint if rewards failed on too large a share
+the end of a shorter run     is judged in the same way, by the updates that there were
+"""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -62,7 +67,15 @@ class RewardCounts:
 
 
 class RewardBreaker(TrainerCallback):
-    """Stops a run, with a checkpoint, when rewards failed on too large a share of the last updates' completions."""
+    """Stops a run, with a checkpoint, when rewards failed on too large a share of the last updates' completions.
+
+    A run that ends before there are so many updates is judged by those it has. A `max_rate` of None or 1 never stops.
+
+    Example:
+        breaker.note(kinds_NR)              after each generation
+        breaker.on_step_end(…)              stops the run if it has to, and remembers in `stopped_at` that it did
+        breaker.message("run/checkpoint-20")
+    """
 
     def __init__(self, max_rate: float | None):
         self.max_rate = max_rate
@@ -72,16 +85,34 @@ class RewardBreaker(TrainerCallback):
         """Forget an earlier run."""
         self._updates: deque[tuple[int, int]] = deque()  # failed and all completions of each
         self._failed, self._rows = 0, 0  # since the last update
+        self._begun = False  # whether the first generation was looked at
         self.stopped_at: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"updates": [list(update) for update in self._updates], "since": [self._failed, self._rows]}
+        return {
+            "updates": [list(update) for update in self._updates],
+            "since": [self._failed, self._rows],
+            "stopped": self.stopped_at is not None,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._updates = deque((failed, rows) for failed, rows in state["updates"])
         self._failed, self._rows = state["since"]
-        if self.max_rate is not None and self.rate > self.max_rate:
+        self._begun = bool(self._updates or self._rows)
+        if state.get("stopped") or self.exceeded():
             self.reset()  # it stopped the run, and whoever goes on with it has mended something
+
+    def hopeless(self, kinds_NR: Tensor) -> int | None:
+        """The reward, if any, that failed on every completion of a run's first generation.
+
+        Such a reward is most likely a mistake, which is better told before hours than after. A run that is resumed had
+        its first generation already.
+        """
+        begun, self._begun = self._begun, True
+        if begun or not len(kinds_NR) or self.max_rate is None or self.max_rate >= 1:
+            return None
+        failed = (kinds_NR >= Kind.TIMEOUT).all(dim=0).nonzero()
+        return int(failed[0]) if len(failed) else None
 
     def note(self, kinds_NR: Tensor) -> None:
         """Count the completions of a generation, those of all processes."""
@@ -90,11 +121,13 @@ class RewardBreaker(TrainerCallback):
 
     @property
     def rate(self) -> float:
-        """The share of failures over the window; 0 before it is full."""
-        if len(self._updates) < WINDOW or self._generations < GENERATIONS:
-            return 0.0
-        failed, rows = (sum(column) for column in zip(*self._updates, strict=True))
-        return failed / rows
+        """The share of failures over the window, or over the updates so far."""
+        return sum(failed for failed, _ in self._updates) / max(1, sum(rows for _, rows in self._updates))
+
+    def exceeded(self, *, ended: bool = False) -> bool:
+        """Whether the share is too large; before the window is full nobody can say, unless the run has ended."""
+        full = len(self._updates) >= WINDOW and self._generations >= GENERATIONS
+        return self.max_rate is not None and (full or ended) and self.rate > self.max_rate
 
     @property
     def _generations(self) -> int:
@@ -106,15 +139,17 @@ class RewardBreaker(TrainerCallback):
         self._failed, self._rows = 0, 0
         while len(self._updates) > WINDOW and self._generations - (self._updates[0][1] > 0) >= GENERATIONS:
             self._updates.popleft()
-        if self.max_rate is not None and self.rate > self.max_rate:
+        if self.exceeded(ended=control.should_training_stop):  # set by the last update, and by other callbacks
             self.stopped_at = state.global_step
             control.should_save = control.should_training_stop = True
 
-    def message(self, folder: str) -> str:
-        """Why the run ended, and how to go on."""
+    def message(self, folder: str | None) -> str:
+        """Why the run ended, and how to go on from the checkpoint, if there is one."""
+        then = "Mend the reward and begin again"
+        if folder is not None:
+            then = f"The run was saved in {folder} and stopped. Mend the reward and resume from there"
         return (
             f"Rewards timed out or failed on {self.rate:.0%} of the completions of the last {len(self._updates)} "
-            f"updates, which is above max_reward_failure_rate={self.max_rate}. The run was saved in {folder} and "
-            "stopped; the log has the first traceback of each reward. Mend the reward and resume from there, or raise "
-            "the limit."
+            f"updates, which is above max_reward_failure_rate={self.max_rate}. The log has the first traceback of "
+            f"each reward. {then}, or raise the limit; None is no limit."
         )

@@ -26,6 +26,7 @@ from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from gruppo.errors import AuditError
 from gruppo.runs import checkpoints
 from gruppo.trainer.machine import environment_of
 from gruppo.trainer.metrics import any_process
@@ -62,6 +63,7 @@ class Checkpointing(Watching):
     _saved_at: int | None = None  # the update after which the last checkpoint was written
     _retry_at: int | None = None  # the update after which to save again, when the disk was full
     _pause = 1
+    _resumed_from: str | None = None
     _run_id = ""
     _changes: Sequence[str] = ()  # settings that differ from those of the checkpoint at hand
     _settings_now: dict[str, Any]  # as the run began: a callback may change some
@@ -153,7 +155,17 @@ class Checkpointing(Watching):
 
     def _note_random_state(self) -> None:
         """After an update and all that follows it, but before the loader of a new epoch draws a number."""
-        self._random = RandomState.now() if self.stopper.enabled and self.stopper.alone else None
+        self._random = RandomState.now() if self._saves_when_interrupted else None
+
+    @property
+    def _saves_when_interrupted(self) -> bool:
+        """Whether a signal or an exception may abandon an update; other processes could not be told."""
+        return self.stopper.enabled and self.stopper.alone
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self._boundary = None  # the optimizer's step is next, and the weights will be others
+        return grad_norm
 
     def _save_boundary(self) -> None:
         """Save the run as it was before the update that was abandoned."""
@@ -167,6 +179,23 @@ class Checkpointing(Watching):
             self._save_checkpoint(self.model_wrapped, None)
         finally:
             self._abandoned = None
+
+    def _save_despite(self, error: Exception, save: Callable[[], None]) -> None:
+        """Save the last update that was finished, before an exception ends the run, and say in it how to go on."""
+        step = self.state.global_step
+        if not self._saves_when_interrupted or not step:
+            return
+        try:
+            save()
+        except Exception as another:  # whatever it is: the first one is why the run ends, and must be seen
+            logger.error(f"Update {step} could not be saved: {type(another).__name__}: {another}")
+        run = Path(self._get_output_dir(trial=getattr(self, "_trial", None)))
+        folder = str(run / f"{PREFIX_CHECKPOINT_DIR}-{step}") if self._saved_at == step else self._resumed_from
+        if folder is not None and Path(folder).name == f"{PREFIX_CHECKPOINT_DIR}-{step}":
+            said = f"Update {step}, the last one that was finished, is in {folder}. Go on with train({folder!r})."
+            if said not in getattr(error, "__notes__", ()):
+                logger.warning(f"{type(error).__name__} ends the run. {said}")
+                error.add_note(said)
 
     # ---- saving
 
@@ -287,7 +316,14 @@ class Checkpointing(Watching):
             elif not self._update_ended:  # the epoch was left in its middle, and what belongs to its end is not due
                 control.should_log = control.should_evaluate = control.should_save = False
         self._record_plan()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._boundary = None
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        except AuditError:
+            raise  # nobody wants to go on from an update that it is about
+        except Exception as failed:
+            self._save_despite(failed, lambda: self._save_checkpoint(self.model_wrapped, None))
+            raise
         self._note_random_state()
 
     @property

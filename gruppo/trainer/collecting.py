@@ -14,7 +14,7 @@ from gruppo.data.collate import collate
 from gruppo.errors import RewardError
 from gruppo.policy.modes import weights_version
 from gruppo.rewards.outcomes import Kind
-from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics
+from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rows_scored
 from gruppo.trainer.recording import recorded_rows
 from gruppo.trainer.resampling import Scored, groups_without_spread, resampling_metrics
 from gruppo.trainer.sampling import Sampling
@@ -43,7 +43,7 @@ class Collecting(Sampling):
         if self.mode == "train" and self.args.dynamic_sampling:
             self._replace_groups_without_spread(generation)
         self._log_lengths(generation.lengths_NC)
-        self.metrics.add(self.mode, tool_metrics(generation.tools))
+        self.metrics.add(self.mode, tool_metrics(generation.tools), of=len(generation.rewards_NR))
         batch = self.to_tensors(generation.rollouts)
         if self.mode == "train":
             self._check_parity(batch)
@@ -75,7 +75,7 @@ class Collecting(Sampling):
         self.audits.sampled(
             rollouts,
             temperature=self._drawn_temperature,
-            shaped=not self._asked or bool(biased_sampling(self.args)),
+            shaped=not self._asked or bool(biased_sampling(self)),
             vocabulary=policy.get_input_embeddings().weight.shape[0] or policy.config.get_text_config().vocab_size,
             end_ids=self.eos_token_ids,
             weights=None if used is None else (used, weights_version(policy)),
@@ -154,11 +154,14 @@ class Collecting(Sampling):
         if self.epochs_consumed is not None:
             self.metrics.values["train"]["dynamic_sampling/epoch"] = [self.epochs_consumed]
 
+    def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
+        """What advantages are made from, by row: the weighted sum of the rewards, where a recipe knows no better."""
+        return combine_rewards(rewards_NR, self.reward_weights)
+
     def _groups_without_spread(self, generation: Scored) -> list[int]:
-        clip_range = getattr(self.args, "reward_clip_range", None)  # RLOO compares what is left after it
         steps, size = self._steps(generation), self.group_size
         if steps is None:
-            return groups_without_spread(generation.rewards_NR, self.reward_weights, size, clip_range)
+            return groups_without_spread(self.compared_rewards(generation.rewards_NR, size), size)
         return steps.groups_without_spread(generation.rewards_NR, self.reward_weights, size)
 
     # ---- advantages
@@ -246,20 +249,22 @@ class Collecting(Sampling):
 
     def _log_lengths(self, lengths_NC: Tensor) -> None:
         lengths, _, unfinished, cut = lengths_NC.unbind(1)
-        self.metrics.add(self.mode, length_metrics(lengths, unfinished))
+        metrics, rows, ended = length_metrics(lengths, unfinished), len(lengths), len(lengths) - int(unfinished.sum())
+        self.metrics.add(self.mode, metrics, {key: ended if "terminated" in key else rows for key in metrics})
         if self.args.max_prompt_length is not None:
-            self.metrics.add(self.mode, {"prompts/truncated_ratio": cut.float().mean().item()})
+            self.metrics.add(self.mode, {"prompts/truncated_ratio": cut.float().mean().item()}, of=rows)
         self.metrics.values[self.mode]["num_tokens"] = [self.state.num_input_tokens_seen]
 
     def _log_rewards(self, generation: Scored, advantages: Advantages) -> None:
         names, rollouts, rewards_NR = self.reward_func_names, generation.rollouts, generation.rewards_NR
-        zero_std = frac_zero_std(advantages.std_B)
-        self.metrics.add(self.mode, reward_metrics(names, rewards_NR, advantages.rewards_B, zero_std))
+        metrics = reward_metrics(names, rewards_NR, advantages.rewards_B, frac_zero_std(advantages.std_B))
+        self.metrics.add(self.mode, metrics, rows_scored(names, rewards_NR, advantages.rewards_B))
         self.reward_counts.add(self.metrics, self.mode, generation.counted_kinds_NR)
         if self.mode == "train":
             self.reward_breaker.note(generation.counted_kinds_NR)
-        metrics, columns = self._gather_user_logs(generation)
-        self.metrics.add(self.mode, metrics)
+        numbers, columns = self._gather_user_logs(generation)
+        means = {name: sum(values) / len(values) for name, values in numbers.items()}
+        self.metrics.add(self.mode, means, {name: len(values) for name, values in numbers.items()})
         texts = [(rollout.prompt.text, rollout.output) for rollout in rollouts]
         texts = gather_object(texts) if self.accelerator.num_processes > 1 else texts
         self.completion_logs[self.mode].extend(
@@ -270,8 +275,8 @@ class Collecting(Sampling):
             columns,
         )
 
-    def _gather_user_logs(self, generation: Scored) -> tuple[dict[str, float], dict[str, list[Any]]]:
-        """`log_metric` means and `log_extra` columns of all processes; a process without a column gives None."""
+    def _gather_user_logs(self, generation: Scored) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:
+        """`log_metric` values and `log_extra` columns of all processes; a process without a column gives None."""
         local = [(generation.metrics, generation.columns, len(generation.rollouts))]
         parts = gather_object(local) if self.accelerator.num_processes > 1 else local
         values: dict[str, list[float]] = {}
@@ -280,4 +285,4 @@ class Collecting(Sampling):
                 values.setdefault(name, []).extend(numbers)
         names = sorted({name for _, columns, _ in parts for name in columns})
         columns = {name: [v for _, cols, n in parts for v in cols.get(name, [None] * n)] for name in names}
-        return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}, columns
+        return values, columns

@@ -1,9 +1,11 @@
 """One trainer for every recipe: where rollouts enter transformers.Trainer.
 
-An update reads top to bottom:
+`train` (resuming.py) prepares the run and goes to transformers' loop. An update of that reads top to bottom:
 
     get_batch_samples   takes micro-batches from a queue, and collects a new generation when the queue is empty
+                        (_next_micro_batch → _collect_slices → _generate_and_score_completions, a hook of TRL's)
     collect             prompts → rollouts → rewards → log-probs → advantages            (collecting.py, scoring.py)
+                        its rows are shuffled and cut into micro-batches, as TRL's are, for the queue
     training_step       called for each micro-batch; the last one runs the whole update
     run_update          packs of rows: forward, loss, backward                           (updating.py)
     _end_of_update      metrics of the update, controllers                               (updating.py)
@@ -35,7 +37,7 @@ from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import generation_config
 from gruppo.rollout.select import choose_backend
-from gruppo.trainer import setup, tooling
+from gruppo.trainer import arguments, setup, tooling
 from gruppo.trainer.auditing import Audits
 from gruppo.trainer.benchmarking import Benchmarking, load_benchmarks
 from gruppo.trainer.completions import CompletionLog, start_hub_uploads
@@ -47,6 +49,7 @@ from gruppo.trainer.planning import UpdatePlanner
 from gruppo.trainer.profiling import Timings
 from gruppo.trainer.resuming import Resuming
 from gruppo.trainer.stopping import Stopper
+from gruppo.trainer.unused import Parts, check_unused
 from gruppo.types import TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -92,6 +95,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.benchmarks = load_benchmarks(args, eval_dataset)  # before the model, which takes longer
         self.toolset = tooling.make_toolset(tools, environment_factory, args)
         self.tools = [] if self.toolset is None else self.toolset.functions
+        arguments.check_early(self, args, reward_funcs, train_dataset, eval_dataset, rollout_func)
         set_seed(args.seed)  # before the model is made: adapters are initialised at random
         policy = loading.load_policy(model, args, args.distributed_state and args.distributed_state.distributed_type)
         tokenizer = loading.load_tokenizer(processing_class, policy, args)
@@ -160,6 +164,9 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.stopper = Stopper(enabled=args.save_on_signal, alone=self.accelerator.num_processes == 1)
         self.audits = Audits(args.audit, args.max_bad_updates, self._note_finding)
         self._make_rewards(rewards)
+        check_unused(
+            args, Parts(self.toolset is not None, self.reward_runner.has_workers, self.reward_runner.has_async)
+        )
         self._extra_columns, self._extra_metrics = {}, {}
         self.ref_model = self._make_reference()
         self._make_sampler(rollout_func)
@@ -199,6 +206,8 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             needed=rollout_func is None or self.toolset is not None,
             entropies=args.skip_zero_advantage,  # of rows that the update leaves out
         )
+        if rollout_func is None or self.toolset is not None:
+            setup.warn_biased_sampling(self)
         self.backend.pause = self.stopper.check
         self.backend.clock = lambda: self.state.global_step
         self.tool_loop = self._make_tool_loop()
@@ -246,12 +255,9 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._random_state_due = kwargs.get("resume_from_checkpoint")
         if self._random_state_due is not None:
             self._earlier_runs = 0  # it is the first run that goes on
-        evaluates_first = self.args.eval_on_start
-        self.args.eval_on_start = evaluates_first and self._random_state_due is None  # a resumed run has done it
         try:
             output = super()._inner_training_loop(*args, **kwargs)
         finally:
-            self.args.eval_on_start = evaluates_first
             self._earlier_runs += 1
             if self.toolset is not None:
                 self.toolset.close()
@@ -342,6 +348,12 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
 
     # ---- evaluation
 
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        """Trainer's, in a run. The one before the first update (`skip_scheduler`) a resumed run has behind it."""
+        if skip_scheduler and self._random_state_due is not None:
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
     @contextmanager
     def _in_mode(self, mode: str) -> Iterator[None]:
         previous, self.mode = self.mode, mode
@@ -358,6 +370,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         """Trainer's loop, with the metrics of the sampled completions beside its loss."""
         prefix = self._eval_prefix = kwargs.get("metric_key_prefix", "eval")
         self.completion_logs["eval"] = CompletionLog(self.args.generation_batch_size)
+        self.metrics.take("eval")  # of an evaluation that an exception ended
         self._batches_evaluated, self._rows_evaluated, self._loss_evaluated = 0, 0, 0.0
         output = super().evaluation_loop(*args, **kwargs)
         output.metrics.update({f"{prefix}_{key}": value for key, value in self.metrics.take("eval").items()})

@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from gruppo.algo import masks, objectives
-from gruppo.algo.advantages import Advantages, normalize_then_sum, sum_then_normalize
+from gruppo.algo.advantages import Advantages, normalize_then_sum, sum_of_normalized, sum_then_normalize
 from gruppo.algo.loss import LossSettings
 from gruppo.algo.recipes import LOSS_TYPES, Recipe
 from gruppo.config.grpo import GRPOConfig
 from gruppo.trainer import setup
+from gruppo.trainer.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
 from gruppo.trainer.metrics import gather_rows
 
@@ -32,6 +33,7 @@ class GRPOTrainer(PolicyTrainer):
     algorithm = "grpo"
     config_class = GRPOConfig
 
+    @explains_unknown_arguments
     def __init__(
         self,
         model: Any,
@@ -91,6 +93,11 @@ class GRPOTrainer(PolicyTrainer):
             use_bias_correction_kl=args.use_bias_correction_kl,
             off_policy_mask_threshold=args.off_policy_mask_threshold,
         )
+
+    def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
+        if self.args.multi_objective_aggregation == "normalize_then_sum":
+            return sum_of_normalized(rewards_NR, self.reward_weights, group_size)
+        return super().compared_rewards(rewards_NR, group_size)
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
         if self.args.multi_objective_aggregation == "normalize_then_sum":

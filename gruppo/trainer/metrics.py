@@ -2,12 +2,13 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from gruppo.algo.loss import Mean, Min, Stat
@@ -43,6 +44,26 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
     return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), reduction="sum") > 0)
 
 
+@contextmanager
+def raised_together(accelerator: Accelerator, kind: type[Exception]) -> Iterator[None]:
+    """What one process raises in here all of them raise, as errors of this kind, lest some wait for the others.
+
+    All processes must come here, and none may wait for another inside.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:  # of any kind: it is raised below, once the others know
+        error = raised
+    if any_process(accelerator, error is not None) and accelerator.num_processes > 1:
+        told = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
+        first, reason = next((process, reason) for process, reason in enumerate(told) if reason is not None)
+        if error is None:
+            raise kind(f"On process {first}: {reason}")
+    if error is not None:
+        raise error
+
+
 def from_main(accelerator: Accelerator, value: Any) -> Any:
     """What the main process has."""
     if accelerator.num_processes == 1:
@@ -53,6 +74,8 @@ def from_main(accelerator: Accelerator, value: Any) -> Any:
 class MetricStore:
     """Values per mode and key; `take` averages and clears them.
 
+    The batches of an evaluation may differ in size: there a value counts by the rows or tokens that it is of.
+
     Statistics of the loss are kept as sums on the device and combined over processes once per update, so that a
     micro-batch costs neither a synchronisation nor a collective.
     """
@@ -60,11 +83,15 @@ class MetricStore:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.values: dict[str, Metrics] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._counts: Metrics = defaultdict(list)  # how many rows or tokens each value of an evaluation is of
         self._pending: list[dict[str, Stat]] = []
 
-    def add(self, mode: str, metrics: dict[str, float]) -> None:
+    def add(self, mode: str, metrics: Mapping[str, float], of: float | Mapping[str, float] = 1.0) -> None:
+        """Add a value to each key, with the number of rows or tokens that it is of, all together or by key."""
         for key, value in metrics.items():
             self.values[mode][key].append(value)
+            if mode == "eval":
+                self._counts[key].append(of[key] if isinstance(of, Mapping) else of)
 
     def defer(self, stats: dict[str, Stat]) -> None:
         """Keep one micro-batch's statistics until `flush`."""
@@ -106,20 +133,31 @@ class MetricStore:
                         continue
                     means.setdefault(key, []).append((num, den))
                     if not key.startswith("_"):
-                        self.values[mode][key].append(num / den if den else 0.0)  # 0 where there is no loss token
+                        self.add(mode, {key: num / den if den else 0.0}, of=den)  # 0 where there is no loss token
                 else:
                     extreme = nanmin if kind is Min else nanmax
-                    self.values[mode][key].append(extreme(micro_batch[:, 0]).item())
+                    self.add(mode, {key: extreme(micro_batch[:, 0]).item()})
         return means
 
     def take(self, mode: str) -> dict[str, float | None]:
         """The mean of each key's values without NaNs (None if there are only NaNs); the store is empty afterwards."""
         averaged = {}
         for key, values in self.values[mode].items():
-            known = [value for value in values if not math.isnan(value)]
-            averaged[key] = sum(known) / len(known) if known else None
+            counts = self._counts[key] if mode == "eval" else []
+            if len(counts) != len(values) or not any(counts):  # of training, written directly, or of nothing at all
+                counts = [1.0] * len(values)
+            averaged[key] = _mean(values, counts)
         self.values[mode].clear()
+        if mode == "eval":
+            self._counts.clear()
         return averaged
+
+
+def _mean(values: Sequence[float], counts: Sequence[float]) -> float | None:
+    """The mean of the values that are numbers, each as often as its count says; None if there are none."""
+    known = [(value, count) for value, count in zip(values, counts, strict=True) if not math.isnan(value)]
+    total = sum(count for _, count in known)
+    return sum(value * count for value, count in known) / total if total else None
 
 
 def _pair(stat: Stat | None) -> Tensor:
@@ -148,18 +186,27 @@ def reward_metrics(names: Iterable[str], rewards_BR: Tensor, rewards_B: Tensor, 
     return metrics
 
 
-def ratio_metrics(accelerator: Accelerator, weights: Tensor | None, mask_BT: Tensor) -> dict[str, float]:
-    """Of the correction of the sampler, over the loss tokens or sequences of all processes; none if nobody has any."""
+def ratio_metrics(accelerator: Accelerator, weights: Tensor | None, mask_BT: Tensor) -> tuple[dict[str, float], float]:
+    """Of the correction of the sampler, over the loss tokens or sequences of all processes, and how many these are."""
     if weights is None:
         values = torch.zeros(0, device=mask_BT.device)
     else:
         values = weights[mask_BT.bool()] if weights.shape == mask_BT.shape else weights.flatten()
     values = gather_rows(accelerator, values)
     if not len(values):
-        return {}
+        return {}, 0.0
     found = {"min": values.min(), "mean": values.mean(), "max": values.max()}
     metrics = {f"sampling/importance_sampling_ratio/{name}": value.item() for name, value in found.items()}
-    return metrics | {"sampling/dropped_share": (values == 0).float().mean().item()}
+    return metrics | {"sampling/dropped_share": (values == 0).float().mean().item()}, float(len(values))
+
+
+def rows_scored(names: Iterable[str], rewards_BR: Tensor, rewards_B: Tensor) -> dict[str, float]:
+    """How many rows each number of `reward_metrics` is of: those that the reward scored."""
+    counts = {}
+    for i, name in enumerate(names):
+        counts[f"rewards/{name}/mean"] = counts[f"rewards/{name}/std"] = float((~rewards_BR[:, i].isnan()).sum())
+    counts["reward"] = counts["reward_std"] = float((~rewards_B.isnan()).sum())
+    return counts | {"frac_reward_zero_std": float(len(rewards_B))}
 
 
 def length_metrics(lengths_B: Tensor, truncated_B: Tensor) -> dict[str, float]:

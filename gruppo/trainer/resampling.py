@@ -98,17 +98,12 @@ def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> 
     return [changed.get(place, value) for place, value in enumerate(values)]
 
 
-def groups_without_spread(
-    rewards_NR: Tensor, weights_R: Tensor, group_size: int, clip_range: Sequence[float] | None = None
-) -> list[int]:
-    """The groups whose weighted rewards have a deviation of 0, after the clip if there is one.
+def groups_without_spread(rewards_N: Tensor, group_size: int) -> list[int]:
+    """The groups whose rewards, as the recipe compares them, have a deviation of 0.
 
     Unscorable rows are left out; a group with fewer than two scorable ones has no deviation and is not among them, as
     in `frac_reward_zero_std`.
     """
-    rewards_N = combine_rewards(rewards_NR, weights_R)
-    if clip_range is not None:
-        rewards_N = rewards_N.clamp(*clip_range)
     std_P = nanstd(rewards_N.view(-1, group_size), dim=1)
     return [int(group) for group in std_P.isclose(torch.zeros_like(std_P)).nonzero()[:, 0].tolist()]
 

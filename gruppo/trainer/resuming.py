@@ -1,5 +1,6 @@
 """A run from its first call to its end: who may write into the folder, where it goes on, and how it ends."""
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 class Resuming(Checkpointing):
     """The part of the trainer that begins and ends runs."""
 
-    _resumed_from: str | None = None
+    args: Any
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's `train`, alone in its folder, from a checkpoint that was checked, with an orderly end on signals.
@@ -42,6 +43,8 @@ class Resuming(Checkpointing):
             except StopRequested:
                 self._save_boundary()
             except BaseException as error:
+                if isinstance(error, Exception):
+                    self._save_despite(error, self._save_boundary)
                 self.record_event("failed", error=type(error).__name__, message=str(error)[:2000])
                 raise
             finally:
@@ -62,11 +65,14 @@ class Resuming(Checkpointing):
         self._load_rng_state(self._random_state_due)  # of a run that was over: no update has done it
         if self._retry_at is not None:
             self._save_checkpoint(self.model_wrapped, None)
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        own = self.args
+        if own.save_total_limit == 1:  # Trainer would leave the best one alone; the config is the user's to change
+            self.args = copy.copy(own)
+            self.args.save_total_limit = None
         try:
             return super()._finalize_training(*args, **kwargs)
         finally:
-            self.args.save_total_limit = limit
+            self.args = own
 
     def _raise_reason_to_stop(self) -> None:
         """The end of a run that did not come to its own."""

@@ -13,7 +13,7 @@ from gruppo.rewards.outcomes import Steps
 from gruppo.rewards.resolve import function_name, is_reward_model, unique_names
 from gruppo.rewards.runner import RewardInputs, RewardRunner, RewardSettings, Scores
 from gruppo.trainer.breaker import RewardBreaker, RewardCounts, kinds_from_values
-from gruppo.trainer.metrics import gather_rows
+from gruppo.trainer.metrics import gather_rows, raised_together
 from gruppo.trainer.scoring import Scoring
 from gruppo.types import Rollout
 
@@ -78,7 +78,23 @@ class Rewarding(Scoring):
         )
         if self._reward_kinds_NR is None or self._reward_kinds_NR.shape != rewards_NR.shape:
             self._reward_kinds_NR = kinds_from_values(rewards_NR)  # a subclass has rewards of its own
+        if self.mode == "train":
+            self._raise_if_hopeless(self._reward_kinds_NR, rollouts)
         return rewards_NR
+
+    def _raise_if_hopeless(self, kinds_NR: Tensor, rollouts: Sequence[Rollout]) -> None:
+        """The end of a run in whose first generation a reward failed everywhere; all processes know, and agree."""
+        reward = self.reward_breaker.hopeless(kinds_NR)
+        if reward is None:
+            return
+        name, conversation = self.reward_func_names[reward], bool(rollouts) and not isinstance(rollouts[0].output, str)
+        form = "lists of messages, whose text is completion[0]['content']" if conversation else "strings"
+        raise RewardError(
+            f"There is nothing to learn from: the reward '{name}' failed on all {len(kinds_NR)} completions of the "
+            f"first generation. {self.reward_runner.latest_failures.get(name, '')}\n"
+            f"Completions of these prompts are {form}. Mend the reward: gruppo.check_reward(fn, rows) tries one "
+            "without a run. max_reward_failure_rate=None goes on whatever rewards do."
+        )
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
@@ -86,8 +102,8 @@ class Rewarding(Scoring):
         """Hook: rewards (N, R) gathered from all processes, NaN where a function abstained or failed."""
         none = torch.zeros(0, len(self.reward_func_names), device=self.accelerator.device)
         scores = Scores(none, none.to(torch.int8), None)
-        if prompts:  # else all replacements of this round are on other processes
-            with self.timer("_calculate_rewards"):
+        with raised_together(self.accelerator, RewardError), self.timer("_calculate_rewards"):
+            if prompts:  # else all replacements of this round are on other processes
                 scores = self.reward_runner.score(
                     RewardInputs(inputs, prompts, completions, completion_ids_list),
                     trainer_state=self.state,
@@ -115,7 +131,10 @@ class Rewarding(Scoring):
         self._extra_metrics.setdefault(name, []).append(float(value))
 
     def _raise_if_rewards_failed(self) -> None:
-        """The end of a run that the breaker stopped."""
-        if self.reward_breaker.stopped_at is not None:
-            folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.reward_breaker.stopped_at}"
-            raise RewardError(self.reward_breaker.message(str(folder)))
+        """The end of a run that the breaker stopped, or would have."""
+        breaker = self.reward_breaker
+        if breaker.stopped_at is not None:
+            folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{breaker.stopped_at}"
+            raise RewardError(breaker.message(str(folder)))
+        if breaker.exceeded(ended=True):  # ended by what spoke up after the breaker: an evaluation, say
+            raise RewardError(breaker.message(None))

@@ -9,6 +9,7 @@ from gruppo.algo.advantages import Advantages, leave_one_out
 from gruppo.algo.recipes import RECIPES, Recipe
 from gruppo.config.rloo import RLOOConfig
 from gruppo.trainer import setup
+from gruppo.trainer.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
 
 
@@ -22,6 +23,7 @@ class RLOOTrainer(PolicyTrainer):
     algorithm = "rloo"
     config_class = RLOOConfig
 
+    @explains_unknown_arguments
     def __init__(
         self,
         model: Any,
@@ -57,6 +59,10 @@ class RLOOTrainer(PolicyTrainer):
 
     def make_recipe(self) -> Recipe:
         return RECIPES["rloo"]
+
+    def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
+        rewards_N, clip = super().compared_rewards(rewards_NR, group_size), self.args.reward_clip_range
+        return rewards_N if clip is None else rewards_N.clamp(clip[0], clip[1])
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
         clip = self.args.reward_clip_range

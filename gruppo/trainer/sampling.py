@@ -24,7 +24,6 @@ from gruppo.trainer.ledger import Ledger
 from gruppo.trainer.metrics import gather_rows
 from gruppo.trainer.resampling import runs
 from gruppo.trainer.rewarding import Rewarding
-from gruppo.trainer.setup import biased_sampling
 from gruppo.trainer.tooling import reject_sharding
 from gruppo.types import Completion, Message, Prompt, Rollout, SampleRequest, StopReason
 
@@ -156,7 +155,7 @@ class Sampling(Rewarding):
         if hasattr(self.args, "vllm_importance_sampling_correction"):
             return completions
         known = [[x for x in c.logps or [] if x is not None] for c in completions]
-        comparable = not biased_sampling(self.args) and all(
+        comparable = not self.backend.filters(self.temperature) and all(
             len(logps) == len(c.ids) for logps, c in zip(known, completions, strict=True)
         )
         return [

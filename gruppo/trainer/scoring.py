@@ -131,14 +131,14 @@ class Scoring(Feeding):
                 args.vllm_importance_sampling_clip_max,
             )
         batch.importance_sampling_ratio = weights
-        self.metrics.add(self.mode, ratio_metrics(self.accelerator, weights, batch.loss_mask_BT))
+        self.metrics.add(self.mode, *ratio_metrics(self.accelerator, weights, batch.loss_mask_BT))
 
     def _kl_in_reward(self, batch: TrainBatch, log_ratio_BT: Tensor) -> Tensor:
         """The KL estimate Σ_t (ℓ_old − ℓ_ref) of each completion of all processes; logs its mean per token."""
         kl_B = (log_ratio_BT * batch.loss_mask_BT).sum(1)
         local = torch.stack([kl_B.sum(), batch.loss_mask_BT.sum().to(kl_B)])
         total, tokens = self.accelerator.reduce(local, reduction="sum").tolist()
-        self.metrics.add(self.mode, {"kl": total / max(tokens, 1)})
+        self.metrics.add(self.mode, {"kl": total / max(tokens, 1)}, of=tokens)
         return gather_rows(self.accelerator, kl_B)
 
     def _score(self, model: nn.Module, batch: TrainBatch, **options: Any) -> tuple[Tensor, Tensor | None]:

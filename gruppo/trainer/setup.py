@@ -7,9 +7,10 @@ from typing import Any
 
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
+from transformers.debug_utils import DebugOption
 
-from gruppo.config.vllm import SHAPING as VLLM_SHAPING
-from gruppo.data.prompts import PromptEncoder, check_prompts, read_every_prompt, sample_rows
+from gruppo.data.lengths import check_every_prompt
+from gruppo.data.prompts import PromptEncoder, check_prompts, sample_rows
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy import adapters, loading
 from gruppo.policy.modes import autocast_dtype
@@ -18,7 +19,7 @@ from gruppo.policy.support import why_not_packed
 
 logger = logging.getLogger(__name__)
 
-# Methods that other trainers of this kind call but this one does not: overriding them would silently do nothing.
+# Methods that TRL 1.16 calls but this trainer does not: overriding them would silently do nothing.
 UNUSED_HOOKS = (
     "_generate",
     "_tool_call_loop",
@@ -91,6 +92,8 @@ def against_packing(trainer: Any) -> list[str]:
         reasons.append("NEFTune scales its noise by the length of a padded row")
     if "lomo" in args.optim or "layerwise" in args.optim:
         reasons.append(f"optim={str(args.optim)!r} takes a step in each backward pass")
+    if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+        reasons.append("debug='underflow_overflow' listens to every layer of padded rows")
     if args.pad_to_multiple_of is not None:
         reasons.append(f"pad_to_multiple_of={args.pad_to_multiple_of} asks for padding")
     return reasons
@@ -136,6 +139,7 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
             raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
         if args.gradient_checkpointing:
             policy.enable_input_require_grads()
+    reject_frozen(policy)
     if args.disable_dropout:
         loading.disable_dropout_in_model(policy)
     state = args.distributed_state
@@ -143,6 +147,18 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
         # No plan knows what such a process holds: recompute, as before plans.
         policy.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
     return policy
+
+
+def reject_frozen(policy: Any) -> None:
+    """Raise for a policy of which nothing is trained."""
+    if any(weight.requires_grad for weight in policy.parameters()):
+        return
+    how = (
+        "Load its adapter with PeftModel.from_pretrained(…, is_trainable=True)."
+        if adapters.is_peft_model(policy)
+        else "Set requires_grad of those weights that are to be trained, or pass a peft_config."
+    )
+    raise ConfigError(f"No weight of the model is trainable: there is nothing to train. {how}")
 
 
 def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) -> None:
@@ -159,9 +175,7 @@ def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) 
     elif isinstance(dataset, Dataset):
         if len(dataset) == 0:
             raise DataError("train_dataset is empty.")
-        check_prompts(sample_rows(dataset), encoder)
-        if encoder is not None:
-            read_every_prompt(dataset)
+        check_rows(dataset, encoder)
         if len(dataset) < prompts:
             raise DataError(
                 f"train_dataset has {len(dataset)} prompts, fewer than the {prompts} of one generation batch "
@@ -195,7 +209,16 @@ def check_eval_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, n
     elif len(dataset) == 0:
         raise DataError(f"{name} is empty.")
     else:
-        check_prompts(sample_rows(dataset), encoder)
+        check_rows(dataset, encoder)
+
+
+def check_rows(dataset: Dataset, encoder: PromptEncoder | None) -> None:
+    """A sample of the rows, and every prompt: none may end a run that has been under way for hours."""
+    sample = sample_rows(dataset)
+    check_prompts(sample, None)
+    if encoder is not None:
+        check_every_prompt(dataset, encoder)
+        encoder(sample)
 
 
 def check_first_row(dataset: IterableDataset, encoder: PromptEncoder | None, name: str) -> None:
@@ -217,15 +240,15 @@ def warn_combinations(args: Any) -> None:
             f"importance_sampling_level='sequence' with loss_type={loss_type!r} weights sequences by their length; "
             "GSPO is loss_type='grpo' with it."
         )
+    if loss_type == "dr_grpo" and args.scale_rewards != "none":
+        logger.warning(
+            f"loss_type='dr_grpo' with scale_rewards={args.scale_rewards!r} is not Dr. GRPO, which does not divide "
+            "advantages by a deviation: set scale_rewards='none'."
+        )
     if loss_type == "cispo" and args.upper_clip <= 1:
         logger.warning(
             f"loss_type='cispo' caps ratios at epsilon_high={args.upper_clip} itself, not at 1 plus "
             "it: every token is cut. About 5 is the usual setting."
-        )
-    if biased := biased_sampling(args):
-        logger.warning(
-            f"{', '.join(biased)}: this changes what is sampled but not the training log-probs, so the ratios are "
-            "biased."
         )
     if args.use_liger_kernel:
         warnings.warn("`use_liger_kernel` is deprecated for this trainer.", FutureWarning, stacklevel=4)
@@ -234,28 +257,17 @@ def warn_combinations(args: Any) -> None:
         logger.warning(f"{', '.join(ineffective)}: no effect, as prompts are read directly.")
 
 
-# Further fields of GenerationConfig that change what is sampled.
-SHAPING = (
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "min_new_tokens",
-    "no_repeat_ngram_size",
-    "num_beams",
-    "suppress_tokens",
-    "typical_p",
-)
+def biased_sampling(trainer: Any) -> list[str]:
+    """The settings that shape what is sampled but not the training log-probs, with their values.
+
+    Those of the model's own generation config are among them.
+    """
+    return [f"{name}={value}" for name, value in trainer.backend.filters(trainer.temperature).items()]
 
 
-def biased_sampling(args: Any) -> list[str]:
-    """The settings that shape what is sampled but not the training log-probs, with their values."""
-    neutral = {"temperature": args.temperature, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
-    overrides = args.generation_kwargs or {}
-    regex = {"vllm_structured_outputs_regex": args.vllm_structured_outputs_regex}
-    sampled = {name: overrides.get(name, getattr(args, name)) or 0 for name in neutral}
-    further = {name: value for name, value in overrides.items() if name in (*SHAPING, *VLLM_SHAPING) and value}
-    further |= {name: value for name, value in regex.items() if value}
-    return [f"{name}={value}" for name, value in (sampled | further).items() if value != neutral.get(name)]
+def warn_biased_sampling(trainer: Any) -> None:
+    if biased := biased_sampling(trainer):
+        logger.warning(
+            f"{', '.join(biased)}: this changes what is sampled but not the training log-probs, so the ratios are "
+            "biased. It is set in the config, in generation_kwargs or in model.generation_config."
+        )

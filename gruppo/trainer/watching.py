@@ -75,8 +75,6 @@ class Watching(Updating):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Trainer's, which it calls right before the optimizer's step: the last moment to prevent it."""
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if not self.audits.on:
-            return grad_norm
         with self.audits.timed():
             # DeepSpeed may not know a norm, and has made its step in the backward pass. A scaler of float16 looks at
             # the gradients itself, leaves the step out, and wants to find them as they were.
@@ -161,6 +159,7 @@ class Watching(Updating):
     def _audit_update(self) -> dict[str, float]:
         """After the optimizer's step: what is to be averaged in the log."""
         if not self.audits.on:
+            self._batches_at_hand = ()
             return {}
         values = self.metrics.values["train"]
         with self.audits.timed():

@@ -192,6 +192,18 @@ def test_metric_values(s, key, expected):
     assert value(policy_loss(inputs(), s, SIZE).stats[key]) == pytest.approx(expected, abs=6e-6)
 
 
+def test_phi_is_that_of_sequences_with_an_advantage():
+    out = policy_loss(inputs(), settings("vespo"), SIZE).stats["vespo/phi_seq_mean"]
+    first = policy_loss(inputs(advantages=torch.tensor([1.0, 0.0])), settings("vespo"), SIZE)
+    second = policy_loss(inputs(advantages=torch.tensor([0.0, -0.5])), settings("vespo"), SIZE)
+    parts = [each.stats["vespo/phi_seq_mean"] for each in (first, second)]
+    assert [part.den.item() for part in parts] == [1.0, 1.0]
+    assert sum(part.num.item() for part in parts) == pytest.approx(out.num.item())
+    nothing = policy_loss(inputs(advantages=torch.zeros(2)), settings("vespo"), SIZE).stats["vespo/phi_seq_mean"]
+    assert nothing.num.isnan()
+    assert nothing.den.isnan()
+
+
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_clip_ratio_exists_for_the_clip_objective_only(loss_type):
     stats = policy_loss(inputs(entropy_BT=None), settings(loss_type), SIZE).stats

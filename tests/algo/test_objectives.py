@@ -129,7 +129,9 @@ def test_gamma_weights_take_the_sampler_correction():
     # ρ = 0 counts as 1e-8: w = 4e-8 · ½, φ = w² e^{3 − 3w}.
     w = 4e-8 * 0.5
     rho = torch.tensor([[0.0, 0.5, 1.0]], dtype=D)
-    assert gamma_weights(one, log_ratio, MASK, rho).item() == pytest.approx(w**2 * math.exp(3 - 3 * w), rel=1e-9)
+    assert gamma_weights(one, log_ratio, MASK, rho).item() == pytest.approx(
+        w**2 * math.exp(3 - 3 * w), rel=1e-9, abs=0
+    )
     with pytest.raises(ValueError, match="'token' importance sampling mode"):
         gamma_weights(one, log_ratio, MASK, one)
 
@@ -138,7 +140,7 @@ def test_gamma_weights_are_clamped_and_finite():
     one, mask = torch.ones(1, 1, dtype=D), torch.ones(1, 3)
     # log w = −∞ per token → −20 each, −60 in all → ln 1e-8: φ = 1e-16 · e^{3 − 3e-8}.
     low = gamma_weights(one, torch.full((1, 3), -math.inf, dtype=D), mask)
-    assert low.item() == pytest.approx(1e-16 * math.exp(3), rel=1e-6)
+    assert low.item() == pytest.approx(1e-16 * math.exp(3), rel=1e-6, abs=0)
     # log w = 20: e^{3 + 40 − 3e^{20}} underflows to 0.
     assert gamma_weights(one, torch.full((1, 3), math.inf, dtype=D), mask).item() == 0.0
     # λ has a floor of 1e-4: φ at log w = 1 is e^{λ + 2 − λe}.

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from gruppo.cli import main
-from gruppo.cli.evaluate import parser
+from gruppo.cli.evaluate import default_folder, parser
 from gruppo.evaluation.settings import Settings
 from gruppo.evaluation.tir import TirSettings
-from tests.evaluation.demo import save_model, write_problems
+from tests.evaluation.demo import model, save_model, tokenizer, write_problems
 
 SAMPLE = Path(__file__).parents[1] / "evaluation" / "sample"
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -62,6 +62,68 @@ def test_a_model_and_a_comparison(place: Path, capsys: pytest.CaptureFixture[str
     ]
     assert "first" in shown
     assert "second" in shown
+
+
+def test_samples_alone_have_a_number_in_the_table(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_eval(place, "--output-dir", str(place / "sampled"), "--samples", "2", "--no-greedy") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| Model | Size | Demo |" in lines, "only the column that was asked for"
+    (row,) = (line for line in lines if line.startswith("| **model** |"))
+    assert re.search(r"\| \d+\.\d \[.*\] <sup>a</sup> \|$", row)
+    assert "<sup>a</sup> Mean over 2 samples (avg@2), not top-1." in lines
+
+
+def test_checkpoints_of_two_runs_have_folders_of_their_own(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = ["--benchmarks", f"{place}/bench.py:DEMO:2", "--data-dir", str(place), "--max-new-tokens", "4"]
+    for run, factor in (("a", 1.0), ("b", 2.0)):
+        changed = model()
+        changed.lm_head.weight.data.mul_(factor)
+        changed.save_pretrained(tmp_path / f"runs/{run}/checkpoint-40")
+        tokenizer().save_pretrained(tmp_path / f"runs/{run}/checkpoint-40")
+        assert main(["eval", f"runs/{run}/checkpoint-40", *asked]) == 0
+    folders = {path.name for path in (tmp_path / "evaluations").iterdir()}
+    assert folders == {"runs--a--checkpoint-40-cot", "runs--b--checkpoint-40-cot"}
+    kept = list((tmp_path / "evaluations").rglob("*.parquet"))
+    assert main(["eval", "./runs/../runs/b/checkpoint-40/", *asked]) == 0
+    assert list((tmp_path / "evaluations").rglob("*.parquet")) == kept, "the same model finds its attempts again"
+
+    capsys.readouterr()
+    there = ["--output-dir", "evaluations/runs--a--checkpoint-40-cot"]
+    assert main(["eval", "runs/b/checkpoint-40", *asked, *there]) == 2
+    said = capsys.readouterr().err
+    assert "(--output-dir, output_dir=…)" in said
+    deletes = (
+        "(--restart, restart=True), which deletes results.json and the attempts at all benchmarks in evaluations/"
+    )
+    assert f"{deletes}runs--a--checkpoint-40-cot." in said
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("Qwen/Qwen2.5-0.5B", "Qwen--Qwen2.5-0.5B-cot"),
+        ("gpt2", "gpt2-cot"),
+        ("here/checkpoint-1", "here--checkpoint-1-cot"),
+        ("here/checkpoint-1/", "here--checkpoint-1-cot"),
+    ],
+)
+def test_the_default_folder(name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here" / "checkpoint-1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert default_folder(name, "cot") == Path("evaluations") / folder
+    monkeypatch.chdir(tmp_path / "here")
+    elsewhere = default_folder(str(tmp_path), "tir").name
+    assert elsewhere == "--".join(tmp_path.resolve().parts[1:]) + "-tir"
+    assert default_folder(".", "tir").name == elsewhere.removesuffix("-tir") + "--here-tir"
+
+
+def test_a_long_path_has_a_name_that_a_disk_can_hold() -> None:
+    names = {default_folder(f"{start}/{'x' * 400}", "cot").name for start in "ab"}
+    assert len(names) == 2
+    assert all(len(name) < 200 for name in names)
 
 
 def test_mistakes_are_one_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from gruppo.cli.parser import TrlParser
+from gruppo.config.grpo import GRPOConfig
 from gruppo.config.model import ModelConfig
 from gruppo.config.script import DatasetConfig, DatasetMixtureConfig, GRPOScriptArguments
 from gruppo.errors import ConfigError
@@ -163,6 +164,13 @@ def test_unknown_strings_can_be_handed_on(write):
         arguments, return_remaining_strings=True, separate_remaining_strings=True
     )
     assert (of_file, of_line) == (["--num_processes", "8", "--machines", "['a']"], ["--port", "1"])
+
+
+def test_a_keyword_of_another_library_names_the_field():
+    with pytest.raises(ConfigError, match=r"Unknown argument `max-new-tokens`\. Use `max_completion_length`"):
+        TrlParser(GRPOConfig).parse_args_and_config(["--output_dir", "a", "--max-new-tokens", "9"])
+    with pytest.raises(ConfigError, match=r"Unknown argument `max-new-tokens`\.$"):
+        parse(["--size", "3", "--max-new-tokens", "9"])
 
 
 def test_unknown_keys_of_the_file_can_be_allowed(write):

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from gruppo.config.grpo import GRPOConfig
 from gruppo.config.rloo import RLOOConfig
 from gruppo.config.validate import NOT_YET
 from gruppo.errors import ConfigError
+from tests.helpers import base_args
 
 CONFIGS = [GRPOConfig, RLOOConfig]
 # Every run of these tests is on the CPU, in float32, and quiet.
@@ -692,3 +694,8 @@ def test_every_field_is_read_outside_the_config(config):
         assert through in read
         read.add(name)
     assert set(own_fields(config)) - read - NOT_YET.keys() - ALIASES.keys() == set()
+
+
+def test_a_bound_that_is_infinite_is_none() -> None:
+    assert GRPOConfig(**base_args("unused", epsilon_high=math.inf, delta=math.inf)).epsilon_high == math.inf
+    assert RLOOConfig(**base_args("unused", reward_clip_range=[-math.inf, 1.0])).reward_clip_range[0] == -math.inf

@@ -1,22 +1,25 @@
 """Padding, trimming, splitting, shuffling."""
 
 import math
+from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from gruppo.data.collate import collate, pad, shuffle_sequence_dict, split_tensor_dict, trim
-from gruppo.types import Completion, Prompt, Rollout, StopReason
+from gruppo.data.collate import collate, join, pad, shuffle_sequence_dict, split_tensor_dict, trim
+from gruppo.types import LAYOUTS, Completion, Prompt, Rollout, StopReason, TrainBatch
 
 CPU = torch.device("cpu")
 NAN = math.nan
 
 
-def rollout(prompt: list[int], completion: list[int], **fields) -> Rollout:
+def rollout(prompt: list[int], completion: list[int], **further) -> Rollout:
     return Rollout(
-        Prompt(row={}, text="p", ids=prompt), Completion(completion, StopReason.UNKNOWN, **fields), output=""
+        Prompt(row={}, text="p", ids=prompt), Completion(completion, StopReason.UNKNOWN, **further), output=""
     )
 
 
@@ -201,3 +204,70 @@ def test_shuffle_draws_from_the_global_generator():
         torch.manual_seed(seed)
         orders.append(shuffle_sequence_dict({"x": torch.arange(20)})["x"].tolist())
     assert orders[0] == orders[1] != orders[2]
+
+
+# ---- joining
+
+
+def numbered(rows: int, prompt: int, width: int, first: int = 1, **further: Any) -> TrainBatch:
+    """Rows of consecutive numbers, in which every place can be told apart."""
+    prompts = torch.arange(first, first + rows * prompt).reshape(rows, prompt)
+    completions = torch.arange(first + 100, first + 100 + rows * width).reshape(rows, width)
+    return TrainBatch(prompts, torch.ones_like(prompts), completions, torch.ones_like(completions), **further)
+
+
+def test_every_field_of_a_batch_has_a_layout() -> None:
+    assert list(LAYOUTS) == [each.name for each in fields(TrainBatch)]
+
+
+def test_joined_rows_are_padded_where_their_kind_is() -> None:
+    joined = join([numbered(1, 1, 3), numbered(1, 2, 1, first=50)])
+    assert joined.prompt_ids.tolist() == [[0, 1], [50, 51]]
+    assert joined.prompt_mask.tolist() == [[0, 1], [1, 1]]
+    assert joined.completion_ids.tolist() == [[101, 102, 103], [150, 0, 0]]
+    assert joined.completion_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["first without", "first with"])
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("tool_mask", torch.tensor([[0, 1]]), [[1, 1, 1], [0, 1, 1]]),
+        ("importance_sampling_ratio", torch.tensor([[0.5, 2.0]]), [[1, 1, 1], [0.5, 2.0, 1]]),
+        ("importance_sampling_ratio", torch.tensor([[0.5]]), [[1, 1, 1], [0.5, 0.5, 0.5]]),
+        ("sampling_per_token_logps", torch.tensor([[-1.0, -2.0]]), [[None] * 3, [-1.0, -2.0, None]]),
+        ("engine_logps", torch.tensor([[-1.0, -2.0]]), None),
+        ("engine_entropies", torch.tensor([[1.0, 2.0]]), None),
+    ],
+)
+def test_a_tensor_that_only_some_rows_have(name: str, value: Tensor, expected: Any, turned: bool) -> None:
+    batches = [numbered(1, 1, 3), numbered(1, 1, 2, **{name: value})]
+    joined = getattr(join(batches[::-1] if turned else batches), name)
+    if expected is None:
+        assert joined is None
+        return
+    found = [[None if number != number else number for number in row] for row in joined.tolist()]
+    assert found == (expected[::-1] if turned else expected)
+
+
+@pytest.mark.parametrize("name", ["old_per_token_logps", "ref_per_token_logps", "advantages", "old_logps"])
+def test_a_tensor_that_nothing_stands_for_must_be_known_for_all_rows(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is known for the rows of some generations"):
+        join([numbered(1, 1, 2), numbered(1, 1, 2, **{name: torch.ones(1, 2)})])
+
+
+def test_advantages_of_rows_and_of_tokens() -> None:
+    rows, tokens = torch.tensor([0.5, -0.5]), torch.tensor([[1.0, 2.0]])
+    joined = join([numbered(2, 1, 3, advantages=rows), numbered(1, 1, 2, advantages=tokens)])
+    assert joined.advantages is not None
+    assert joined.advantages.tolist() == [[0.5] * 3, [-0.5] * 3, [1.0, 2.0, 0.0]]
+    alone = join([numbered(2, 1, 3, advantages=rows), numbered(2, 1, 2, advantages=rows)])
+    assert alone.advantages is not None
+    assert alone.advantages.tolist() == [0.5, -0.5, 0.5, -0.5]
+
+
+def test_one_weight_for_each_row_is_kept_as_it_is() -> None:
+    weights = [torch.tensor([[2.0]]), torch.tensor([[3.0]])]
+    joined = join([numbered(1, 1, 3 - i, importance_sampling_ratio=each) for i, each in enumerate(weights)])
+    assert joined.importance_sampling_ratio is not None
+    assert joined.importance_sampling_ratio.tolist() == [[2.0], [3.0]]

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from gruppo.data.prompts import PromptEncoder, check_prompts, read_prompt, sample_rows
-from gruppo.errors import DataError
+from gruppo.errors import ConfigError, DataError
 from tests.helpers import prompts, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -191,3 +191,17 @@ def test_rows_of_a_text_dataset_may_have_an_image_column_of_nones():
     check_prompts(sample_rows(rows), PromptEncoder(TOKENIZER))
     with pytest.raises(NotImplementedError, match="column `images`"):
         check_prompts([row("a", images=["x.png"])], PromptEncoder(TOKENIZER))
+
+
+@pytest.mark.parametrize(
+    ("ours", "given", "message"),
+    [
+        ({}, {"tokenize": False}, r"chat_template_kwargs\['tokenize'\]=False cannot be set: token ids"),
+        ({"tools": [{"name": "f"}]}, {"tools": []}, r"\['tools'\]=\[\] cannot be set: there are others already"),
+        ({"chat_template": "x"}, {"chat_template": "y"}, r"\['chat_template'\]='y' cannot be set"),
+    ],
+)
+def test_template_arguments_that_collide_are_named(ours, given, message):
+    with pytest.raises(ConfigError, match=message):
+        PromptEncoder(TOKENIZER, chat_template_kwargs=given, **ours)
+    PromptEncoder(TOKENIZER, chat_template_kwargs={"tools": [], "chat_template": "y", "enable_thinking": False})

@@ -4,12 +4,15 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
-from gruppo import demo
+from gruppo import cli, demo
 from gruppo.cli import main
 from gruppo.demo.run import STEPS, config
+from tests.evaluation.demo import write_problems
 
 LAST_LINE = re.compile(r"held-out accuracy: (0\.\d{3}|1\.000) -> (0\.\d{3}|1\.000)")
 
@@ -38,6 +41,11 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
 @pytest.mark.medium
 def test_a_few_steps_through_the_command_line(tmp_path, capsys):
     assert main(["demo", "--steps", "3", "--seed", "1", "--output-dir", str(tmp_path)]) == 0
+    check_what_is_printed_and_kept(tmp_path, capsys)
+    check_that_it_can_be_evaluated(tmp_path, capsys)
+
+
+def check_what_is_printed_and_kept(tmp_path, capsys):
     lines = capsys.readouterr().out.rstrip("\n").splitlines()
     assert LAST_LINE.fullmatch(lines[-1])
     assert sum(line.startswith("step ") for line in lines) == 3
@@ -47,3 +55,21 @@ def test_a_few_steps_through_the_command_line(tmp_path, capsys):
     assert record["before"]["accuracy"] < 0.45
     assert f"{record['after']['accuracy']:.3f}" == lines[-1].split()[-1]
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def check_that_it_can_be_evaluated(tmp_path, capsys):
+    assert not list(tmp_path.glob("checkpoint-*")), "the demo saves its last model only"
+    write_problems(tmp_path, 8)
+    (tmp_path / "bench.py").write_text("from tests.evaluation.demo import DEMO\n")
+    asked = ["--benchmarks", f"{tmp_path}/bench.py:DEMO", "--data-dir", str(tmp_path), "--max-new-tokens", "40"]
+    assert main(["eval", str(tmp_path), *asked, "--output-dir", str(tmp_path / "evaluation")]) == 0
+    assert f"| **{tmp_path.name}** |" in capsys.readouterr().out.replace("\\_", "_")
+    trained = load_file(tmp_path / "model.safetensors")
+    start = load_file(f"{demo.model_path()}/model.safetensors")
+    assert any(not trained[name].equal(start[name]) for name in trained), "the model after training"
+
+
+def test_the_help_and_the_readme_agree_on_how_long_it_takes():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (said,) = re.findall(r"\((under \w+ minutes), CPU only\)", cli.demo.__doc__)
+    assert said in readme

@@ -12,9 +12,11 @@ from gruppo.config.grpo import GRPOConfig
 from gruppo.engine.settings import (
     HONOURED,
     IRRELEVANT,
+    NO_FILTER,
     SAMPLING_ONLY,
     UNSUPPORTED,
     SamplingSettings,
+    filters,
     in_effect,
     merged_config,
     unsupported,
@@ -310,3 +312,24 @@ def test_edges_of_the_ranges_are_allowed() -> None:
 )
 def test_settings_that_matter(settings: dict[str, Any], found: dict[str, Any]) -> None:
     assert in_effect(GenerationConfig(**settings)) == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, {}),
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        ({"top_k": 3, "min_p": 0.1}, {"top_k": 3, "min_p": 0.1}),
+        ({"max_new_tokens": 9, "eos_token_id": [1], "stop_strings": ".", "max_time": 3.0, "use_cache": False}, {}),
+        ({"suppress_tokens": [3], "typical_p": 0.9}, {"suppress_tokens": [3], "typical_p": 0.9}),
+        ({"a_field_of_somebody_else": 3}, {}),
+        ({"do_sample": False}, {"do_sample": False}),
+    ],
+)
+def test_filters_draw_from_another_distribution(settings: dict[str, Any], found: dict[str, Any]) -> None:
+    usual = {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 1.0}
+    assert filters(merged_config(GenerationConfig(**(usual | settings)), None), 0.7) == found
+
+
+def test_the_table_of_what_is_no_filter_names_known_fields() -> None:
+    assert HONOURED | UNSUPPORTED.keys() >= NO_FILTER

@@ -224,6 +224,7 @@ def test_columns_of_ones_own():
     row = TableRow("m", None, "cot", {"aime": Cell(3.3), "gsm8k": Cell(50.0)})
     assert columns_of([row]) == ("gsm8k", "math", "mgsm_zh", "cmath", "aime")
     assert columns_of([]) == PAPER_BENCHMARKS
+    assert columns_of([row], references=False) == ("gsm8k", "aime")
     text = markdown([row], benchmarks=columns_of([row]), titles={"aime": "AIME|24"})
     assert read_markdown(text)[0][0][-1] == "AIME\\|24"
     assert read_markdown(markdown([row], benchmarks=["aime"]))[0][0][-1] == "aime"
@@ -359,10 +360,29 @@ def test_500_problems_of_math_are_not_the_whole_of_it():
     assert "<sup>a</sup> 500 of 5000 problems." in text
 
 
-def test_samples_are_no_top_1():
-    sampled = {"title": "GSM8K", "sampled": {"accuracy": 0.5}}
-    (row,) = rows_of(results(gsm8k=sampled, math={"title": "MATH", "greedy": summary("1", 1)}))
-    assert list(row.cells) == ["math"]
+def sampled(values, rows, **more):
+    """What a pass of two samples would be summarised as."""
+    return {**summary(values, rows, **more), "avg": {"2": 0.5}, "pass": {"1": 0.5, "2": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("passes", "value", "note"),
+    [
+        ({"sampled": sampled("1101", 4)}, 75.0, "mean over 2 samples (avg@2), not top-1"),
+        ({"sampled": sampled("10", 9)}, 50.0, "mean over 2 samples (avg@2), not top-1; 2 of 9 problems"),
+        ({"sampled": sampled("10", 2) | {"avg": {}}}, 50.0, "mean over samples, not top-1"),
+        ({"sampled": sampled("1101", 4), "greedy": summary("1000", 4)}, 25.0, ""),
+    ],
+)
+def test_samples_stand_in_for_top_1_with_a_note(passes, value, note):
+    (row,) = rows_of(results(gsm8k={"title": "GSM8K", **passes}))
+    assert (row.cells["gsm8k"].value, row.cells["gsm8k"].note) == (value, note)
+
+
+def test_the_mean_over_samples_is_marked():
+    text = markdown(rows_of(results(gsm8k={"title": "GSM8K", "sampled": sampled("1101", 4)})), references=False)
+    assert "| 75.0 <sup>a</sup> |" in text
+    assert "<sup>a</sup> Mean over 2 samples (avg@2), not top-1." in text
 
 
 def test_the_papers_grading_is_a_second_row():

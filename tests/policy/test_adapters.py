@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from gruppo.config.grpo import GRPOConfig
@@ -86,6 +86,40 @@ def test_with_an_adapter_of_its_own_the_reference_is_a_frozen_copy(extra):
     assert torch.equal(logits(model), after)
     assert model.active_adapter == "default"
     assert trainable(model) == names
+
+
+EMBEDDINGS = LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")
+IA3 = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("name", ["default", "model", "weight"])
+@pytest.mark.parametrize("config", [EMBEDDINGS, IA3], ids=["embeddings", "IA3"])
+def test_adapters_that_are_bare_parameters_are_copied_too(config, name):
+    """Their paths end with the name of the adapter, whatever that is."""
+    model = get_peft_model(tiny_model(), config, adapter_name=name).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn_like(weight))
+    before = logits(model)
+    add_reference_adapter(model)
+    with reference_policy(model):
+        assert torch.equal(logits(model), before)
+    assert torch.equal(logits(model), before)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.add_(1.0)
+    assert differ(logits(model), before)
+    with reference_policy(model):
+        assert torch.equal(logits(model), before)
+
+
+def test_a_trained_weight_that_the_reference_would_share_is_refused():
+    model = adapted()
+    model.get_input_embeddings().weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight is trained, but is no part of the adapter 'default'"):
+        add_reference_adapter(model)
 
 
 def test_an_optimizer_step_moves_the_adapter_and_nothing_else():

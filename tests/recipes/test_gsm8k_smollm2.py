@@ -13,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gruppo.errors import ConfigError, DataError
+from gruppo.evaluation.benchmarks import find_benchmark
+from gruppo.evaluation.data import load_problems
 from gruppo.evaluation.prompts import render
 from gruppo.evaluation.types import Benchmark, Problem
 from gruppo.grading import LADDERS, Rule, grade
+from recipes.gsm8k_smollm2 import data as gsm8k
 from recipes.gsm8k_smollm2 import peer, record, sitting, task, train, warmup
 from tests.helpers import tiny_model, tiny_tokenizer
 
@@ -120,6 +123,23 @@ def test_targets_of_the_real_set_are_right_and_in_a_box() -> None:
     grades = [grade(task.target(row), row["answer"], "gsm8k") for row in rows]
     assert [row["id"] for row, each in zip(rows, grades, strict=True) if not each.correct] == []
     assert {each.rule for each in grades} == {Rule.BOX}
+
+
+def test_data_is_made_from_the_files_of_the_authors(tmp_path: Path) -> None:
+    solved = "She has 48/2 = <<48/2=24>>24 clips.\nTogether 1,200+50 = <<1200+50=1250>>1250.\n#### 1,250"
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": f"{split}? ", "answer": solved}) + "\n\n")
+    given = {"out": tmp_path / "data", "train": tmp_path / "train.jsonl", "test": tmp_path / "test.jsonl"}
+    gsm8k.main([text for key, value in given.items() for text in (f"--{key}", str(value))])
+    (row,) = task.read(tmp_path / "data")
+    assert row == {
+        "id": "gsm8k/train/0",
+        "question": "train?",
+        "solution": "She has 48/2 = 24 clips.\nTogether 1,200+50 = 1250.",
+        "answer": "1250",
+    }
+    (problem,) = load_problems(find_benchmark("gsm8k")[0], tmp_path / "data")
+    assert (problem.id, problem.question, problem.answers) == ("gsm8k/test/0", "test?", ("1250",))
 
 
 def test_a_folder_without_data_and_a_row_without_an_answer(data: Path, tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import pytest
 from rich.console import Console
 
 from gruppo import check_reward
+from gruppo.demo.task import exact_match
 from gruppo.errors import ConfigError, DataError, RewardError
 from gruppo.rewards import get_math_answer_reward, get_soft_overlong_punishment
+from gruppo.rewards.cases import cases_of
 from gruppo.rewards.outcomes import Kind
 
 ROWS = [
@@ -195,3 +197,48 @@ def test_rows_and_gold_column():
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+# ---- a form of its own
+
+
+def exact(completions, answer, **kwargs):
+    return [float(text == f"A: {gold.split()[-1]}") for text, gold in zip(texts(completions), answer, strict=True)]
+
+
+def starts_well(completions, answer, **kwargs):
+    return [float(t.startswith(f"A: {gold.split()[-1]}")) for t, gold in zip(texts(completions), answer, strict=True)]
+
+
+def test_a_reward_with_a_form_of_its_own_is_told_the_form():
+    warnings = check(exact, ROWS).warnings
+    assert warnings == [
+        "gives the same score to everything: 0; if it wants the answer in a form of its own, say so: template='A: {}'"
+    ]
+    report = check(exact, ROWS, template="A: {}")
+    assert report.ok, report.warnings
+    assert [trial.case.text for trial in report.of("gold, in the template")] == ["A: 42", "A: 9"]
+    assert [trial.score for trial in report.of("gold, in the template")] == [1.0, 1.0]
+    assert [trial.score for trial in report.of("wrong, in the template")] == [0.0, 0.0]
+
+
+def test_the_demos_reward_in_its_form():
+    report = check(exact_match, [{"prompt": "Q: 1 + 2?\n", "answer": "3"}], template="A: {}")
+    assert report.ok, report.warnings
+
+
+def test_a_loose_reward_in_its_form():
+    report = check(starts_well, template="A: {}")
+    assert "scores 'several answers, the last one wrong' 1, and the gold answer 1" in report.warnings
+
+
+def test_a_template_may_have_braces_of_its_own():
+    cases = {case.name: case for case in cases_of({"answer": "3"}, "answer", "<{a}> \\boxed{{}}")}
+    assert cases["gold, in the template"].text == "<{a}> \\boxed{3}"
+    assert [name for name, case in cases.items() if case.right] == ["gold, in the template"]
+
+
+@pytest.mark.parametrize(("template", "row"), [("A: ", ROWS[0]), ("A: {}", {"prompt": "p"})])
+def test_a_template_without_an_answer_is_refused(template, row):
+    with pytest.raises(ConfigError, match=r"template='A: .*' must have \{\} where the answer goes"):
+        check(exact, [row], template=template)

@@ -297,8 +297,26 @@ def test_with_error_the_first_one_ends_the_run_and_the_weights_are_whole(
     assert len(events(tmp_path, "update_skipped")) == 1
 
 
-def test_with_off_a_broken_update_reaches_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = spoiled(tmp_path, monkeypatch, {0}, spoil_gradient, audit="off", max_steps=1)
+@EACH_WAY
+def test_with_off_too_no_broken_update_reaches_the_weights(
+    spoil: Spoil, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = Weights()
+    trainer = spoiled(tmp_path, monkeypatch, {1, 2}, spoil, callbacks=[seen], audit="off", max_steps=4)
     trainer.train()
-    assert trainer.model.model.norm.weight.isnan().any()
-    assert not (tmp_path / "bad_updates").exists()
+    assert same(seen.before[1], seen.before[3]), "the broken ones"
+    assert not same(seen.before[3], trainer.model.state_dict()), "the update after them"
+    assert len(events(tmp_path, "update_skipped")) == 2
+    assert not events(tmp_path, "audit"), "what is left out is said, but no check reports"
+    assert [line.get("audit/skipped_updates", 0) for line in logs(trainer)] == [0, 1, 2, 2]
+    assert caplog.text.count("The update is left out") == 1
+
+
+def test_with_off_too_the_limit_ends_the_run_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = spoiled(tmp_path, monkeypatch, range(2, 99), spoil_gradient, audit="off", max_bad_updates=3, max_steps=9)
+    with pytest.raises(AuditError, match="3 updates in a row"):
+        trainer.train()
+    assert problems(tmp_path / "checkpoint-5") == []
+    assert all(weight.isfinite().all() for weight in load_file(tmp_path / "checkpoint-5/model.safetensors").values())

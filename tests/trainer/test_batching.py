@@ -343,14 +343,27 @@ def as_plain(folder: Path) -> Path:
 
 def test_a_plain_checkpoint_samples_the_generation_under_way_anew(tmp_path: Path) -> None:
     """Four slices, two used: two are left of it, not four."""
+
+    class Cuts(RecordedGRPO):
+        cuts: list[Any]
+
+        def _collect_slices(self, rows: Any) -> Any:
+            slices = super()._collect_slices(rows)
+            self.cuts = [*getattr(self, "cuts", []), [part["completion_ids"].tolist() for part in slices]]
+            return slices
+
     settings: dict[str, Any] = {"steps_per_generation": 4, "dataset": prompts(16), "max_steps": 6}
     straight = run(tmp_path, callbacks=[SaveAt(2)], **settings)
-    resumed = make(tmp_path / "resumed", **settings)
+    resumed = make(tmp_path / "resumed", Cuts, **settings)
     resumed.train(resume_from_checkpoint=str(as_plain(tmp_path / "checkpoint-2")))
     assert [g.step for g in straight.generations] == [0, 4]
     assert [g.step for g in resumed.generations] == [2, 4]
     assert resumed.generations[0].prompts == straight.generations[0].prompts
     assert sorted(resumed.slices[2:4]) != sorted(resumed.slices[0:2])
+    used = [[list(row) for row in part] for part in resumed.slices[:2]]
+    cut = [[[token for token in row if token] for row in part] for part in resumed.cuts[0]]  # 0 is padding
+    assert used == cut[2:], "those that the run had not come to"
+    assert used != cut[:2]
 
 
 @pytest.mark.parametrize("step", [2, 4], ids=["mid-epoch", "epoch boundary"])

@@ -304,10 +304,34 @@ def test_rewards_that_a_clip_makes_equal_have_no_spread(tmp_path: Path) -> None:
     assert logs(trainer)[0]["dynamic_sampling/left_without_spread"] == 1.0
 
 
-@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_the_weighted_sum_decides_however_advantages_are_scaled(aggregation: str, scale: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("aggregation", "factor"), [("sum_then_normalize", -0.5), ("normalize_then_sum", -1.0)], ids=["sum", "normalized"]
+)
+def test_the_weighted_sum_decides_however_advantages_are_scaled(
+    aggregation: str, factor: float, scale: str, tmp_path: Path
+) -> None:
     """In p1 the second reward takes back what the first one gives."""
+
+    def against(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        return [factor * len(c) if number(p) == 1 else 0.0 for p, c in zip(prompts, completions, strict=True)]
+
+    trainer = trained(
+        tmp_path,
+        [],
+        rewards=[Lengths([]), against],
+        reward_weights=[1.0, -1 / factor],
+        multi_objective_aggregation=aggregation,
+        scale_rewards=scale,
+        max_steps=1,
+    )
+    assert trainer.groups == [[0, 2]]
+    assert logs(trainer)[0]["frac_reward_zero_std"] == 0.0
+    assert trainer.advantages[0][:2] == pytest.approx(trainer.advantages[0][2:])
+
+
+def test_a_sum_without_spread_stays_where_rewards_are_standardised_first(tmp_path: Path) -> None:
+    """In p1 the weighted sum is 0, but the second reward has twice the weight once both have the same deviation."""
 
     def against(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
         return [-0.5 * len(c) if number(p) == 1 else 0.0 for p, c in zip(prompts, completions, strict=True)]
@@ -317,13 +341,11 @@ def test_the_weighted_sum_decides_however_advantages_are_scaled(aggregation: str
         [],
         rewards=[Lengths([]), against],
         reward_weights=[1.0, 2.0],
-        multi_objective_aggregation=aggregation,
-        scale_rewards=scale,
+        multi_objective_aggregation="normalize_then_sum",
         max_steps=1,
     )
-    assert trainer.groups == [[0, 2]]
-    assert logs(trainer)[0]["frac_reward_zero_std"] == 0.0
-    assert trainer.advantages[0][:2] == pytest.approx(trainer.advantages[0][2:])
+    assert trainer.groups == [[0, 1]]
+    assert all(value != 0 for value in trainer.advantages[0])
 
 
 def test_log_probs_are_computed_once_and_for_the_final_rows(tmp_path: Path) -> None:
@@ -626,16 +648,35 @@ def test_a_sampler_of_ones_own_is_followed(tmp_path: Path) -> None:
     ],
 )
 def test_groups_without_spread(rewards: list[list[float]], groups: list[int]) -> None:
-    assert groups_without_spread(torch.tensor(rewards), torch.ones(1), 2) == groups
+    assert groups_without_spread(torch.tensor(rewards).flatten(), 2) == groups
 
 
-def test_groups_without_spread_weighted_and_clipped() -> None:
+@pytest.mark.parametrize(
+    ("trainer_class", "settings", "weights", "groups"),
+    [
+        (GRPOTrainer, {}, [1.0, 2.0], [0]),
+        (GRPOTrainer, {}, [1.0, 1.0], []),
+        (RLOOTrainer, {}, [1.0, 1.0], []),
+        (RLOOTrainer, {"reward_clip_range": [0.0, 5.0]}, [1.0, 1.0], [0]),
+        (GRPOTrainer, {"multi_objective_aggregation": "normalize_then_sum"}, [1.0, 1.0], [0]),
+        (GRPOTrainer, {"multi_objective_aggregation": "normalize_then_sum"}, [1.0, 2.0], []),
+    ],
+)
+def test_spread_is_that_of_what_the_recipe_compares(
+    trainer_class: Any, settings: dict[str, Any], weights: list[float], groups: list[int], tmp_path: Path
+) -> None:
+    """Of the first group the second reward says the opposite of the first, with half its deviation."""
+    trainer = make(tmp_path, trainer_class, rewards=[Lengths([]), Lengths([])], reward_weights=weights, **settings)
     rewards = torch.tensor([[1.0, 4.0], [3.0, 3.0], [1.0, 1.0], [2.0, 1.0]])
-    assert groups_without_spread(rewards, torch.tensor([1.0, 2.0]), 2) == [0]
-    assert groups_without_spread(rewards, torch.tensor([1.0, 1.0]), 2) == []
-    assert groups_without_spread(rewards, torch.tensor([1.0, 1.0]), 2, (0.0, 5.0)) == [0]
+    if "multi_objective_aggregation" in settings:
+        rewards *= 1e6  # or the 1e-4 beside the deviations would show
+    assert groups_without_spread(trainer.compared_rewards(rewards, 2), 2) == groups
+
+
+def test_the_row_that_nobody_scored_is_left_out(tmp_path: Path) -> None:
     unscorable = torch.tensor([[math.nan, math.nan], [1.0, math.nan], [1.0, math.nan]])
-    assert groups_without_spread(unscorable, torch.ones(2), 3) == [0], "the row that nobody scored is left out"
+    trainer = make(tmp_path, rewards=[Lengths([]), Lengths([])])
+    assert groups_without_spread(trainer.compared_rewards(unscorable, 3), 3) == [0]
 
 
 def test_runs_and_put() -> None:

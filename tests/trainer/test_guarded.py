@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from gruppo import GRPOTrainer
+from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.errors import ParityError
 from gruppo.kernels import head as head_kernel
 from gruppo.policy import packed as packed_policy
 from gruppo.policy import packing
 from gruppo.rollout.builtin import BuiltinBackend
 from gruppo.trainer import parity, scoring
-from tests.trainer.runs import make, run
+from tests.trainer.runs import logs, make, run
 from tests.trainer.scripted import make_trainer
 
 BREAK = {
@@ -137,6 +137,16 @@ def test_log_probs_that_differ_too_much_are_computed_anew(tmp_path: Path, monkey
     trainer = run(tmp_path, CountsPasses, num_iterations=2, max_steps=4)
     assert not trainer.reuses_engine_logps
     assert trainer.passes == 2
+
+
+def test_a_kl_that_is_charged_to_the_reward_is_the_difference_of_two_passes_of_a_kind(tmp_path: Path) -> None:
+    """The engine's log-probs, though known to agree, would leave its rounding in a KL that is 0."""
+    trainer = run(tmp_path, RLOOTrainer, beta=0.05, num_iterations=2, max_steps=4)
+    assert trainer.reuses_engine_logps
+    first, second, third, _ = (line.get("kl") for line in logs(trainer))
+    assert first == 0.0, "the policy is the reference still"
+    assert second is None, "the same generation"
+    assert third != 0.0
 
 
 # ---- memory

@@ -369,6 +369,23 @@ def test_vespo_phi(tmp_path: Path) -> None:
     assert clip_metrics(log) == {}
 
 
+def test_vespo_phi_does_not_depend_on_which_rows_are_run(tmp_path: Path) -> None:
+    def some_equal(prompts: list[str], **kwargs: Any) -> list[float]:
+        return [float(i % 2 and int(prompt.strip("p:")) > 3) for i, prompt in enumerate(prompts)]
+
+    def phis(name: str, **how: Any) -> list[float]:
+        settings = {"loss_type": "vespo", "num_iterations": 2, "learning_rate": 5e-2, "max_steps": 8}
+        rows = {"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 4}
+        trainer = make(tmp_path / name, rewards=some_equal, parity_check="off", **settings, **rows, **how)
+        trainer.train()
+        return [log["vespo/phi_seq_mean"] for log in logs(trainer)]
+
+    skipped, all_run, padded = phis("a"), phis("b", skip_zero_advantage=False), phis("c", packed_update=False)
+    assert skipped == pytest.approx(all_run, rel=1e-5)
+    assert skipped == pytest.approx(padded, rel=1e-4)
+    assert any(abs(phi - 1) > 1e-4 for phi in skipped)
+
+
 def test_sapo_has_no_clip_ratio(tmp_path: Path) -> None:
     log, _ = off_policy_run(tmp_path, loss_type="sapo")
     assert clip_metrics(log) == {}
@@ -437,6 +454,86 @@ def test_evaluation_returns_and_logs_the_same_metrics_with_a_prefix(tmp_path: Pa
     logged = trainer.state.log_history[-1]
     assert {key: logged[key] for key in metrics} == metrics
     assert trainer.evaluate(metric_key_prefix="held")["held_reward"] == metrics["eval_reward"]
+
+
+RAGGED = {  # five prompts in batches of two: the last has one of its own
+    "p0:": ["a<eos>", "bb<eos>"],
+    "p1:": ["ccc<eos>", "dddd<eos>"],
+    "p2:": ["ee<eos>", "f<eos>"],
+    "p3:": ["g<eos>", "hhh<eos>"],
+    "p4:": ["kkkkkk", "lllllll<eos>"],
+}
+
+
+def test_batches_of_an_evaluation_count_by_their_rows(tmp_path: Path) -> None:
+    def length(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    def short(completions: list[str], log_metric: Any, **kwargs: Any) -> list[float | None]:
+        """Of a few completions, and one call of log_metric for each of them."""
+        scores = [float(len(text)) if len(text) < 3 else None for text in completions]
+        for score in scores:
+            log_metric("called", 0.0 if score is None else 1.0)
+        return scores
+
+    lengths = [len(text.removesuffix("<eos>")) for texts in RAGGED.values() for text in texts]
+    results = {}
+    for batch in (4, 10, 2):
+        trainer = make(
+            tmp_path / str(batch),
+            dataset=prompts(5),
+            eval_dataset=prompts(5),
+            rollout_func=stored(RAGGED),
+            rewards=[length, short],
+            reward_weights=[1.0, 0.0],
+            beta=0.1,
+            max_completion_length=8,
+            per_device_eval_batch_size=batch,
+            max_prompt_length=None,
+        )
+        with torch.no_grad():
+            for weight in trainer.ref_model.parameters():
+                weight.mul_(1.5)  # a KL to speak of
+        results[batch] = trainer.evaluate()
+        assert results[batch]["eval_reward"] == pytest.approx(mean(lengths))
+        assert results[batch]["eval_rewards/short/mean"] == pytest.approx(mean([n for n in lengths if n < 3]))
+        assert results[batch]["eval_called"] == pytest.approx(mean([n < 3 for n in lengths]))
+        ends = [text.endswith("<eos>") for texts in RAGGED.values() for text in texts]
+        tokens = [n + end for n, end in zip(lengths, ends, strict=True)]
+        assert results[batch]["eval_completions/mean_length"] == pytest.approx(mean(tokens))
+        ended = [n for n, end in zip(tokens, ends, strict=True) if end]
+        assert results[batch]["eval_completions/mean_terminated_length"] == pytest.approx(mean(ended))
+        assert results[batch]["eval_completions/clipped_ratio"] == pytest.approx(0.1)
+    for key in ("eval_entropy", "eval_kl"):
+        assert results[4][key] == pytest.approx(results[10][key], rel=1e-5) == pytest.approx(results[2][key], rel=1e-5)
+
+
+def test_the_loss_of_an_evaluation_is_the_mean_over_its_rows(tmp_path: Path) -> None:
+    class Watches(RecordedGRPO):
+        seen: list[tuple[float, int]]
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            self.seen = [*getattr(self, "seen", []), (loss.item(), len(inputs["completion_ids"]))]
+            return loss
+
+    trainer = make(tmp_path, Watches, eval_dataset=prompts(5), beta=0.1, per_device_eval_batch_size=4)
+    with torch.no_grad():
+        for weight in trainer.ref_model.parameters():
+            weight.mul_(1.5)
+    loss = trainer.evaluate()["eval_loss"]
+    assert [rows for _, rows in trainer.seen] == [4, 4, 2]
+    assert loss == pytest.approx(sum(each * rows for each, rows in trainer.seen) / 10, rel=1e-6)
+    assert abs(loss - mean([each for each, _ in trainer.seen])) > 1e-5, "the batches differ"
+
+
+def test_the_values_of_an_evaluation_that_failed_are_forgotten(tmp_path: Path) -> None:
+    trainer = make(tmp_path, eval_dataset=prompts(4), per_device_eval_batch_size=4)
+    expected = trainer.evaluate()["eval_reward"]
+    trainer.metrics.add("eval", {"reward": 1000.0, "left": 1.0}, of=4)
+    metrics = trainer.evaluate()
+    assert metrics["eval_reward"] == expected
+    assert "eval_left" not in metrics
 
 
 def test_an_evaluation_between_two_logs_does_not_touch_the_training_metrics(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.policy.twins import ADAPTERS, altered, exact
 from tests.processes import run_together
 from tests.trainer import packed_two_processes as two_processes
 from tests.trainer import scripted
+from tests.trainer.runs import run
 from tests.trainer.scripted import RECIPES, make_trainer, relative_difference, update_of
 
 CUT: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "parity_check": "off"}
@@ -148,6 +149,20 @@ def test_an_entropy_bonus(recipe: str, bonus: str, tmp_path: Path) -> None:
         values = [[log[name] for log in t.state.log_history if name in log] for t in (fast, slow)]
         assert values[0] == pytest.approx(values[1], rel=1e-6, abs=1e-8)
         assert len(values[0]) == 3
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_entropy_bonus_moves_rows_without_an_advantage(packed: bool, tmp_path: Path) -> None:
+    def equal(completions: Any, **kwargs: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    norms = {}
+    for skip in (True, False):
+        settings = {"entropy_coef": 0.5, "packed_update": packed, "skip_zero_advantage": skip}
+        trainer = run(tmp_path, GRPOTrainer, rewards=equal, parity_check="off", max_steps=1, **settings)
+        norms[skip] = trainer.state.log_history[0]["grad_norm"]
+    assert norms[True] == pytest.approx(norms[False], rel=1e-4)
+    assert norms[True] > 1e-3
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])

@@ -205,6 +205,30 @@ def test_a_resumed_run_is_not_evaluated_at_its_start_again(tmp_path: Path) -> No
     assert [line["kind"] for line in Run(tmp_path).metrics()].count("eval") == 1
 
 
+def test_the_config_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "metric_for_best_model": "eval_reward",
+    }
+    settings = {"load_best_model_at_end": True, "save_total_limit": 1, "eval_on_start": True, "max_steps": 4, **best}
+    killed(tmp_path, 3, **settings, **EVALUATED)
+    written: list[tuple[int, str]] = []
+
+    def note(config: Any, name: str, value: Any) -> None:
+        written.append((id(config), name))
+        object.__setattr__(config, name, value)
+
+    trainer = make(tmp_path, **settings, **EVALUATED)
+    own = trainer.args
+    monkeypatch.setattr(type(own), "__setattr__", note)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.args is own
+    assert not {name for config, name in written if config == id(own)} & {"eval_on_start", "save_total_limit"}
+    assert "checkpoint-4" in names(tmp_path), "Trainer would have removed it"
+
+
 def test_what_callbacks_changed_is_remembered(tmp_path: Path) -> None:
     class Changing(TrainerCallback):
         trainer: Any = None

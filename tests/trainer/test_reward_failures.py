@@ -222,10 +222,17 @@ def always(completions: list[str], **kwargs: Any) -> list[float]:
     raise ValueError("the judge is down")
 
 
+def later(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
+    """Works in the first generation only."""
+    if trainer_state.global_step:
+        raise ValueError("the judge is down")
+    return length_reward(completions)
+
+
 def test_the_breaker_saves_and_stops(tmp_path):
     watching = StepsTaken()
-    trainer = make(tmp_path, rewards=[always, length_reward], callbacks=[watching], max_steps=60)
-    with pytest.raises(RewardError, match=r"failed on 100% .* last 20 updates.*=0.5.*checkpoint-20") as caught:
+    trainer = make(tmp_path, rewards=[later, length_reward], callbacks=[watching], max_steps=60)
+    with pytest.raises(RewardError, match=r"failed on 95% .* last 20 updates.*=0.5.*checkpoint-20") as caught:
         trainer.train()
     assert trainer.state.global_step == 20
     assert watching.saved == [20]
@@ -240,6 +247,90 @@ def test_the_breaker_saves_and_stops(tmp_path):
 def test_the_breaker_can_be_turned_off(tmp_path, settings):
     trainer = run(tmp_path, rewards=always, max_steps=22, **settings)
     assert trainer.state.global_step == 22
+
+
+def as_messages(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Written for conversations."""
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def as_text(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Written for plain prompts."""
+    return [float(len(completion.strip())) for completion in completions]
+
+
+@pytest.mark.parametrize(
+    ("reward", "dataset", "said"),
+    [
+        (as_messages, prompts(), r"string indices must be integers.*of these prompts are strings\."),
+        (as_text, chats(), r"no attribute 'strip'.*are lists of messages, whose text is completion\[0\]\['content'\]"),
+    ],
+    ids=["plain", "conversations"],
+)
+@pytest.mark.parametrize("trainer_class", [RecordedGRPO, RecordedRLOO])
+def test_a_reward_that_fails_on_the_whole_first_generation_ends_the_run(
+    trainer_class, reward, dataset, said, tmp_path
+):
+    trainer = make(tmp_path, trainer_class, dataset=dataset, rewards=[length_reward, reward], max_steps=10)
+    message = rf"(?s)'{reward.__name__}' failed on all 4 completions of the first generation.*{said}.*check_reward"
+    with pytest.raises(RewardError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+SCORE, ABSTAIN, TIMEOUT, FAILURE = Kind.SCORE, Kind.ABSTAIN, Kind.TIMEOUT, Kind.FAILURE
+
+
+@pytest.mark.parametrize(
+    ("max_rate", "kinds_NR", "reward"),
+    [
+        (0.5, [[FAILURE], [TIMEOUT]], 0),
+        (0.9, [[SCORE, FAILURE], [ABSTAIN, FAILURE]], 1),
+        (0.5, [[FAILURE], [SCORE]], None),
+        (0.5, [[ABSTAIN], [ABSTAIN]], None),
+        (0.5, [[SCORE, FAILURE], [FAILURE, SCORE]], None),
+        (1.0, [[FAILURE], [FAILURE]], None),
+        (None, [[FAILURE], [FAILURE]], None),
+    ],
+)
+def test_what_a_hopeless_reward_is(max_rate, kinds_NR, reward):
+    assert RewardBreaker(max_rate).hopeless(torch.tensor(kinds_NR)) == reward
+
+
+def test_only_the_first_generation_of_a_run_is_hopeless():
+    failed = torch.tensor([[FAILURE]])
+    breaker = RewardBreaker(0.5)
+    assert breaker.hopeless(torch.tensor([[SCORE]])) is None
+    assert breaker.hopeless(failed) is None
+    resumed = RewardBreaker(0.5)
+    resumed.load_state_dict({"updates": [[0, 4]], "since": [0, 0]})
+    assert resumed.hopeless(failed) is None, "the first one was before the checkpoint"
+    resumed.reset()
+    assert resumed.hopeless(failed) == 0
+
+
+def test_a_short_run_is_judged_by_what_it_has(tmp_path):
+    watching = StepsTaken()
+    trainer = make(tmp_path, rewards=later, callbacks=[watching], max_steps=5)
+    with pytest.raises(RewardError, match=r"failed on 80% .* last 5 updates.*checkpoint-5"):
+        trainer.train()
+    assert watching.saved == [5]
+    mended = make(tmp_path / "mended", max_steps=6, resume_allow_changes=["rewards", "max_steps"])
+    mended.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert mended.state.global_step == 6, "the failures of before do not count against the mended reward"
+    assert run(tmp_path / "two", rewards=later, max_steps=2).state.global_step == 2, "half is not more than half"
+
+
+class StopsWhenLogged(TrainerCallback):
+    """Ends a run after the breaker has looked at the update."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= 4
+
+
+def test_a_run_that_something_else_ends_is_judged_too(tmp_path):
+    with pytest.raises(RewardError, match=r"failed on 75% .* last 4 updates.*Mend the reward and begin again"):
+        run(tmp_path, rewards=later, callbacks=[StopsWhenLogged()], max_steps=10)
 
 
 def test_what_trips_the_breaker():
@@ -327,3 +418,12 @@ def test_a_reward_that_fails_on_one_process_only(tmp_path: Path) -> None:
     assert zero["steps"] == 20, "half of the rows of all processes failed"
     assert "failed on 48% of the completions" in zero["error"]
     assert (tmp_path / "checkpoint-20" / "model.safetensors").exists()
+
+
+@pytest.mark.medium
+def test_what_ends_one_process_ends_all_of_them_for_the_same_reason(tmp_path: Path) -> None:
+    run_together(2, "tests.trainer.rewards_two_processes", tmp_path, seconds=120)
+    zero, one = ((tmp_path / f"rank{rank}.txt").read_text() for rank in (0, 1))
+    assert one.startswith("The reward 'reward' failed on 4 of 4 completions")
+    assert "KeyError" in one
+    assert zero == f"On process 1: RewardError: {one}"

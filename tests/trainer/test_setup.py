@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 
+from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.config.grpo import GRPOConfig
-from gruppo.config.rloo import RLOOConfig
 from gruppo.trainer.setup import warn_combinations
 from tests.helpers import base_args
+from tests.trainer.runs import make
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
 
 WARNED: list[tuple[dict[str, Any], str]] = [
     ({"loss_type": "luspo"}, "'luspo' is meant for importance_sampling_level='sequence'"),
+    ({"loss_type": "dr_grpo"}, "with scale_rewards='group' is not Dr. GRPO"),
+    ({"loss_type": "dr_grpo", "scale_rewards": "batch"}, "by a deviation: set scale_rewards='none'"),
     ({"loss_type": "vespo", **SEQUENCE}, "'vespo' is meant for importance_sampling_level='token'"),
     ({"loss_type": "dapo", **SEQUENCE}, "loss_type='dapo' weights sequences by their length"),
     ({"loss_type": "bnpo", **SEQUENCE}, "loss_type='bnpo' weights sequences by their length"),
@@ -31,6 +34,8 @@ QUIET: list[dict[str, Any]] = [
     {"temperature": 0.5},
     {"loss_type": "grpo", **SEQUENCE},
     {"loss_type": "luspo", **SEQUENCE},
+    {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    {"loss_type": "dr_grpo", "scale_rewards": False},
     {"loss_type": "vespo"},
     {"loss_type": "cispo", "epsilon_high": 5.0},
     {"min_p": 0.0},
@@ -40,18 +45,19 @@ QUIET: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("settings", "message"), WARNED, ids=repr)
-def test_a_combination_that_misleads_is_pointed_out(settings, message, caplog):
+def test_a_combination_that_misleads_is_pointed_out(settings, message, caplog, tmp_path):
     with caplog.at_level(logging.WARNING, "gruppo.trainer.setup"):
-        warn_combinations(GRPOConfig(**base_args("unused", **settings)))
-    assert [message in record.message for record in caplog.records] == [True]
+        make(tmp_path, GRPOTrainer, **settings)
+    said = [record.message for record in caplog.records if record.name == "gruppo.trainer.setup"]
+    assert [message in line for line in said] == [True]
 
 
 @pytest.mark.parametrize("settings", QUIET, ids=repr)
-def test_everything_else_is_silent(settings, caplog):
+def test_everything_else_is_silent(settings, caplog, tmp_path):
     with caplog.at_level(logging.WARNING, "gruppo.trainer.setup"):
-        warn_combinations(GRPOConfig(**base_args("unused", **settings)))
-        warn_combinations(RLOOConfig(**base_args("unused")))
-    assert not caplog.records
+        make(tmp_path / "grpo", GRPOTrainer, **settings)
+        make(tmp_path / "rloo", RLOOTrainer)
+    assert not [record for record in caplog.records if record.name == "gruppo.trainer.setup"]
 
 
 def test_liger_kernels_are_deprecated():

@@ -58,7 +58,11 @@ def test_log_probs_are_not_reused_once_the_sampler_is_cooled(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({"neftune_noise_alpha": 5.0}, "NEFTune"), ({"pad_to_multiple_of": 8}, "asks for padding")],
+    [
+        ({"neftune_noise_alpha": 5.0}, "NEFTune"),
+        ({"pad_to_multiple_of": 8}, "asks for padding"),
+        ({"debug": "underflow_overflow"}, "listens to every layer"),
+    ],
     ids=lambda value: str(value)[:20],
 )
 def test_what_needs_padded_rows_gets_them(
@@ -177,3 +181,8 @@ def test_many_long_rows_of_one_prompt_are_cut_at_once() -> None:
     assert sorted(i for part in cut for i in part) == list(range(1024))
     assert {len(part) for part in cut} == {1}
     assert len(cut_rows("a" * 1024, [100] * 1024, [tail // 10 for tail in tails], 8192)) == -(-1024 // 17)
+
+
+def test_a_run_that_looks_for_overflows_comes_to_its_end(tmp_path: Path) -> None:
+    trainer = run(tmp_path, GRPOTrainer, debug="underflow_overflow", max_steps=2)
+    assert trainer.state.global_step == 2

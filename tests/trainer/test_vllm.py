@@ -158,6 +158,29 @@ def test_a_sampler_of_other_weights_is_found(folder: Path, tmp_path: Path) -> No
         trainer.train()
 
 
+@pytest.mark.parametrize(
+    "shaped",
+    [{"top_p": 0.9}, {"vllm_structured_outputs_regex": "[0-9]+"}, {"generation_kwargs": {"presence_penalty": 0.5}}],
+    ids=["top-p", "regex", "penalty"],
+)
+def test_settings_that_shape_the_samples_are_named_and_explain_the_difference(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, shaped: dict[str, Any]
+) -> None:
+    trainer = trainer_of(folder, tmp_path, max_steps=1, **shaped)
+    assert "so the ratios are biased" in caplog.text
+    sampler_of(trainer).factor = 3.0
+    trainer.train()  # not a finding
+    assert logs(trainer)[0]["sampling/sampling_logp_difference/mean"] > 0.1
+
+
+def test_the_models_own_generation_config_is_not_read(folder: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(folder, tmp_path)
+    trainer.model.generation_config.top_k = 3
+    assert trainer.backend.filters(1.0) == {}
+    trainer.collect(rows(trainer))
+    assert FakeLLM.made[-1].asked[0][1].top_k == 0
+
+
 def test_evaluation_is_corrected_as_well(folder: Path, tmp_path: Path) -> None:
     trainer = trainer_of(
         folder,

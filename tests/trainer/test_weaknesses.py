@@ -30,6 +30,7 @@ from gruppo.errors import ConfigError, DataError
 from gruppo.rewards import models as reward_models
 from gruppo.rewards import runner as reward_runner
 from tests.helpers import base_args, length_reward, prompts, timeless, tiny_model, tiny_tokenizer
+from tests.trainer.failures import spread_out
 from tests.trainer.runs import RecordedGRPO, RecordedRLOO, logs, make, run, slow_scores, stored, token_ids
 from tests.trainer.scripted import make_trainer, update_of
 
@@ -540,6 +541,38 @@ def test_15_cut_distributions_bias_the_ratios_and_a_warning_says_so(
     with caplog.at_level(logging.WARNING):
         make(tmp_path)
     assert not any("biased" in record.message for record in caplog.records)
+
+
+MODELS_OWN: list[dict[str, Any]] = [
+    {"min_p": 0.9},
+    {"suppress_tokens": list(range(20, 60))},
+    {"min_new_tokens": 3},
+    {"no_repeat_ngram_size": 2},
+]
+
+
+@pytest.mark.parametrize("own", MODELS_OWN, ids=lambda own: next(iter(own)))
+def test_15_what_the_model_itself_asks_for_is_seen_as_well(
+    own: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The samplers take it over where the config says nothing; then it is no finding that it shows."""
+    model = spread_out(100)
+    for name, value in own.items():
+        setattr(model.generation_config, name, value)
+    settings = {"dataset": prompts(32), "per_device_train_batch_size": 64, "max_steps": 3}
+    trainer = make(tmp_path, GRPOTrainer, model=model, audit="error", **settings)
+    ((name, value),) = own.items()
+    assert f"{name}={value}: this changes what is sampled" in caplog.text
+    trainer.train()
+
+
+def test_15_what_no_sampler_reads_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model()
+    model.generation_config.min_p = 0.9
+    make(tmp_path / "a", GRPOTrainer, model=model, min_p=0.0)
+    make(tmp_path / "b", GRPOTrainer, model=model, use_transformers_continuous_batching=True)
+    make(tmp_path / "c", GRPOTrainer, model=model, rollout_func=stored({}))
+    assert "biased" not in caplog.text
 
 
 def test_17_the_sampler_correction_is_a_product_over_tokens_by_default(tmp_path: Path) -> None:

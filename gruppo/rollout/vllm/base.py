@@ -7,11 +7,13 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
+from gruppo.config.vllm import SHAPING
+from gruppo.engine.settings import merged_config
 from gruppo.errors import RolloutError
 from gruppo.policy.modes import weights_version
 from gruppo.policy.weights import check_copyable, named_weights
 from gruppo.rollout.base import RolloutBackend
-from gruppo.rollout.vllm.requests import Answer, Ask, asks_of, completions_of, sampling_settings
+from gruppo.rollout.vllm.requests import EXTRA, Answer, Ask, asks_of, completions_of, sampling_settings
 from gruppo.types import Completion, SampleRequest
 
 __all__ = ["VLLMBackend", "agreed"]
@@ -45,6 +47,14 @@ class VLLMBackend(RolloutBackend):
         self._held: tuple[Any, ...] | None = None  # what the copy was made of
         self._sync_seconds: float | None = None
         check_copyable(policy())
+
+    def config_in_effect(self) -> Any:
+        """The model's own generation config is not read."""
+        return merged_config(self.config, None)
+
+    def filters(self, temperature: float) -> dict[str, Any]:
+        extra = getattr(self.config, EXTRA, None) or {}
+        return super().filters(temperature) | {name: value for name, value in extra.items() if name in SHAPING}
 
     # ---- weights
 

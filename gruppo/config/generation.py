@@ -1,0 +1,72 @@
+"""What may stand in `generation_kwargs`."""
+
+from typing import Any
+
+from gruppo.config.hints import nearest
+from gruppo.errors import ConfigError
+
+# Fields of GenerationConfig that would break what the trainer relies on, and what to do instead.
+REFUSED = {
+    "num_return_sequences": "the group size is set by num_generations",
+    "eos_token_id": "what ends a completion is set by tokenizer.eos_token and model.generation_config.eos_token_id",
+    "pad_token_id": "it is the tokenizer's: set tokenizer.pad_token",
+    "return_dict_in_generate": "only the sampled tokens are read",
+    "max_length": "the limit counts new tokens only: set max_completion_length",
+}
+# Lowest and highest value, and whether the lowest is one; None is no bound.
+RANGES: dict[str, tuple[float, float | None, bool]] = {
+    "temperature": (0, None, False),
+    "top_p": (0, 1, False),
+    "top_k": (0, None, True),
+    "min_p": (0, 1, True),
+    "typical_p": (0, 1, False),
+    "epsilon_cutoff": (0, 1, True),
+    "eta_cutoff": (0, 1, True),
+    "repetition_penalty": (0, None, False),
+    "max_new_tokens": (1, None, True),
+    "min_new_tokens": (0, None, True),
+    "num_beams": (1, None, True),
+}
+
+
+def check_generation_kwargs(kwargs: dict[str, Any]) -> None:
+    """Raise for a name that is none, and for a value that a sampler would stumble over, or pass over in silence."""
+    from transformers import GenerationConfig
+
+    known = GenerationConfig().to_dict().keys()
+    for name, value in kwargs.items():
+        if name in REFUSED:
+            raise ConfigError(f"generation_kwargs[{name!r}]={value!r} cannot be set: {REFUSED[name]}.")
+        if name not in known:
+            raise ConfigError(f"generation_kwargs has no field `{name}`.{nearest(name, known)}")
+        if name in RANGES:
+            _check_range(name, value)
+    _check_stop_strings(kwargs)
+
+
+def _check_range(name: str, value: Any) -> None:
+    low, high, inclusive = RANGES[name]
+    if value is None and name != "max_new_tokens":  # that would be transformers' limit, not the config's
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (value >= low if inclusive else value > low) and (high is None or value <= high):
+        return
+    bounds = f"at least {low}" if inclusive else f"greater than {low}"
+    bounds += "" if high is None else f" and at most {high}"
+    raise ConfigError(f"generation_kwargs[{name!r}]={value!r} must be a number {bounds}.")
+
+
+def _check_stop_strings(kwargs: dict[str, Any]) -> None:
+    strings = kwargs.get("stop_strings")
+    if strings is None:
+        return
+    listed = [strings] if isinstance(strings, str) else strings
+    if not isinstance(listed, list | tuple) or not listed or not all(isinstance(s, str) and s for s in listed):
+        raise ConfigError(
+            f"generation_kwargs['stop_strings']={strings!r} must be a string or a list of them, not empty."
+        )
+    if (kwargs.get("num_beams") or 1) > 1:
+        raise ConfigError(
+            f"generation_kwargs['stop_strings'] with num_beams={kwargs['num_beams']}: beams change places, so that "
+            "nothing says which one a string ended. Remove one of them."
+        )

@@ -1,0 +1,102 @@
+"""What to say about names and sizes that another library, an older release or a paper would take.
+
+LOSSES     values of `loss_type` that are algorithms, but no losses
+RENAMED    keywords of other configs, and the field that has their place here
+MISPLACED  keywords that belong to the trainer
+whole_groups, whole_eval_groups    the batch sizes that a number of generations fits into
+nearest    the name that was probably meant
+"""
+
+import difflib
+import math
+from collections.abc import Collection
+from typing import Any
+
+LOSSES = {
+    "gspo": "GSPO is loss_type='grpo' with importance_sampling_level='sequence' (docs/algorithm.md).",
+    "rloo": "RLOO is a trainer of its own: RLOOTrainer with RLOOConfig.",
+    "reinforce": "REINFORCE with a leave-one-out baseline is a trainer of its own: RLOOTrainer with RLOOConfig.",
+    "ppo": "PPO has a critic, which nothing here trains; its clipped objective on group advantages is 'grpo'.",
+}
+
+_LENGTH, _GROUP = "Use `max_completion_length`.", "Use `num_generations`."
+RENAMED = {
+    "max_new_tokens": _LENGTH,
+    "max_tokens": _LENGTH,
+    "response_length": _LENGTH,
+    "max_length": "Use `max_completion_length`, and `max_prompt_length` for prompts.",
+    "rloo_k": _GROUP,
+    "num_return_sequences": _GROUP,
+    "group_size": _GROUP,
+    "kl_coef": "Use `beta`.",
+    "cliprange": "Use `epsilon`, and `epsilon_high` for another upper width.",
+    "num_ppo_epochs": "Use `num_iterations`.",
+    "num_mini_batches": "Use `steps_per_generation`.",
+    "total_episodes": "Use `max_steps` or `num_train_epochs`.",
+    "local_rollout_forward_batch_size": "Leave it out: the sampler sizes its batches by the memory there is.",
+}
+
+_OF_TRAINER = (
+    *("model", "reward_funcs", "train_dataset", "eval_dataset", "processing_class", "peft_config", "callbacks"),
+    *("tools", "rollout_func", "environment_factory", "optimizers"),
+)
+MISPLACED = {
+    "tokenizer": "Pass it to the trainer, as processing_class.",
+    "reward_model_path": "Pass the name to the trainer, in reward_funcs.",
+    **dict.fromkeys(_OF_TRAINER, "It is an argument of the trainer."),
+}
+
+
+def field_hint(name: str) -> str:
+    """A sentence about a keyword that is no field, with a space before it; empty if there is nothing to say.
+
+    Example:
+        field_hint("max_new_tokens") == " Use `max_completion_length`."
+    """
+    said = RENAMED.get(name) or MISPLACED.get(name)
+    return f" {said}" if said else ""
+
+
+def divisors(n: int) -> list[int]:
+    """The group sizes that a batch of n can be cut into."""
+    return [d for d in range(2, n + 1) if n % d == 0]
+
+
+def step(group: int, others: int) -> int:
+    """The smallest factor that makes a batch of whole groups when it is multiplied by `others`; so do its multiples.
+
+    Example, groups of 8 on two processes:
+        step(8, 2) == 4
+    """
+    return group // math.gcd(group, others)
+
+
+def whole_groups(config: Any) -> str:
+    """How to make the generation batch hold whole groups, in a sentence or two."""
+    rows, steps, world = config.per_device_train_batch_size, config.steps_per_generation, config.world_size
+    group = config.num_generations
+    of_steps = f"a multiple of {step(group, rows * world)}"
+    if steps == config.gradient_accumulation_steps:
+        of_rows = f"a multiple of {step(group, steps * world)}"
+        said = f"Set per_device_train_batch_size to {of_rows}, or gradient_accumulation_steps to {of_steps}."
+    else:
+        whole = math.lcm(group, rows * world)
+        said = f"Set steps_per_generation to {of_steps}, or generation_batch_size to a multiple of {whole}."
+    return said + _that_fit(config.generation_batch_size)
+
+
+def whole_eval_groups(config: Any, group: int) -> str:
+    """The same for the evaluation batch, which has no accumulation."""
+    said = f"Set per_device_eval_batch_size to a multiple of {step(group, config.world_size)}."
+    return said + _that_fit(config.per_device_eval_batch_size * config.world_size)
+
+
+def _that_fit(rows: int) -> str:
+    fit = divisors(rows)
+    return f" Group sizes that fit as it is: {fit}." if fit else ""
+
+
+def nearest(name: str, candidates: Collection[str]) -> str:
+    """A ' Did you mean …?' for error messages, or nothing when no candidate is close."""
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    return f" Did you mean `{close[0]}`?" if close else ""

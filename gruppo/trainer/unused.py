@@ -1,0 +1,86 @@
+"""Settings that nothing would read: those of this library raise, those that scripts for TRL may carry are named."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from gruppo.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run has, as far as settings depend on it."""
+
+    tools: bool = False  # or environments
+    workers: bool = False  # rewards in worker processes
+    async_rewards: bool = False
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Fields that are read under a condition only."""
+
+    names: tuple[str, ...]
+    condition: Callable[[Any, Parts], bool]
+    because: str  # completes "… has no effect: "
+    raises: bool = False
+
+
+ENTROPY = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
+VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
+TABLE = (
+    Needs(VESPO, lambda args, parts: args.loss_type == "vespo", "only loss_type='vespo' reads it"),
+    Needs(
+        ("sapo_temperature_neg", "sapo_temperature_pos"),
+        lambda args, parts: args.loss_type == "sapo",
+        "only loss_type='sapo' reads it",
+    ),
+    Needs(("delta",), lambda args, parts: args.loss_type in CLIPPED, "this loss_type does not clip two-sidedly"),
+    Needs(ENTROPY, lambda args, parts: args.use_adaptive_entropy, "use_adaptive_entropy is off"),
+    Needs(
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"),
+        lambda args, parts: args.sync_ref_model,
+        "sync_ref_model is off",
+    ),
+    Needs(("use_bias_correction_kl",), lambda args, parts: args.beta != 0, "beta is 0, so there is no KL"),
+    Needs(
+        ("scale_rewards",),
+        lambda args, parts: args.multi_objective_aggregation == "sum_then_normalize",
+        "multi_objective_aggregation='normalize_then_sum' scales each reward by its group",
+    ),
+    Needs(("max_tool_calling_iterations",), lambda args, parts: parts.tools, "there are no tools"),
+    Needs(("tool_timeout", "max_parallel_tools"), lambda args, parts: parts.tools, "there are no tools", raises=True),
+    Needs(
+        ("reward_sample_timeout", "reward_workers", "worker_env"),
+        lambda args, parts: parts.workers,
+        "no reward runs in a worker; set reward_timeout",
+        raises=True,
+    ),
+    Needs(
+        ("reward_retries", "reward_concurrency"),
+        lambda args, parts: parts.async_rewards,
+        "no reward is an async function",
+        raises=True,
+    ),
+)
+
+
+def check_unused(args: Any, parts: Parts) -> None:
+    """Raise or warn about settings that were changed and that nothing in this run reads."""
+    changed = {
+        each.name: value
+        for each in fields(args)
+        if (value := getattr(args, each.name)) != (each.default if each.default is not MISSING else value)
+    }
+    for needs in TABLE:
+        given = [f"{name}={changed[name]!r}" for name in needs.names if name in changed]
+        if not given or needs.condition(args, parts):
+            continue
+        message = f"{', '.join(given)} has no effect: {needs.because}."
+        if needs.raises:
+            raise ConfigError(f"{message} Leave it out.")
+        logger.warning(message)
