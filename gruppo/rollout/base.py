@@ -24,6 +24,7 @@ class RolloutBackend:
     weights_version: int | None = None  # of the weights that the last call sampled from; None: not known
     pause: Callable[[], None] = staticmethod(lambda: None)  # called now and then while sampling; may raise to end it
     clock: Callable[[], Any] = staticmethod(lambda: None)  # another value after each update of the weights
+    context_length: int | None = None  # tokens of prompt and completion that it has room for; None: the model's
     has_own_weights = False  # it samples from a copy: its log-probs are of another program's arithmetic
 
     @property

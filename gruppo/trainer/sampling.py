@@ -232,13 +232,14 @@ class Sampling(Rewarding):
             return None
         reject_sharding(self.args, self.accelerator.distributed_type)
         encoder = self.prompt_encoder
+        room = [length for length in (encoder.context_length, self.backend.context_length) if length is not None]
         suffix = SuffixTokens(self.processing_class, encoder.chat_template, encoder.chat_template_kwargs)
         return ToolLoop(
             self._read_turn,
             suffix.suffix,
             self.toolset.executor,
             budget=self.args.max_completion_length,
-            context_length=encoder.context_length,
+            context_length=min(room, default=None),
             max_rounds=self.args.max_tool_calling_iterations,
             total=lambda count: self._summed([count])[0],
             longest_token=max(LONGEST_TOKEN, suffix.longest_token),

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.errors import AuditError, ConfigError, RolloutError
@@ -24,7 +23,7 @@ from gruppo.types import SampleRequest
 from tests.helpers import base_args, length_reward, prompts
 from tests.processes import run_together
 from tests.rollout.vllm_doubles import Double, FakeLLM, fake_vllm, saved_model, serving, share_bytes
-from tests.tools.scripted import call, tokens, tool_tokenizer
+from tests.tools.scripted import call, questions, tokens, tool_tokenizer
 from tests.trainer.runs import SaveAt, logs, slow_scores
 from tests.trainer.test_tools import add
 
@@ -328,7 +327,7 @@ def test_tools_are_called_between_turns(
         return [{"ids": ids, "logps": [-0.5] * len(ids), "finish": "stop", "stop": None}] * words["n"]
 
     monkeypatch.setattr("tests.rollout.vllm_doubles.Sampler.complete", scripted)
-    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": f"q{i}"}]} for i in range(8)])
+    dataset = questions(*(f"q{i}" for i in range(8)))
     trainer = trainer_of(
         folder,
         tmp_path,
@@ -338,7 +337,6 @@ def test_tools_are_called_between_turns(
         audit="off",
         **({} if serves else {"vllm_enable_sleep_mode": True}),
     )
-    trainer.backend.context_length = 1000
     (first, *_) = trainer.rollout(rows(trainer))
     assert first.output[-1]["content"] == "done"
     assert "3" in first.output[1]["content"]
@@ -349,6 +347,13 @@ def test_tools_are_called_between_turns(
     assert batch.importance_sampling_ratio is not None
     if not serves:
         assert FakeLLM.made[-1].log.count("reload_weights") == 2, "once per generation, not per turn"
+
+
+def test_the_context_of_the_engine_bounds_conversations(folder: Path, tmp_path: Path) -> None:
+    more = {"tools": [add], "train_dataset": questions("q0", "q1"), "processing_class": tool_tokenizer()}
+    for length in (None, 100):
+        trainer = trainer_of(folder, tmp_path, more=more, vllm_max_model_length=length)
+        assert trainer.tool_loop.context_length == (length or 128)
 
 
 def test_engines_that_are_shared_by_processes_cannot_have_tools() -> None:

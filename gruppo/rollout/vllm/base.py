@@ -29,7 +29,6 @@ class VLLMBackend(RolloutBackend):
     policy: Callable[[], Any]
     name = "vLLM"
     has_own_weights = True
-    context_length: int | None = None
 
     def __init__(
         self,
