@@ -216,8 +216,8 @@ def make_engine(arguments: Mapping[str, Any]) -> tuple[Any, Any]:
         import vllm
     except ImportError as error:
         raise ConfigError(
-            f"use_vllm=True needs vLLM, which cannot be imported: {error}. Install it (pip install vllm), use "
-            "vllm_mode='server', or leave use_vllm out: the built-in engine needs nothing."
+            f"vLLM is asked for, but cannot be imported: {error}. Install it (pip install vllm), leave it to a server "
+            "(vllm_mode='server'), or sample with the built-in engine, which needs nothing."
         ) from error
     check_version(vllm.__version__, "this environment")
     return vllm, vllm.LLM(**{name: value for name, value in arguments.items() if value is not None})
