@@ -586,10 +586,8 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("eval-list", evaluation([{"prompt": "a"}]), "eval_dataset must be a datasets.Dataset.*not list"),
     ],
     NotImplementedError: [  # features that are not there yet
-        ("quantised-argument", trainer(quantization_config={"bits": 4}), "`quantization_config` is not available"),
         ("hook-generate", trainer(trainer=OverridesGenerate), "OverridesGenerate overrides `_generate`.*rollout_func"),
         ("hook-tool-loop", trainer(trainer=OverridesToolLoop), "overrides `_tool_call_loop`"),
-        ("quantised-loading", loading(quantization_config={}), r"model_init_kwargs\['quantization_config'\]"),
         ("sync-with-adapters", trainer(peft_config=lora(), config=SYNC), "sync_ref_model=True with adapters"),
         ("images", data(prompts(8, images=[["x.png"]] * 8)), r"images \(column `images`\)"),
         ("image", data(prompts(8, image=["x.png"] * 8)), r"images \(column `image`\)"),

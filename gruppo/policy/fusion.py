@@ -119,7 +119,7 @@ def _gated_mlp(module: nn.Module) -> list[Swap]:
         return []
     gate, up, down, act = (part for part in parts if part is not None)
     kind, width = _activation(act), getattr(gate, "in_features", None)
-    if kind is None or width is None:
+    if kind is None or width is None or not next(module.parameters()).is_floating_point():  # packed by a quantiser
         return []
 
     def forward(x: Tensor) -> Tensor:

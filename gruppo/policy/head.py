@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gruppo.algo.logprobs import entropy_from_logits, selective_log_softmax
 from gruppo.kernels.head import Head, head_scores
+from gruppo.policy.float32_head import Float32Head
 from gruppo.policy.unwrap import inner_model
 
 # Tokens whose logits exist at once where the head is a module that only it knows how to run.
@@ -44,13 +45,18 @@ class ModelHead:
     @property
     def linear(self) -> Head | None:
         """The head as one matrix; None if something else is in its place, such as an adapter."""
-        module: Any = self.module
-        if hasattr(module, "modules_to_save"):  # peft's full copy of a module
-            active = module.active_adapters[0] if module.active_adapters else None
-            module = module.original_module if module.disable_adapters else module.modules_to_save[active]
-        if type(module) is not nn.Linear:
+        module = self._active
+        if type(module) not in (nn.Linear, Float32Head):
             return None
         return Head(module.weight, module.bias, self.scale, self.softcap)
+
+    @property
+    def _active(self) -> Any:
+        module: Any = self.module
+        if not hasattr(module, "modules_to_save"):
+            return module
+        active = module.active_adapters[0] if module.active_adapters else None  # peft's full copy of a module
+        return module.original_module if module.disable_adapters else module.modules_to_save[active]
 
     def finish(self, logits: Tensor) -> Tensor:
         """What the model does to the output of its head."""
@@ -75,6 +81,8 @@ class ModelHead:
         in the backward pass.
         """
         linear = self.linear if fused else None
+        if isinstance(self._active, Float32Head):
+            dtype = None  # it leaves mixed precision
         if linear is not None:
             logps, entropies = head_scores(
                 hidden,

@@ -38,13 +38,22 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
 
 
 def attention_swaps(model: nn.Module, name: str) -> list[Swap]:
-    """The attention registered under this name, in every config that a part of the model reads."""
+    """The attention registered under this name, in every config that a part of the model reads.
+
+    Code that was compiled for another one is left aside.
+    """
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    return [
+    attention = [
         Swap(config, "_attn_implementation_internal", name)
         for config in configs.values()
         if hasattr(config, "_attn_implementation_internal")
     ]
+    return attention + [Swap(module, "_compiled_call_impl", None) for module in compiled_modules(model)]
+
+
+def compiled_modules(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that were compiled in place (`module.compile()`)."""
+    return [module for module in model.modules() if getattr(module, "_compiled_call_impl", None) is not None]
 
 
 @contextmanager

@@ -1,12 +1,15 @@
 """Policy, tokenizer and reference: how they are found and made ready."""
 
 import copy
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate.utils import DistributedType
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -17,33 +20,45 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
+from gruppo.policy.quantised import with_quantisation
+from gruppo.policy.unwrap import dropouts, functional_dropouts
 
 logger = logging.getLogger(__name__)
 
 
-def load_policy(model: str | PreTrainedModel, args: Any, distributed_type: Any = None) -> PreTrainedModel:
+def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: Any = None) -> PreTrainedModel:
     """The policy itself: an object is used as it is, a name or folder is loaded (in float32 unless told otherwise)."""
     if not isinstance(model, str):
+        model = compiled_in_place(model)
         if not isinstance(model, PreTrainedModel) and not is_peft_model(model):
             raise TypeError(f"model must be a name, a PreTrainedModel or a PeftModel, not {type(model).__name__}.")
         if args.model_init_kwargs:
             logger.warning("model_init_kwargs is ignored: the model was passed as an object, not by name.")
+        if quantization_config is not None:
+            logger.warning("quantization_config is ignored: the model was passed as an object, not by name.")
         return model
-    kwargs = dict(args.model_init_kwargs or {})
-    if "quantization_config" in kwargs:
-        raise NotImplementedError(
-            "model_init_kwargs['quantization_config']: quantised policies are not available yet."
-        )
+    kwargs = with_quantisation(dict(args.model_init_kwargs or {}), quantization_config)
     kwargs["dtype"] = resolve_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype", "float32"))
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    if distributed_type in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED) or not torch.cuda.is_available():
+    processes = getattr(getattr(args, "distributed_state", None), "distributed_type", None)
+    if processes in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED) or not torch.cuda.is_available():
         kwargs["device_map"] = None
     else:
         kwargs.setdefault("device_map", "auto")
     return model_class(model, kwargs).from_pretrained(model, **kwargs)
+
+
+def compiled_in_place(model: Any) -> Any:
+    """The module inside of what `torch.compile` returned, compiled in the same way but under its own names."""
+    if not hasattr(model, "_orig_mod") or not hasattr(model, "dynamo_ctx"):
+        return model
+    module: Any = model._orig_mod
+    module._compiled_call_impl = model.dynamo_ctx(module._call_impl)
+    return module
 
 
 def resolve_dtype(dtype: Any) -> Any:
@@ -155,23 +170,47 @@ def copy_as_reference(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:
-    """Set p = 0 on every dropout module."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    """Set p = 0 on every dropout module, those of adapters included.
+
+    Where a part of the model hands a probability to a function instead, that stays, with a warning.
+    """
+    for module in dropouts(model):
+        module.p = 0.0
+    if left := functional_dropouts(model):
+        found = ", ".join(f"{name}={value}" for name, value in left.items())
+        logger.warning(
+            f"disable_dropout=True turns off dropout modules; {found} is no module and stays. Set it to 0 in the "
+            "model's config when it is loaded (model_init_kwargs)."
+        )
 
 
-def reject_router_loss(model: PreTrainedModel, coefficient: float | None) -> None:
-    """Mixture-of-experts models train with an auxiliary loss that is not built yet; 0 turns it off."""
-    config = text_config(model)
-    has_router = hasattr(config, "output_router_logits")
-    if coefficient and not has_router:
-        raise ConfigError(
-            f"router_aux_loss_coef={coefficient} needs a mixture of experts; {type(model).__name__} has no router."
-        )
-    own = getattr(config, "router_aux_loss_coef", 0) if getattr(config, "output_router_logits", False) else 0
-    if has_router and (own if coefficient is None else coefficient):
-        raise NotImplementedError(
-            "router_aux_loss_coef: the load-balancing loss of mixture-of-experts models is not available yet; set "
-            "router_aux_loss_coef=0 to train without it."
-        )
+def is_saved_under_other_names(model: Any, folder: str) -> bool:
+    """Whether some weights in a checkpoint have to be converted: experts are saved one by one and kept together."""
+    if is_peft_model(model) or not isinstance(model, PreTrainedModel):
+        return False
+    saved = saved_names(Path(folder))
+    return bool(saved) and not saved <= model.state_dict().keys()
+
+
+def saved_names(folder: Path) -> set[str]:
+    """The names of the weights in a folder in the Hugging Face layout; none if there are no safetensors."""
+    index, single = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    if index.exists():
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    if not single.exists():
+        return set()
+    with safe_open(single, "pt") as file:
+        return set(file.keys())
+
+
+@torch.no_grad()
+def load_converted_weights(model: PreTrainedModel, folder: str) -> None:
+    """Load a checkpoint into the model at hand as `from_pretrained` would: Trainer passes over names it does not know.
+
+    Nothing is rounded: the copy on the way is as wide as the widest weight.
+    """
+    wide = any(weight.dtype is torch.float32 for weight in model.parameters())
+    loaded = type(model).from_pretrained(folder, dtype=torch.float32 if wide else model.dtype, device_map=None)
+    weights = loaded.state_dict()
+    for name, weight in model.state_dict().items():
+        weight.copy_(weights[name])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gruppo.algo.logprobs import entropy_from_logits, selective_log_softmax
+from gruppo.policy.routing import own_router_loss
 from gruppo.policy.unwrap import forward_arguments, position_ids
 
 
@@ -18,6 +19,14 @@ class TokenScores(NamedTuple):
 
     logps_BT: Tensor
     entropy_BT: Tensor | None
+
+
+class RoutedScores(NamedTuple):
+    """The same of a mixture of experts, and its load-balancing loss (0-d)."""
+
+    logps_BT: Tensor
+    entropy_BT: Tensor | None
+    router_loss: Tensor
 
 
 def score_tokens(
@@ -35,28 +44,61 @@ def score_tokens(
 
     Rows are run in pieces of at most `batch_size`. Positions that the mask excludes score exactly 0.
     """
+    settings = (temperature, entropy, entropy_gradient)
+    return _in_pieces(model, input_ids, attention_mask, logits_to_keep, batch_size, settings, {})[0]
+
+
+def score_routed_tokens(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    logits_to_keep: int,
+    *,
+    temperature: float = 1.0,
+    batch_size: int | None = None,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
+) -> RoutedScores:
+    """`score_tokens` and the load-balancing loss over all tokens of the rows; of several pieces, its mean."""
+    settings = (temperature, entropy, entropy_gradient)
+    asked = {"output_router_logits": True}
+    scores, losses = _in_pieces(model, input_ids, attention_mask, logits_to_keep, batch_size, settings, asked)
+    return RoutedScores(scores.logps_BT, scores.entropy_BT, torch.stack(losses).mean())
+
+
+def _in_pieces(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    width: int,
+    batch_size: int | None,
+    settings: tuple[float, bool, bool],
+    asked: dict[str, Any],
+) -> tuple[TokenScores, list[Tensor]]:
+    """Scores, and the load-balancing loss of each piece if the model was asked for it."""
     size = batch_size or len(input_ids)
-    scores = []
+    scores, losses = [], []
     for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
-        logits = _logits(model, ids, mask, logits_to_keep)
-        tokens, counts = ids[:, -logits_to_keep:], mask[:, -logits_to_keep:].bool()
-        scores.append(_scores(logits, tokens, counts, temperature, entropy, entropy_gradient))
+        output = _run(model, ids, mask, width, asked)
+        tokens, counts = ids[:, -width:], mask[:, -width:].bool()
+        scores.append(_scores(output.logits[:, -width - 1 : -1], tokens, counts, *settings))
+        if asked:
+            losses.append(own_router_loss(model, output))
     logps_BT = torch.cat([score.logps_BT for score in scores])
     entropies = [score.entropy_BT for score in scores if score.entropy_BT is not None]
-    return TokenScores(logps_BT, torch.cat(entropies) if entropy else None)
+    return TokenScores(logps_BT, torch.cat(entropies) if entropies else None), losses
 
 
-def _logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, width: int) -> Tensor:
-    """Logits that predict the last `width` tokens: those of the positions before them."""
+def _run(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, width: int, asked: dict[str, Any]) -> Any:
+    """What the model returns, with the logits of the last `width` + 1 positions at least."""
     accepted = forward_arguments(model)
-    kwargs: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": False}
+    kwargs: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": False, **asked}
     if "position_ids" in accepted:
         kwargs["position_ids"] = position_ids(attention_mask)
     if "logits_to_keep" in accepted:
         # One more than the completion: its first token is predicted from the prompt's last position.
         kwargs["logits_to_keep"] = width + 1
-    logits: Tensor = model(input_ids=input_ids, **kwargs).logits
-    return logits[:, -width - 1 : -1]
+    return model(input_ids=input_ids, **kwargs)
 
 
 def _scores(

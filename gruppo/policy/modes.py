@@ -40,3 +40,16 @@ def autocast_dtype(mixed_precision: str) -> torch.dtype | None:
 def weights_version(model: nn.Module) -> int:
     """A number that changes whenever a weight is written: torch counts the writes of every tensor."""
     return sum(parameter._version for parameter in model.parameters())
+
+
+def has_reentrant_checkpoints(model: nn.Module) -> bool:
+    """Whether gradient checkpointing of the older kind is on."""
+    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    options = [getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", None) for module in on]
+    return any(option is not None and option.get("use_reentrant", True) for option in options)
+
+
+def arithmetic_dtype(model: nn.Module, autocast_dtype: torch.dtype | None = None) -> torch.dtype:
+    """The narrowest type of a model's weights, by which its rounding is judged: head or adapters may be wider."""
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return autocast_dtype or min(kinds, key=lambda dtype: (dtype.itemsize, str(dtype)))

@@ -21,6 +21,7 @@ from gruppo.policy.fusion import fused_swaps
 from gruppo.policy.head import ModelHead, Scores
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.packing import PackedRows
+from gruppo.policy.routing import Routing, routing_of
 from gruppo.policy.unwrap import inner_model
 
 ATTENTION_NAME = "gruppo_packed"
@@ -59,32 +60,42 @@ class PackedPolicy:
 
         `model` may be wrapped (DDP, adapters, autocast); it is called once.
         """
+        options = {"temperature": temperature, "entropy": entropy, "entropy_gradient": entropy_gradient}
+        return self._score(model, pack, {}, options)[0]
+
+    def score_routed(self, model: nn.Module, pack: PackedRows, **options: Any) -> tuple[Scores, Routing]:
+        """The same of a pack of whole rows, and how a mixture of experts has spread their tokens."""
+        assert pack.repeats is not None
+        scores, output = self._score(model, pack, {"output_router_logits": True}, options)
+        return scores, routing_of(model, output.router_logits, pack.repeats)
+
+    def _score(
+        self, model: nn.Module, pack: PackedRows, arguments: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[Scores, Any]:
+        """Scores, and what the model returned."""
         head = ModelHead.of(model)
         caught: list[Tensor] = []
         run_head = head.module.forward
         with swapped([Swap(head.module, "forward", partial(_catch, caught, run_head))]):
-            model(
+            output = model(
                 input_ids=pack.input_ids[None],
                 position_ids=pack.position_ids[None],
                 use_cache=False,
                 logits_to_keep=0,
                 packed_segments=pack.segments,
+                **arguments,
             )
         if len(caught) != 1:
             raise PackingError(f"{type(inner_model(model)).__name__} calls its head {len(caught)} times, not once.")
         hidden = caught[0].squeeze(0)
         if hidden.requires_grad:
             hidden.register_hook(partial(_check_active, inner_model(model).config))
-        return head.scores(
-            hidden.index_select(0, pack.sources),
-            pack.targets,
-            run_head,
-            fused=self.fused_head,
-            temperature=temperature,
-            entropy=entropy,
-            entropy_gradient=entropy_gradient,
-            dtype=self.autocast_dtype,
+        options = {"temperature": 1.0, "entropy": False, "entropy_gradient": False} | options
+        scored = hidden.index_select(0, pack.sources)
+        scores = head.scores(
+            scored, pack.targets, run_head, fused=self.fused_head, dtype=self.autocast_dtype, **options
         )
+        return scores, output
 
     def _layer_swaps(self, model: Any) -> list[Swap]:
         if not self.fused_layers:

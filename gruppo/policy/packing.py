@@ -38,6 +38,7 @@ class PackedRows:
     targets: Tensor  # (M,)
     places: Tensor  # (M,)
     prompt_tokens: int  # of the N
+    repeats: Tensor | None = None  # (N,): of how many rows each token is, in packs of whole rows
 
     @property
     def tokens(self) -> int:
@@ -49,7 +50,8 @@ class PackedRows:
         return flat.index_put((self.places,), values_M).view(len(self.rows), self.width)
 
     def to(self, device: torch.device) -> "PackedRows":
-        names = ("row_index", "input_ids", "position_ids", "sources", "targets", "places")
+        names = ["row_index", "input_ids", "position_ids", "sources", "targets", "places"]
+        names += [] if self.repeats is None else ["repeats"]
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         segments = Segments.of(self.segments.lengths, self.segments.parents, device)
         segments.keep("positions", lambda: moved["position_ids"])
@@ -60,13 +62,15 @@ class Packer:
     """Cuts the rows of a batch into packs of at most so many tokens.
 
     `share` False gives every row a prompt of its own: in a model that draws noise while it is trained, siblings must
-    not share the prompt's.
+    not share the prompt's. `whole` keeps the last token of each completion, which nothing is predicted from: a router
+    has it to place.
     """
 
-    def __init__(self, batch: TrainBatch, *, share: bool = True):
+    def __init__(self, batch: TrainBatch, *, share: bool = True, whole: bool = False):
         self.device = batch.completion_ids.device
         self.width = batch.completion_ids.shape[1]
         self.share = share
+        self.left_out = 0 if whole else 1  # tokens at the end of a completion
         # One copy to the host for the whole batch: cutting row by row on a GPU would wait for it thousands of times.
         parts = (batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask, batch.loss_mask_BT)
         prompts, prompt_mask, completions, mask, scored = (part.cpu() for part in parts)
@@ -85,7 +89,7 @@ class Packer:
         A pack of a single group may have up to `group_budget`.
         """
         prompt_tokens = [len(self.prompts[row]) for row in rows]
-        tails = [max(len(self.completions[row]) - 1, 0) for row in rows]
+        tails = [max(len(self.completions[row]) - self.left_out, 0) for row in rows]
         cut = cut_rows([self.keys[row] for row in rows], prompt_tokens, tails, budget, group_budget)
         return [self._pack([rows[i] for i in part]) for part in cut]
 
@@ -97,6 +101,7 @@ class Packer:
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         places: list[Tensor] = []
+        repeats: list[Tensor] = []
         lengths: list[int] = []
         parents: list[int] = []
         prompt_tokens = start = 0
@@ -107,6 +112,7 @@ class Packer:
             parents.append(-1)
             prompt_tokens += len(prompt)
             start += len(prompt)
+            repeats.append(torch.full((len(prompt),), len(members)))
             end_of_prompt = start - 1
             for i in members:
                 completion, wanted = self.completions[rows[i]], self.scored[rows[i]]
@@ -117,11 +123,13 @@ class Packer:
                 sources.append(before[wanted])
                 targets.append(completion[wanted])
                 places.append(i * self.width + self.columns[rows[i]][wanted])
-                if len(completion) > 1:
-                    ids.append(completion[:-1])
-                    lengths.append(len(completion) - 1)
+                kept = completion[: len(completion) - self.left_out]
+                if len(kept):
+                    ids.append(kept)
+                    lengths.append(len(kept))
                     parents.append(parent)
-                    start += len(completion) - 1
+                    start += len(kept)
+                    repeats.append(torch.ones(len(kept), dtype=torch.long))
         host = Segments.of(lengths, parents, torch.device("cpu"))
         return PackedRows(
             rows=tuple(rows),
@@ -134,6 +142,7 @@ class Packer:
             targets=_joined(targets),
             places=_joined(places),
             prompt_tokens=prompt_tokens,
+            repeats=None if self.left_out else torch.cat(repeats),
         ).to(self.device)
 
 

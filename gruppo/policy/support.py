@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.loading import context_length, has_learned_positions
-from gruppo.policy.modes import sampling_mode, training_mode
+from gruppo.policy.logprobs import score_routed_tokens
+from gruppo.policy.modes import arithmetic_dtype, sampling_mode, training_mode
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import Packer
 from gruppo.policy.unwrap import forward_arguments, inner_model, position_ids
@@ -123,11 +124,31 @@ def packed_trial(model: nn.Module, policy: PackedPolicy) -> str | None:
     return too_far(model, torch.cat(differences).mean().item(), policy.autocast_dtype)
 
 
+@torch.no_grad()
+def why_not_routed(model: nn.Module, policy: PackedPolicy) -> list[str]:
+    """What keeps the load-balancing loss of packed rows from being the model's own, of padded ones."""
+    prompts = trial_prompts(model, 4)
+    rows = [(prompt, prompts[-1][:n]) for prompt in prompts for n in (1, 4)]
+    batch = _batch(rows, next(inner_model(model).parameters()).device)
+    ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)
+    mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
+    (pack,) = Packer(batch, whole=True).packs(range(len(rows)), 10**9)
+    precision = torch.autocast(ids.device.type, policy.autocast_dtype, enabled=policy.autocast_dtype is not None)
+    with sampling_mode(model), precision:
+        expected = score_routed_tokens(model, ids, mask, batch.completion_ids.shape[1]).router_loss.item()
+        try:
+            with policy.active(model):
+                found = policy.score_routed(model, pack)[1].loss().item()
+        except (*STUMBLES, StopIteration) as error:
+            return [f"its router's logits are not known in packed rows: {type(error).__name__}: {error}"]
+    if abs(found - expected) <= _TOLERANCE[arithmetic_dtype(model, policy.autocast_dtype)] * abs(expected):
+        return []
+    return [f"its load-balancing loss is {expected:.4g}, where packed rows have {found:.4g}"]
+
+
 def too_far(model: nn.Module, difference: float, autocast_dtype: torch.dtype | None) -> str | None:
     """What to say about a trial whose log-probs differ by so much on average; None if that is rounding."""
-    inner = inner_model(model)
-    dtype = autocast_dtype or next(p.dtype for p in inner.parameters() if p.is_floating_point())
-    if difference <= _TOLERANCE[dtype]:
+    if difference <= _TOLERANCE[arithmetic_dtype(model, autocast_dtype)]:
         return None
     return f"in a trial its log-probs differ from a plain forward pass by {difference:.2g} on average"
 

@@ -23,16 +23,35 @@ def forward_arguments(model: Any) -> set[str]:
     return set(inspect.signature(type(inner_model(model)).forward).parameters)
 
 
+def dropouts(model: nn.Module) -> list[Any]:
+    """Modules that drop something with probability p in training: torch's, and those that adapters bring."""
+    named = [module for module in model.modules() if "Dropout" in type(module).__name__]
+    return [module for module in named if isinstance(getattr(module, "p", None), int | float)]
+
+
+def functional_dropouts(model: nn.Module) -> dict[str, float]:
+    """Probabilities that parts of a model hand to functions instead of having a dropout module, by class and name."""
+    return {
+        f"{type(module).__name__}.{name}": value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "drop" in name and isinstance(value, float) and value > 0
+    }
+
+
 def is_noisy(model: Any, inner: Any) -> bool:
-    """Whether training draws noise (dropout, NEFTune), which rows that share a prompt would share as well."""
+    """Whether training draws noise, which rows that share a prompt would share as well.
+
+    Dropout, NEFTune, the jitter of a router.
+    """
     heads = ("classifier_", "summary_")  # of models for other tasks, which share the config
     functional = any(
         value > 0
         for name, value in vars(inner.config).items()
-        if "drop" in name and isinstance(value, float) and not name.startswith(heads)
+        if ("drop" in name or "jitter" in name) and isinstance(value, float) and not name.startswith(heads)
     )
     return (
         functional
         or hasattr(inner.get_input_embeddings(), "neftune_noise_alpha")
-        or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+        or any(module.p > 0 for module in dropouts(model))
     )

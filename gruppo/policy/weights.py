@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
+from gruppo.policy.quantised import is_quantised
 from gruppo.policy.unwrap import inner_model
 
 __all__ = ["check_copyable", "is_sharded", "named_weights"]
@@ -51,7 +52,7 @@ def check_copyable(model: Any) -> None:
             "The policy is wrapped by FSDP version 1, whose weights cannot be sent to vLLM one by one. Set "
             "fsdp_version: 2 in the accelerate config."
         )
-    if getattr(inner, "is_quantized", False) or getattr(inner, "is_loaded_in_4bit", False):
+    if is_quantised(model):
         raise ConfigError(
             "The policy is quantised, and vLLM holds plain weights. Load it without a quantization_config, or sample "
             "with rollout_backend='transformers'."

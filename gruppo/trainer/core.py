@@ -33,6 +33,7 @@ from gruppo.data.prompts import PromptEncoder
 from gruppo.errors import ConfigError
 from gruppo.policy import adapters, loading
 from gruppo.policy.modes import autocast_dtype
+from gruppo.policy.routing import router_coefficient
 from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import generation_config
@@ -81,6 +82,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         reward_processing_classes: Any,
         callbacks: Any,
         optimizers: Any,
+        quantization_config: Any,
         peft_config: Any,
         rollout_func: Any = None,
         tools: Any = None,
@@ -97,7 +99,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.tools = [] if self.toolset is None else self.toolset.functions
         arguments.check_early(self, args, reward_funcs, train_dataset, eval_dataset, rollout_func)
         set_seed(args.seed)  # before the model is made: adapters are initialised at random
-        policy = loading.load_policy(model, args, args.distributed_state and args.distributed_state.distributed_type)
+        policy = loading.load_policy(model, args, quantization_config)
         tokenizer = loading.load_tokenizer(processing_class, policy, args)
         self.eos_token_ids = loading.stop_token_ids(policy, tokenizer)
         policy = setup.prepare_policy(policy, tokenizer, peft_config, args)
@@ -111,8 +113,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         if rollout_func is not None and args.max_prompt_length is not None:
             raise ConfigError("max_prompt_length has no effect with rollout_func, which renders the prompts itself.")
         encoder = self.prompt_encoder if rollout_func is None else None
-        if train_dataset is None:
-            train_dataset = tooling.rows_of_environment(self.toolset, args)
+        train_dataset = tooling.rows_of_environment(self.toolset, args) if train_dataset is None else train_dataset
         for dataset in (train_dataset, eval_dataset):
             tooling.check_rows(self.toolset, dataset)
         setup.check_train_dataset(train_dataset, args, encoder)
@@ -172,6 +173,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._make_sampler(rollout_func)
         if self.benchmarks is not None:
             self.benchmarks.bind(self.backend, self.processing_class)
+        self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
         self.packed = setup.packed_policy(self)
         self.planner = UpdatePlanner(
             args, lambda: self.accelerator.unwrap_model(self.model), self.packed, lambda: self.backend.release()

@@ -11,7 +11,6 @@ from gruppo.algo.advantages import Advantages, normalize_then_sum, sum_of_normal
 from gruppo.algo.loss import LossSettings
 from gruppo.algo.recipes import LOSS_TYPES, Recipe
 from gruppo.config.grpo import GRPOConfig
-from gruppo.trainer import setup
 from gruppo.trainer.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
 from gruppo.trainer.metrics import gather_rows
@@ -51,7 +50,6 @@ class GRPOTrainer(PolicyTrainer):
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Any = None,
     ):
-        setup.reject_unavailable(quantization_config=quantization_config)
         super().__init__(
             model,
             reward_funcs,
@@ -62,6 +60,7 @@ class GRPOTrainer(PolicyTrainer):
             reward_processing_classes,
             callbacks,
             optimizers,
+            quantization_config,
             peft_config,
             rollout_func,
             tools,

@@ -26,6 +26,7 @@ from gruppo.errors import ParityError
 from gruppo.plan import free_memory
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.logprobs import score_tokens
+from gruppo.policy.modes import arithmetic_dtype, has_reentrant_checkpoints
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import Packer
 from gruppo.policy.support import full_attention
@@ -136,7 +137,7 @@ def check_parity(
     `batch.engine_logps` are compared too if they are there, so leave them out once the weights have moved on. Modes,
     gradients and random states are afterwards what they were.
     """
-    dtype = packed.autocast_dtype or next(p.dtype for p in inner_model(model).parameters() if p.is_floating_point())
+    dtype = arithmetic_dtype(inner_model(model), packed.autocast_dtype)
     name = str(dtype).removeprefix("torch.") + (" autocast" if packed.autocast_dtype else "")
     sample = _choose(batch, rows)
     if sample is None:
@@ -358,7 +359,7 @@ def _unnoticed(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     python, numpy, device = random.getstate(), np.random.get_state(), next(model.parameters()).device
     try:
-        if is_noisy(model, inner_model(model)) or _has_reentrant_checkpoints(model):
+        if is_noisy(model, inner_model(model)) or has_reentrant_checkpoints(model):
             model.eval()
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             yield
@@ -367,12 +368,6 @@ def _unnoticed(model: nn.Module) -> Iterator[None]:
             module.training = training
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def _has_reentrant_checkpoints(model: nn.Module) -> bool:
-    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    options = [getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", None) for module in on]
-    return any(option is not None and option.get("use_reentrant", True) for option in options)
 
 
 def _autocast(model: nn.Module, dtype: torch.dtype | None) -> list[Swap]:

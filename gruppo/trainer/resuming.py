@@ -10,7 +10,8 @@ from typing import Any
 from safetensors.torch import load_model
 
 from gruppo.errors import AuditError, CheckpointError, RunLockedError
-from gruppo.policy.adapters import is_peft_model, reload_trained_adapter
+from gruppo.policy.adapters import is_peft_model, reload_trained_adapter, same_dtypes
+from gruppo.policy.loading import is_saved_under_other_names, load_converted_weights
 from gruppo.runs import checkpoints
 from gruppo.runs.lock import RunLock
 from gruppo.runs.record import RunRecorder, recorded_run
@@ -233,10 +234,22 @@ class Resuming(Checkpointing):
                 callback.read_state(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
         policy = self.accelerator.unwrap_model(model or self.model)
-        if is_peft_model(policy):
-            reload_trained_adapter(policy, resume_from_checkpoint)
+        if self._replicated and is_saved_under_other_names(policy, resume_from_checkpoint):
+            load_converted_weights(policy, resume_from_checkpoint)
+            return
+        with same_dtypes(policy):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if is_peft_model(policy):
+                reload_trained_adapter(policy, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        policy, best = self.accelerator.unwrap_model(self.model), self.state.best_model_checkpoint
+        if self._replicated and best is not None and is_saved_under_other_names(policy, best):
+            load_converted_weights(policy, best)
+        else:
+            with same_dtypes(policy):
+                super()._load_best_model()
 
     def _settings(self) -> dict[str, Any]:
         """What a resumed run must have in common with this one."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from gruppo.algo.advantages import Advantages, leave_one_out
 from gruppo.algo.recipes import RECIPES, Recipe
 from gruppo.config.rloo import RLOOConfig
-from gruppo.trainer import setup
 from gruppo.trainer.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
 
@@ -41,7 +40,6 @@ class RLOOTrainer(PolicyTrainer):
         tools: list[Callable[..., Any]] | None = None,
         environment_factory: Any = None,
     ):
-        setup.reject_unavailable(quantization_config=quantization_config)
         super().__init__(
             model,
             reward_funcs,
@@ -52,6 +50,7 @@ class RLOOTrainer(PolicyTrainer):
             reward_processing_classes,
             callbacks,
             optimizers,
+            quantization_config,
             peft_config,
             tools=tools,
             environment_factory=environment_factory,

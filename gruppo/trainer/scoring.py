@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from gruppo.algo.mismatch import importance_weights
 from gruppo.algo.recipes import Recipe
-from gruppo.errors import ParityError
+from gruppo.errors import ConfigError, ParityError
 from gruppo.policy.adapters import reference_policy
-from gruppo.policy.logprobs import score_tokens
+from gruppo.policy.head import Scores
+from gruppo.policy.logprobs import score_routed_tokens, score_tokens
 from gruppo.policy.modes import sampling_mode
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import PackedRows, Packer
+from gruppo.policy.routing import Routing
 from gruppo.trainer.feeding import Feeding
 from gruppo.trainer.metrics import gather_rows, ratio_metrics
 from gruppo.trainer.parity import check_parity, enforce
@@ -23,6 +25,7 @@ from gruppo.trainer.profiling import profiling_context
 from gruppo.types import TrainBatch
 
 T = TypeVar("T")
+ScoresAndLoss = tuple[Tensor, Tensor | None, Tensor | None]  # log-probs, entropies, load-balancing loss
 
 # Mean |difference| up to which the sampling engine's log-probs stand for the trainer's.
 _SAME_LOGPS = 1e-3
@@ -35,6 +38,7 @@ class Scoring(Feeding):
     ref_model: nn.Module | None
     beta: float
     temperature: float
+    router_aux_loss_coef = 0.0  # weight of the load-balancing loss of a mixture of experts
     packed: PackedPolicy | None  # how packed rows are run; None: padded rows, the slow twin
     reuses_engine_logps = False  # the parity check found them to agree with the trainer's
     _parity_checked_at: int | None = None  # the update before which it last was
@@ -141,16 +145,25 @@ class Scoring(Feeding):
         self.metrics.add(self.mode, {"kl": total / max(tokens, 1)}, of=tokens)
         return gather_rows(self.accelerator, kl_B)
 
-    def _score(self, model: nn.Module, batch: TrainBatch, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and (with `compute_entropy`) entropies of the completions, (B, T) each."""
-        logps_BT, entropy_BT, *_ = self._get_per_token_logps_and_entropies(
+    def _score(self, model: nn.Module, batch: TrainBatch, **options: Any) -> ScoresAndLoss:
+        """Log-probs and (with `compute_entropy`) entropies of the completions, (B, T) each.
+
+        And with `compute_aux_loss` the load-balancing loss.
+        """
+        logps_BT, entropy_BT, *further = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([batch.prompt_ids, batch.completion_ids], 1),
             torch.cat([batch.prompt_mask, batch.completion_mask], 1),
             batch.completion_ids.shape[1],
             **options,
         )
-        return logps_BT, entropy_BT
+        aux_loss = further[0] if further else None
+        if options.get("compute_aux_loss") and aux_loss is None:
+            raise ConfigError(
+                f"{type(self).__name__}._get_per_token_logps_and_entropies returned no auxiliary loss as its third "
+                f"value, but router_aux_loss_coef is {self.router_aux_loss_coef}. Return it, or set that to 0."
+            )
+        return logps_BT, entropy_BT, aux_loss
 
     def _frozen_logps(self, model: nn.Module, batch: TrainBatch, packs: Sequence[PackedRows] | None) -> Tensor:
         """Log-probs in evaluation mode: the distribution that was sampled from, without dropout."""
@@ -174,13 +187,23 @@ class Scoring(Feeding):
         plan = self.planner.plan(batch)
         return Packer(batch).packs(rows, plan.tokens, plan.group_tokens)
 
+    def _whole_packs(self, batch: TrainBatch) -> list[PackedRows]:
+        """All rows, packed with every token: what a router is to place evenly."""
+        plan = self.planner.plan(batch)
+        return Packer(batch, whole=True).packs(range(len(batch)), plan.tokens, plan.group_tokens)
+
     def _score_packs(
         self, model: nn.Module, batch: TrainBatch, packs: Sequence[PackedRows], entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropies (B, T) of a batch that is packed; 0 where nothing is scored."""
+    ) -> ScoresAndLoss:
+        """Log-probs and entropies (B, T) of a batch that is packed; 0 where nothing is scored.
+
+        In packs of whole rows the load-balancing loss as well.
+        """
         assert self.packed is not None
         with self.timer("_get_per_token_logps_and_entropies"), self.packed.active(model):
-            scores = [self.packed.score(model, pack, temperature=self.temperature, entropy=entropy) for pack in packs]
+            found = [self._scores_of(model, pack, entropy=entropy) for pack in packs]
+        scores, routings = [score for score, _ in found], [routing for _, routing in found if routing is not None]
+        router_loss = sum(routings[1:], routings[0]).loss() if routings else None
 
         def placed(values: list[Tensor]) -> Tensor:
             out = torch.zeros(batch.completion_ids.shape, device=batch.completion_ids.device)
@@ -189,7 +212,14 @@ class Scoring(Feeding):
             return out
 
         entropies = [score.entropies for score in scores if score.entropies is not None]
-        return placed([score.logps for score in scores]), placed(entropies) if entropy else None
+        return placed([score.logps for score in scores]), placed(entropies) if entropy else None, router_loss
+
+    def _scores_of(self, model: nn.Module, pack: PackedRows, **options: Any) -> tuple[Scores, Routing | None]:
+        """Scores of a pack; of whole rows also where the router has sent their tokens."""
+        assert self.packed is not None
+        if pack.repeats is None:
+            return self.packed.score(model, pack, temperature=self.temperature, **options), None
+        return self.packed.score_routed(model, pack, temperature=self.temperature, **options)
 
     @property
     def _forward_rows(self) -> int:
@@ -205,18 +235,18 @@ class Scoring(Feeding):
         logits_to_keep: int,
         batch_size: int | None = None,
         compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
         **multimodal: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Hook: log-probs (B, T), entropies (B, T) or None, auxiliary loss or None."""
+    ) -> ScoresAndLoss:
+        """Hook: log-probs (B, T), entropies (B, T) or None, load-balancing loss (0-d) or None."""
+        options: dict[str, Any] = {
+            "temperature": self.temperature,
+            "batch_size": batch_size,
+            "entropy": compute_entropy,
+            "entropy_gradient": self.entropy_control.enabled,
+        }
+        rows = (model, input_ids, attention_mask, logits_to_keep)
         with self.timer("_get_per_token_logps_and_entropies"):
-            scores = score_tokens(
-                model,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                temperature=self.temperature,
-                batch_size=batch_size,
-                entropy=compute_entropy,
-                entropy_gradient=self.entropy_control.enabled,
-            )
-        return scores.logps_BT, scores.entropy_BT, None
+            if compute_aux_loss:
+                return score_routed_tokens(*rows, **options)
+            return *score_tokens(*rows, **options), None

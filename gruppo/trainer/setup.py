@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from transformers.debug_utils import DebugOption
@@ -13,9 +14,13 @@ from gruppo.data.lengths import check_every_prompt
 from gruppo.data.prompts import PromptEncoder, check_prompts, sample_rows
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy import adapters, loading
-from gruppo.policy.modes import autocast_dtype
+from gruppo.policy.float32_head import cast_head
+from gruppo.policy.inplace import compiled_modules
+from gruppo.policy.modes import autocast_dtype, has_reentrant_checkpoints
 from gruppo.policy.packed import PackedPolicy
-from gruppo.policy.support import why_not_packed
+from gruppo.policy.quantised import narrow_adapters, reject_full_training
+from gruppo.policy.routing import check_router, router_coefficient
+from gruppo.policy.support import why_not_packed, why_not_routed
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +32,6 @@ UNUSED_HOOKS = (
     "get_off_policy_mask",
     "get_gamma_weights",
 )
-
-
-def reject_unavailable(**features: Any) -> None:
-    """Raise for constructor arguments whose feature is not built yet."""
-    for name, value in features.items():
-        if value:
-            raise NotImplementedError(f"`{name}` is not available yet; leave it out.")
 
 
 def check_config(args: Any, config_class: Any) -> None:
@@ -88,6 +86,8 @@ def against_packing(trainer: Any) -> list[str]:
         reasons.append(f"{trainer.accelerator.distributed_type.value} spreads the model over processes")
     if args.torch_compile:
         reasons.append("torch_compile=True compiles the model for rows of their own")
+    elif compiled_modules(trainer.model):
+        reasons.append("the model was compiled, for rows of their own")
     if args.neftune_noise_alpha:
         reasons.append("NEFTune scales its noise by the length of a padded row")
     if "lomo" in args.optim or "layerwise" in args.optim:
@@ -107,9 +107,14 @@ def packed_policy(trainer: Any) -> PackedPolicy | None:
         fused_layers=args.fused_layers,
         autocast_dtype=autocast_dtype(trainer.accelerator.mixed_precision),
     )
+    if trainer.router_aux_loss_coef:
+        check_router_loss(trainer)
     if not args.packed_update:
         return None
-    reasons = against_packing(trainer) or why_not_packed(trainer.accelerator.unwrap_model(trainer.model), policy)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    reasons = against_packing(trainer) or why_not_packed(model, policy)
+    if not reasons and trainer.router_aux_loss_coef:
+        reasons = why_not_routed(model, policy)
     if not reasons:
         return policy
     if args.max_tokens_per_micro_batch is not None:
@@ -125,21 +130,50 @@ def packed_policy(trainer: Any) -> PackedPolicy | None:
     return None
 
 
+def check_router_loss(trainer: Any) -> None:
+    """The load-balancing loss of a mixture of experts must be there, and have a gradient."""
+    args = trainer.args
+    asked = args.gradient_checkpointing is not False and (args.gradient_checkpointing_kwargs or {}).get(
+        "use_reentrant"
+    )
+    if asked or has_reentrant_checkpoints(trainer.model):
+        raise ConfigError(
+            "Gradient checkpointing with use_reentrant=True hides the router's logits from the load-balancing loss, "
+            f"which would have no gradient (router_aux_loss_coef={trainer.router_aux_loss_coef}). Set "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}, or router_aux_loss_coef=0."
+        )
+    if trainer.accelerator.distributed_type in REPLICATED:
+        check_router(trainer.accelerator.unwrap_model(trainer.model))
+
+
 def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> Any:
     """Adapters, pad token, dropout: everything done to the module before Trainer sees it."""
     loading.align_pad_token(policy, tokenizer)
     loading.check_vocabulary(policy, tokenizer)
-    loading.reject_router_loss(policy, args.router_aux_loss_coef)
+    router_coefficient(policy, args.router_aux_loss_coef)
+    reject_full_training(policy, peft_config)
+    if peft_config is not None and compiled_modules(policy):
+        raise ConfigError(
+            "peft_config was given, but the model was compiled without an adapter. Pass the plain model and set "
+            "torch_compile=True."
+        )
     if peft_config is not None:
         policy = adapters.add_adapter(policy, peft_config)
-    elif adapters.is_peft_model(policy) and args.beta != 0:
-        adapters.add_reference_adapter(policy)
     if adapters.is_peft_model(policy):
+        narrow_adapters(policy)
+        adapters.prepare_adapters(policy, is_new=peft_config is not None, has_reference=args.beta != 0)
         if args.sync_ref_model:
             raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
         if args.gradient_checkpointing:
             policy.enable_input_require_grads()
     reject_frozen(policy)
+    if getattr(args, "cast_lm_head_to_fp32", False):
+        cast_head(policy)
+    if args.fp16 and any(weight.requires_grad and weight.dtype is torch.float16 for weight in policy.parameters()):
+        raise ConfigError(
+            "fp16=True scales gradients, which works on weights in float32, but the model's are in torch.float16. "
+            "Load it in float32 (model_init_kwargs={'dtype': 'float32'}), or train in bfloat16."
+        )
     if args.disable_dropout:
         loading.disable_dropout_in_model(policy)
     state = args.distributed_state

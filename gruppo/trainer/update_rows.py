@@ -11,6 +11,7 @@ from torch import Tensor
 from gruppo.algo.reduce import UpdateSize
 from gruppo.data.collate import join
 from gruppo.policy.packing import PackedRows, Packer
+from gruppo.policy.routing import Routing
 from gruppo.trainer.ledger import Ledger
 from gruppo.types import TrainBatch
 
@@ -31,6 +32,7 @@ class Update:
     entropy_BT: Tensor
     ran_B: Tensor  # bool
     thresholds: list[Tensor | None] = field(default_factory=list)  # of entropy, per micro-batch
+    routing: dict[int, Routing] = field(default_factory=dict)  # of a mixture of experts, by micro-batch
     passes: list[tuple[PackedRows, bool]] = field(default_factory=list)  # packs that were run, and if with a backward
 
     @classmethod
@@ -54,8 +56,14 @@ class Update:
             thresholds=[None] * len(batches),
         )
 
-    def packer(self, *, share: bool) -> Packer:
-        return Packer(self.batch, share=share)
+    def packer(self, *, share: bool, whole: bool = False) -> Packer:
+        return Packer(self.batch, share=share, whole=whole)
+
+    def add_routing(self, micro_batch: int | None, routing: Routing | None) -> None:
+        """Count where the router has sent the tokens of some rows of a micro-batch."""
+        if routing is not None and micro_batch is not None:
+            known = self.routing.get(micro_batch)
+            self.routing[micro_batch] = routing if known is None else known + routing
 
     def keep(self, pack: PackedRows, logps_bT: Tensor, entropy_bT: Tensor) -> None:
         """Remember the scores of rows that were run."""
@@ -77,7 +85,7 @@ class Update:
         for pack, backward in self.passes:
             ledger.ran(
                 prompts=[prompts[row] for row in pack.rows],
-                completions=[max(completions[row] - 1, 0) for row in pack.rows],
+                completions=[max(completions[row] - (pack.repeats is None), 0) for row in pack.rows],
                 prompt_tokens=pack.prompt_tokens,
                 scored=len(pack.targets),
                 zero_advantage=[still[row] for row in pack.rows],

@@ -29,8 +29,9 @@ from gruppo.plan import UpdatePlan
 from gruppo.policy.inplace import without_collection
 from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.unwrap import inner_model, is_noisy
-from gruppo.trainer.collecting import Collecting
 from gruppo.trainer.metrics import gather_rows, value_stat
+from gruppo.trainer.routing import RouterLoss
+from gruppo.trainer.scoring import ScoresAndLoss
 from gruppo.trainer.setup import REPLICATED
 from gruppo.trainer.update_rows import Update
 from gruppo.types import TrainBatch
@@ -44,7 +45,7 @@ def _required(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-class Updating(Collecting):
+class Updating(RouterLoss):
     """The part of the trainer that computes the loss."""
 
     loss_settings: LossSettings
@@ -98,6 +99,7 @@ class Updating(Collecting):
             self._sending_gradients = False
             try:
                 update.passes.clear()
+                update.routing.clear()
                 with self.packed.active(model), without_collection(), self.timer("compute_loss"):
                     self._run_packs(model, update)
                 self._maybe_empty_cache()
@@ -109,7 +111,7 @@ class Updating(Collecting):
             model.zero_grad()
 
     def _run_packs(self, model: nn.Module, update: Update) -> None:
-        packer = update.packer(share=not is_noisy(model, inner_model(model)))
+        packer = update.packer(share=not is_noisy(model, inner_model(model)), whole=self.aux_loss_enabled)
         plan = self.planner.plan(update.batch)
         moving = self._moving_rows(update)
         self._score_skipped_rows(model, update, packer, plan)
@@ -118,8 +120,8 @@ class Updating(Collecting):
             packs = packer.packs(rows, plan.tokens, plan.group_tokens)
             if micro_batch is not None and len(packs) > 1:
                 # The threshold is that of the whole micro-batch: its entropies must be known before its loss is. The
-                # processes agree on it in the first pack's loss, however many packs each has.
-                self._score_without_gradient(model, update, packs)
+                # processes agree on it in the first pack's loss, however many packs each has. So it is with routers.
+                self._score_without_gradient(model, update, packs, micro_batch)
             for pack in packs:
                 self.stopper.check()
                 last = pack is packs[-1] and rows is units[-1][1]
@@ -137,20 +139,13 @@ class Updating(Collecting):
 
     def _units(self, update: Update, moving: list[int]) -> list[tuple[int | None, list[int]]]:
         """Rows that may share packs: all of the update, or micro-batch by micro-batch where the loss is defined so."""
-        if self.entropy_share >= 1:
+        if self.entropy_share >= 1 and not self.aux_loss_enabled:
             return [(None, moving)]
         return [(i, list(range(part.start, part.stop))) for i, part in enumerate(update.micro_batches)]
 
     def _pack_loss(self, model: nn.Module, pack: PackedRows, update: Update, micro_batch: int | None) -> Tensor:
         """One pack's share of the update's loss."""
-        assert self.packed is not None
-        scores = self.packed.score(
-            model,
-            pack,
-            temperature=self.temperature,
-            entropy=True,
-            entropy_gradient=self.entropy_control.enabled,
-        )
+        scores, routing = self._scores_of(model, pack, entropy=True, entropy_gradient=self.entropy_control.enabled)
         logps_bT, entropy_bT = pack.padded(scores.logps), pack.padded(_required(scores.entropies))
         update.keep(pack, logps_bT, entropy_bT)
         if micro_batch is not None and update.thresholds[micro_batch] is None:
@@ -164,7 +159,7 @@ class Updating(Collecting):
         )
         output = self._policy_loss(update.batch.rows(rows), logps_bT, entropy_bT, threshold, size)
         # The size is that of all processes, but DDP averages their gradients.
-        return output.loss * self.accelerator.num_processes
+        return self._with_router_share(output.loss, update, micro_batch, routing) * self.accelerator.num_processes
 
     def _set_threshold(self, update: Update, micro_batch: int) -> None:
         part = update.micro_batches[micro_batch]
@@ -173,7 +168,7 @@ class Updating(Collecting):
 
     def _chosen_tokens(self, update: Update, micro_batch: int | None, rows: Tensor) -> Tensor:
         """(b, 1): the tokens of each row's micro-batch that an entropy bonus is the mean over."""
-        if micro_batch is None:
+        if micro_batch is None or self.entropy_share >= 1:
             return update.tokens_B1[rows]
         part, threshold = update.micro_batches[micro_batch], _required(update.thresholds[micro_batch])
         chosen = top_entropy_mask(update.entropy_BT[part], update.batch.loss_mask_BT[part], threshold)
@@ -188,8 +183,8 @@ class Updating(Collecting):
     def _can_move(self, batch: TrainBatch) -> Tensor:
         """Bool (B,): the rows whose gradient can be other than 0."""
         has_loss_B = batch.loss_mask_BT.any(1)
-        everything_counts = self.loss_settings.beta != 0 or self.entropy_control.enabled or self.entropy_share < 1
-        if everything_counts or not self.args.skip_zero_advantage:
+        counts = self.loss_settings.beta != 0 or self.entropy_control.enabled or self.entropy_share < 1
+        if counts or self.aux_loss_enabled or not self.args.skip_zero_advantage:
             return has_loss_B
         return has_loss_B & ~batch.zero_advantage_B
 
@@ -202,12 +197,14 @@ class Updating(Collecting):
         self._score_without_gradient(model, update, packer.packs(rows, plan.tokens, plan.group_tokens))
 
     @torch.no_grad()
-    def _score_without_gradient(self, model: nn.Module, update: Update, packs: Sequence[PackedRows]) -> None:
-        assert self.packed is not None
+    def _score_without_gradient(
+        self, model: nn.Module, update: Update, packs: Sequence[PackedRows], micro_batch: int | None = None
+    ) -> None:
         # Not through the wrapper: its forward may communicate, and not every process has such rows.
         bare = self.accelerator.unwrap_model(model)
         for pack in packs:
-            scores = self.packed.score(bare, pack, temperature=self.temperature, entropy=True)
+            scores, routing = self._scores_of(bare, pack, entropy=True)
+            update.add_routing(micro_batch, routing)
             update.keep(pack, pack.padded(scores.logps), pack.padded(_required(scores.entropies)))
 
     def _note_update(self, update: Update) -> Tensor:
@@ -216,11 +213,12 @@ class Updating(Collecting):
         Not the sum of the packs' losses: a row that is not run may have a share that has no gradient.
         """
         loss = torch.zeros((), device=self.accelerator.device)
-        for part, threshold in zip(update.micro_batches, update.thresholds, strict=True):
+        for i, (part, threshold) in enumerate(zip(update.micro_batches, update.thresholds, strict=True)):
             batch, entropy_bT = update.batch.rows(part), update.entropy_BT[part]
             with torch.no_grad():
                 output = self._policy_loss(batch, update.logps_BT[part], entropy_bT, threshold, update.size)
-            loss += output.loss * self.accelerator.num_processes
+            router_loss = update.routing[i].loss() if i in update.routing else None
+            loss += self._with_router_loss(output.loss, router_loss) * self.accelerator.num_processes
             self._defer_stats(batch, update.logps_BT[part], output, update.ran_B[part])
         update.enter(self.ledger, self.state.global_step)
         return loss
@@ -240,13 +238,14 @@ class Updating(Collecting):
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Hook: the loss of one micro-batch, from the dict of tensors that scoring returned."""
         batch = TrainBatch.from_dict(inputs)
-        logps_BT, entropy_BT = self._score_for_loss(model, batch)
+        logps_BT, entropy_BT, router_loss = self._score_for_loss(model, batch)
+        entropy_BT = _required(entropy_BT)
         threshold = self._entropy_threshold(entropy_BT, batch.loss_mask_BT)
         output = self._policy_loss(batch, logps_BT, entropy_BT, threshold, self._size)
         self._defer_stats(batch, logps_BT, output)
         if self.mode == "train":
             self._note_padded_rows(batch)
-        return output.loss * self.accelerator.num_processes
+        return self._with_router_loss(output.loss, router_loss) * self.accelerator.num_processes
 
     def _note_padded_rows(self, batch: TrainBatch) -> None:
         """Enter a micro-batch in the ledger."""
@@ -261,17 +260,18 @@ class Updating(Collecting):
             stale=None if batch.sampled_at is None else (batch.sampled_at < self.state.global_step).tolist(),
         )
 
-    def _score_for_loss(self, model: nn.Module, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    def _score_for_loss(self, model: nn.Module, batch: TrainBatch) -> ScoresAndLoss:
         """Log-probs and entropies of the micro-batch; rows that cannot move the update are run without a graph."""
         if self.packed is not None and not torch.is_grad_enabled():
             bare = self.accelerator.unwrap_model(model)
-            scores = self._with_memory(lambda: self._score_packs(bare, batch, self._packs(batch) or [], entropy=True))
-            return scores[0], _required(scores[1])
+            pack = self._whole_packs if self.aux_loss_enabled else self._packs
+            return self._with_memory(lambda: self._score_packs(bare, batch, pack(batch) or [], entropy=True))
+        if self.aux_loss_enabled:
+            return self._score(model, batch, compute_entropy=True, compute_aux_loss=True)
         moving_B = self._can_move(batch)
         moving_B[0] |= ~moving_B.any()
         if moving_B.all() or not torch.is_grad_enabled() or not self._replicated:
-            logps_BT, entropy_BT = self._score(model, batch, compute_entropy=True)
-            return logps_BT, _required(entropy_BT)
+            return self._score(model, batch, compute_entropy=True)
         moving = self._score(model, batch.rows(moving_B), compute_entropy=True)
         with torch.no_grad():
             # Not through the wrapper: its forward may communicate, and not every process has such rows.
@@ -279,9 +279,9 @@ class Updating(Collecting):
             still = self._score(bare, batch.rows(~moving_B), compute_entropy=True)
         back = torch.cat([moving_B.nonzero()[:, 0], (~moving_B).nonzero()[:, 0]]).argsort()
         logps_BT, entropy_BT = (
-            torch.cat([_required(a), _required(b)])[back] for a, b in zip(moving, still, strict=True)
+            torch.cat([_required(a), _required(b)])[back] for a, b in zip(moving[:2], still[:2], strict=True)
         )
-        return logps_BT, entropy_BT
+        return logps_BT, entropy_BT, None
 
     @property
     def _replicated(self) -> bool:

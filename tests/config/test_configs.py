@@ -242,6 +242,7 @@ SET_SHARED: dict[str, Any] = {
 # Excludes others of them, so it is set by itself.
 ALONE = {"packed_update": False}
 SET_GRPO: dict[str, Any] = SET_SHARED | {
+    "cast_lm_head_to_fp32": True,
     "loss_type": "sapo",
     "importance_sampling_level": "sequence",
     "scale_rewards": "batch",
@@ -299,7 +300,6 @@ WITH_VLLM = {*COLOCATE, *SERVER, *CORRECTION, "vllm_tensor_parallel_size"}
 # A value other than the default for every field that has to wait for its feature.
 WAITING: dict[str, Any] = {
     "ds3_gather_for_generation": False,
-    "cast_lm_head_to_fp32": True,
     "log_multimodal": False,
 }
 

@@ -15,6 +15,7 @@ from gruppo.policy.adapters import (
     add_adapter,
     add_reference_adapter,
     is_peft_model,
+    prepare_adapters,
     reference_policy,
     use_adapter,
 )
@@ -118,8 +119,8 @@ def test_adapters_that_are_bare_parameters_are_copied_too(config, name):
 def test_a_trained_weight_that_the_reference_would_share_is_refused():
     model = adapted()
     model.get_input_embeddings().weight.requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"embed_tokens.weight is trained, but is no part of the adapter 'default'"):
-        add_reference_adapter(model)
+    with pytest.raises(ConfigError, match=r"1 weights of the base model are trained.*embed_tokens.weight"):
+        prepare_adapters(model, is_new=False, has_reference=True)
 
 
 def test_an_optimizer_step_moves_the_adapter_and_nothing_else():

@@ -12,7 +12,6 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
     PreTrainedTokenizerBase,
 )
 
@@ -178,39 +177,3 @@ def test_dropout_modules_are_turned_off():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.9)))
     loading.disable_dropout_in_model(model)
     assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == [0.0, 0.0]
-
-
-# ---- mixtures of experts
-
-
-def mixtral(on: bool, weight: float = 0.01) -> MixtralConfig:
-    return MixtralConfig(output_router_logits=on, router_aux_loss_coef=weight)
-
-
-@pytest.mark.parametrize(
-    ("config", "coefficient"),
-    [
-        (LlamaConfig(), None),
-        (LlamaConfig(), 0.0),
-        (mixtral(on=False), None),
-        (mixtral(on=True, weight=0.0), None),
-        (mixtral(on=True), 0.0),
-    ],
-    ids=["dense", "dense-0", "off", "on-without-weight", "on-set-to-0"],
-)
-def test_models_without_a_load_balancing_loss_are_taken(config, coefficient):
-    assert loading.reject_router_loss(SimpleNamespace(config=config), coefficient) is None
-
-
-@pytest.mark.parametrize(
-    ("config", "coefficient", "error"),
-    [
-        (LlamaConfig(), 0.1, ConfigError),
-        (mixtral(on=True), None, NotImplementedError),
-        (mixtral(on=False), 0.1, NotImplementedError),
-    ],
-    ids=["dense", "on", "off-but-set"],
-)
-def test_the_load_balancing_loss_is_not_there_yet(config, coefficient, error):
-    with pytest.raises(error, match="router_aux_loss_coef"):
-        loading.reject_router_loss(SimpleNamespace(config=config), coefficient)

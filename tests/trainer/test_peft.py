@@ -148,6 +148,46 @@ def test_a_resumed_run_goes_on_with_the_trained_adapter(kind: str, beta: float, 
         assert not any(w.requires_grad for n, w in resumed.model.named_parameters() if ".ref." in n)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("active", ["default", "second"])
+def test_a_resumed_run_with_several_adapters(active: str, beta: float, tmp_path: Path) -> None:
+    """The active one is trained; the others are saved and loaded as they are."""
+
+    def both() -> Any:
+        model = adapted()
+        torch.manual_seed(5)
+        model.add_adapter("second", lora(init_lora_weights=False))
+        model.set_adapter(active)
+        return model
+
+    settings = {"beta": beta, "learning_rate": 0.1, "max_steps": 3}
+    straight = run(tmp_path, model=both(), callbacks=[SaveAt(2)], **settings)
+    resumed = make(tmp_path / "resumed", model=both(), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for name in ("default", "second"):
+        found, expected, before = (adapter(m, name) for m in (resumed.model, straight.model, both()))
+        assert all(torch.equal(found[key], weight) for key, weight in expected.items()), name
+        assert all(torch.equal(before[key], weight) for key, weight in expected.items()) == (name != active)
+    assert resumed.model.active_adapter == active
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_an_adapter_in_half_precision_stays_in_it(beta: float, tmp_path: Path) -> None:
+    settings = {"learning_rate": 0.1, "max_steps": 3, "beta": beta}
+    straight = run(tmp_path, model=adapted().bfloat16(), callbacks=[SaveAt(2)], **settings)
+    resumed = make(tmp_path / "resumed", model=adapted().bfloat16(), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for name, weight in adapter(straight.model).items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(adapter(resumed.model)[name], weight), name
+    if beta:
+        assert logs(straight)[0]["kl"] == 0.0
+        copies = (adapter(trainer.model, "ref") for trainer in (straight, resumed))
+        for (name, weight), again in zip(next(copies).items(), next(copies).values(), strict=True):
+            assert torch.equal(weight, adapter(adapted().bfloat16())[name]), name
+            assert torch.equal(weight, again)
+
+
 @pytest.mark.parametrize("kind", ["config", "model"])
 def test_the_best_adapter_is_loaded_at_the_end(kind: str, tmp_path: Path) -> None:
     adapters: dict[int, dict[str, Tensor]] = {}

@@ -1,5 +1,6 @@
 """The vLLM backend that a config asks for."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def vllm_backend(
     settings = EngineSettings(
         rows=args.per_device_train_batch_size * args.steps_per_generation,
         # As the update computes, whatever the weights are stored in.
-        dtype=autocast_dtype or inner_model(policy()).dtype,
+        dtype=autocast_dtype or _usual_dtype(policy()),
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         memory_share=args.vllm_gpu_memory_utilization,
         context_length=args.vllm_max_model_length,
@@ -47,6 +48,15 @@ def vllm_backend(
         trust_remote_code=args.trust_remote_code,
     )
     return VLLMColocateBackend(policy, config, stop_ids=stop_ids, settings=settings, seeded=args.vllm_seed_requests)
+
+
+def _usual_dtype(policy: Any) -> torch.dtype:
+    """Of most weights: a head, and what is tied to it, may be wider."""
+    counts: Counter[torch.dtype] = Counter()
+    for weight in inner_model(policy).parameters():
+        counts[weight.dtype] += weight.numel() if weight.dim() > 1 else 0
+    layers = {dtype: count for dtype, count in counts.items() if dtype.is_floating_point}
+    return max(layers, key=lambda dtype: (layers[dtype], -dtype.itemsize))
 
 
 def _bracketed(host: str) -> str:

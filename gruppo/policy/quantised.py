@@ -1,0 +1,51 @@
+"""Quantised models: packed weights stay as they are, an adapter is trained on top (https://arxiv.org/abs/2305.14314)."""
+
+from typing import Any
+
+import torch
+
+from gruppo.errors import ConfigError
+from gruppo.policy.adapters import is_peft_model
+from gruppo.policy.inplace import compiled_modules
+from gruppo.policy.unwrap import inner_model
+
+MAGNITUDES = "lora_magnitude_vector"  # of DoRA
+
+
+def is_quantised(model: Any) -> bool:
+    """Whether some of the model's weights are packed by a quantiser."""
+    inner = inner_model(model)
+    return getattr(inner, "hf_quantizer", None) is not None or bool(getattr(inner, "is_quantized", False))
+
+
+def with_quantisation(kwargs: dict[str, Any], asked: Any) -> dict[str, Any]:
+    """The arguments of `from_pretrained` with the trainer's `quantization_config`, which must come from one place."""
+    if asked is None:
+        return kwargs
+    if kwargs.get("quantization_config") is not None:
+        raise ConfigError("quantization_config was given to the trainer and in model_init_kwargs. Remove one of them.")
+    return kwargs | {"quantization_config": asked}
+
+
+def reject_full_training(model: Any, peft_config: Any) -> None:
+    """Packed weights have no gradient: a quantised model is trained through an adapter or not at all."""
+    if not is_quantised(model):
+        return
+    if compiled_modules(model):
+        raise ConfigError("A quantised model was compiled, which peft cannot train. Pass it without torch.compile.")
+    aware = getattr(getattr(inner_model(model), "hf_quantizer", None), "is_qat_trainable", False)
+    if peft_config is None and not is_peft_model(model) and not aware:
+        raise ConfigError(
+            f"The {type(inner_model(model)).__name__} is quantised, so its own weights cannot be trained. Pass a "
+            "peft_config (LoRA), or load it without quantization_config."
+        )
+
+
+def narrow_adapters(model: Any) -> None:
+    """Trained weights on a model in 4 or 8 bits in bfloat16, except DoRA's magnitudes, whose steps would be lost."""
+    inner = inner_model(model)
+    if not (getattr(inner, "is_loaded_in_4bit", False) or getattr(inner, "is_loaded_in_8bit", False)):
+        return
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and weight.is_floating_point() and MAGNITUDES not in name:
+            weight.data = weight.data.to(torch.bfloat16)
