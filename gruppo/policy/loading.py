@@ -210,7 +210,13 @@ def load_converted_weights(model: PreTrainedModel, folder: str) -> None:
     Nothing is rounded: the copy on the way is as wide as the widest weight.
     """
     wide = any(weight.dtype is torch.float32 for weight in model.parameters())
-    loaded = type(model).from_pretrained(folder, dtype=torch.float32 if wide else model.dtype, device_map=None)
+    loaded = type(model).from_pretrained(
+        folder,
+        config=copy.deepcopy(model.config),
+        dtype=torch.float32 if wide else model.dtype,
+        device_map=None,
+        trust_remote_code=False,  # the class is at hand
+    )
     weights = loaded.state_dict()
     for name, weight in model.state_dict().items():
         weight.copy_(weights[name])

@@ -49,16 +49,17 @@ EXPERTS: dict[str, Callable[..., Any]] = {
     "olmoe": lambda **kw: tf.OlmoeForCausalLM(tf.OlmoeConfig(**_SIZE, **_EXPERTS, **kw)),
     "granite-moe": lambda **kw: tf.GraniteMoeForCausalLM(tf.GraniteMoeConfig(**_SIZE, **_LOCAL, **kw)),
 }
-# Its router's logits are returned from some version of transformers on.
-SHOWS_ROUTER = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            name == "granite-moe" and Version(tf.__version__) < Version("5.18"), reason="shows no router logits"
-        ),
-    )
-    for name in EXPERTS
-]
+_HIDDEN = Version(tf.__version__) < Version("5.18")  # GraniteMoE's logits are returned from then on
+
+
+def _marks(name: str, *, router: bool) -> list[Any]:
+    slower = [] if name == "mixtral" else [pytest.mark.medium]
+    hidden = router and name == "granite-moe" and _HIDDEN
+    return [*slower, pytest.mark.skipif(hidden, reason="shows no router logits")]
+
+
+NAMES = [pytest.param(name, marks=_marks(name, router=False)) for name in EXPERTS]
+SHOWS_ROUTER = [pytest.param(name, marks=_marks(name, router=True)) for name in EXPERTS]
 
 
 def experts(name: str, seed: int = 0, **changes: Any) -> Any:

@@ -15,7 +15,7 @@ from gruppo.policy.packing import Packer
 from gruppo.policy.routing import Routing, check_router, router_coefficient
 from gruppo.policy.support import why_not_packed, why_not_routed
 from tests.engine.models import build
-from tests.policy.experts import EXPERTS, SHOWS_ROUTER, experts
+from tests.policy.experts import NAMES, SHOWS_ROUTER, experts
 from tests.policy.twins import RAGGED, assert_same, gradients_of, in_double, run_packed, run_slowly
 
 IDS = torch.cat([RAGGED.batch.prompt_ids, RAGGED.batch.completion_ids], 1)
@@ -120,7 +120,7 @@ def test_the_loss_is_that_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_packed_log_probs_of_experts(name: str, reentrant: bool | None) -> None:
     with in_double():
         model = experts(name).double().train()
@@ -134,7 +134,7 @@ def test_packed_log_probs_of_experts(name: str, reentrant: bool | None) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_however_experts_are_multiplied(name: str, implementation: str) -> None:
     model = experts(name)
     model.set_experts_implementation(implementation)

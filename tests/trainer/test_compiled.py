@@ -109,7 +109,8 @@ def test_it_is_saved_under_its_own_names_and_resumed(way: str, tmp_path: Path) -
         assert torch.equal(weights(again.model)[name], weight), name
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.medium)])
+@pytest.mark.medium
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_the_setting(backend: str, tmp_path: Path) -> None:
     settings = {"torch_compile": True, "torch_compile_backend": backend, **SETTINGS}
     first = make(tmp_path, GRPOTrainer, callbacks=[SaveAt(2)], **settings)
@@ -126,7 +127,7 @@ def test_the_setting(backend: str, tmp_path: Path) -> None:
         assert torch.equal(weights(again.model)[name], weight), name
 
 
-@pytest.mark.parametrize("compiled", ["whole", "layers"])
+@pytest.mark.parametrize("compiled", ["whole", pytest.param("layers", marks=pytest.mark.medium)])
 def test_engine_and_packed_rows_leave_compiled_code_aside(compiled: str) -> None:
     backend, model = Counting(), build("llama")
     for module in [model] if compiled == "whole" else model.model.layers:
@@ -142,6 +143,7 @@ def test_engine_and_packed_rows_leave_compiled_code_aside(compiled: str) -> None
     assert len(compiled_modules(model)) == (1 if compiled == "whole" else 3), "it comes back"
 
 
+@pytest.mark.medium
 def test_a_compiled_model_with_adapters(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match=r"compiled without an adapter.*torch_compile=True"):

@@ -16,7 +16,7 @@ from gruppo.errors import ConfigError
 from gruppo.types import SampleRequest
 from tests.engine.test_models import generate, greedy
 from tests.helpers import prompts
-from tests.policy.experts import EXPERTS, SHOWS_ROUTER, experts
+from tests.policy.experts import NAMES, SHOWS_ROUTER, experts
 from tests.policy.test_routing import slow_loss
 from tests.policy.twins import exact
 from tests.processes import run_together
@@ -66,7 +66,7 @@ def update(recipe: str, folder: Any, **settings: Any) -> tuple[dict[str, Tensor]
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("shown", [False, True])
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_engine_samples_what_transformers_would(name: str, shown: bool, implementation: str) -> None:
     model = experts(name, output_router_logits=shown)
     model.set_experts_implementation(implementation)
@@ -80,7 +80,10 @@ def test_the_engine_samples_what_transformers_would(name: str, shown: bool, impl
 
 
 @pytest.mark.parametrize("budget", [None, 30])
-@pytest.mark.parametrize("recipe", ["grpo", "dapo", "rloo", "top_entropy", "truncated"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["grpo", "rloo", *(pytest.param(name, marks=pytest.mark.medium) for name in ("dapo", "top_entropy", "truncated"))],
+)
 def test_packed_updates_are_padded_ones(recipe: str, budget: int | None, policies: Policies, tmp_path: Path) -> None:
     policies.use("mixtral")
     settings = {"router_aux_loss_coef": COEFFICIENT}

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from gruppo import GRPOTrainer
 from gruppo.trainer import ledger
 from tests.helpers import length_reward, prompts, tiny_model
+from tests.policy.experts import experts
 from tests.rollout.vllm_doubles import fake_vllm, saved_model
 from tests.tools.scripted import random_caller
 from tests.trainer.runs import (
@@ -642,6 +643,7 @@ def logged_keys(folder: Path) -> set[str]:
     )
     game.train()
     keys.update(*game.state.log_history)
+    keys.update(*run(folder, model=experts("mixtral"), max_steps=1).state.log_history)
     broken = make(folder, GRPOTrainer, max_steps=1)
     broken.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
     broken.train()
