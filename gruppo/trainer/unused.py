@@ -55,7 +55,13 @@ TABLE = (
     Needs(("max_tool_calling_iterations",), lambda args, parts: parts.tools, "there are no tools"),
     Needs(("tool_timeout", "max_parallel_tools"), lambda args, parts: parts.tools, "there are no tools", raises=True),
     Needs(
-        ("reward_sample_timeout", "reward_workers", "worker_env"),
+        ("reward_sample_timeout",),
+        lambda args, parts: parts.workers or parts.async_rewards,
+        "no reward runs in a worker, and none is an async function; set reward_timeout",
+        raises=True,
+    ),
+    Needs(
+        ("reward_workers", "worker_env"),
         lambda args, parts: parts.workers,
         "no reward runs in a worker; set reward_timeout",
         raises=True,

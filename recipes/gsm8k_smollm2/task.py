@@ -7,6 +7,7 @@ The data folder holds gsm8k/train.jsonl, compressed or not, one problem a line:
 
 import gzip
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from datasets import Dataset
 from gruppo.errors import DataError
 from gruppo.evaluation.prompts import INSTRUCTIONS
 from gruppo.rewards import get_math_answer_reward, get_soft_overlong_punishment
+from gruppo.rewards.format import completion_text
 from gruppo.rewards.marks import in_worker
 
 Row = dict[str, Any]
@@ -25,6 +27,7 @@ KEYS = ("question", "solution", "answer")
 INSTRUCTION = INSTRUCTIONS["cot", "en"]  # of the evaluation, so that training asks the same
 ACCURACY = "rewards/math_answer_reward/mean"  # what trainers call the mean of the first reward
 SAMPLED_ACCURACY = "math_answer/sampled"  # the same over all completions, those of replaced prompts too
+RESULT = re.compile(r"=\s*\$?\s*(-?\d[\d,]*(?:\.\d+)?|-?\.\d+)")  # 24 in "48/2 = $24"
 OVERLONG_WEIGHT = 0.5  # a wrong answer costs 1 and the longest completion half of that, as in the DAPO paper
 
 
@@ -58,8 +61,9 @@ def target(row: Row) -> str:
 
 
 def dataset(rows: list[Row]) -> Dataset:
-    """The columns that a trainer needs: the prompt, and the answer for the reward."""
-    return Dataset.from_list([{"prompt": prompt(row), "answer": row["answer"]} for row in rows])
+    """The columns that a trainer needs: the prompt, and for the rewards the answer and the solution."""
+    columns = ("answer", "solution")
+    return Dataset.from_list([{"prompt": prompt(row), **{name: row[name] for name in columns}} for row in rows])
 
 
 _grade = get_math_answer_reward("gsm8k", column="answer")
@@ -89,11 +93,42 @@ def math_answer_reward(
     return scores
 
 
-def rewards(overlong_tokens: int, limit: int) -> tuple[list[Callable[..., Any]], list[float]]:
-    """The reward functions and their weights: 1 for the right number, and a punishment of length if that is asked for.
+def results(text: str) -> set[float]:
+    """The numbers that a text computes: those behind an equals sign.
 
-    The punishment grows over the last `overlong_tokens` of the `limit`; 0 leaves it out.
+    Example:
+        results("48/2 = 24 clips, 24+48 = $72") == {24.0, 72.0}
     """
-    if not overlong_tokens:
-        return [math_answer_reward], [1.0]
-    return [math_answer_reward, get_soft_overlong_punishment(limit, overlong_tokens)], [1.0, OVERLONG_WEIGHT]
+    return {float(number.replace(",", "")) for number in RESULT.findall(text)}
+
+
+@in_worker
+def step_results_reward(completions: Sequence[Any], solution: Sequence[str], **kwargs: Any) -> list[float | None]:
+    """How well the results on the way agree with those of the solution: F1, so guessing many does not pay.
+
+    None where the solution computes nothing.
+
+    Example:
+        step_results_reward(["48/2 = 24, 24*2 = 48"], solution=["48/2 = 24, 24+48 = 72"]) == [0.5]
+    """
+    scores: list[float | None] = []
+    for completion, text in zip(completions, solution, strict=True):
+        wanted, found = results(text), results(completion_text(completion))
+        scores.append(2 * len(wanted & found) / (len(wanted) + len(found)) if wanted else None)
+    return scores
+
+
+def rewards(
+    limit: int, overlong_tokens: int = 0, step_weight: float = 0.0
+) -> tuple[list[Callable[..., Any]], list[float]]:
+    """The reward functions and their weights: 1 for the right number, and what else is asked for.
+
+    A punishment of length that grows over the last `overlong_tokens` of the `limit`, and the agreement of the results
+    on the way; 0 leaves either out.
+    """
+    functions: list[tuple[Callable[..., Any], float]] = [(math_answer_reward, 1.0)]
+    if overlong_tokens:
+        functions.append((get_soft_overlong_punishment(limit, overlong_tokens), OVERLONG_WEIGHT))
+    if step_weight:
+        functions.append((step_results_reward, step_weight))
+    return [function for function, _ in functions], [weight for _, weight in functions]

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
-from transformers import PrinterCallback, set_seed
+from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrlParser
 from gruppo.errors import ConfigError
@@ -21,6 +22,7 @@ from recipes.gsm8k_smollm2 import task
 from recipes.gsm8k_smollm2.record import Recorder, config_of, origin
 
 COMMON = Path(__file__).with_name("common.yaml")
+SETTINGS = ("algorithm", "overlong_tokens", "step_weight", "average", "lora_rank")  # that tell experiments apart
 ALGORITHMS: dict[str, tuple[Any, Any]] = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}
 
 
@@ -36,6 +38,13 @@ class RecipeArguments:
     overlong_tokens: int = field(
         default=0, metadata={"help": "Punish length over so many tokens before the limit (DAPO); 0 does not."}
     )
+    step_weight: float = field(
+        default=0.0, metadata={"help": "Reward results on the way too, with this weight; 0: the answer only."}
+    )
+    average: float = field(
+        default=0.0,
+        metadata={"help": "Save a running mean of the weights, which keeps this much of itself per update."},
+    )
     lora_rank: int = field(default=0, metadata={"help": "Train adapters of this rank in all layers; 0: the weights."})
     at_once: int = field(
         default=1, metadata={"help": "How many runs share the device, for the record: their seconds are longer ones."}
@@ -47,6 +56,8 @@ class RecipeArguments:
             raise ConfigError(f"algorithm={self.algorithm!r} must be one of {', '.join(ALGORITHMS)}.")
         if self.max_seconds <= 0:
             raise ConfigError(f"max_seconds={self.max_seconds} must be above 0.")
+        if not 0 <= self.average < 1:
+            raise ConfigError(f"average={self.average} must be at least 0 and below 1.")
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[RecipeArguments, Any]:
@@ -74,11 +85,36 @@ def adapters(rank: int) -> Any:
     return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
+class RunningMean(TrainerCallback):
+    """An exponential mean of the trained weights over the updates: one update more or less matters less to it."""
+
+    def __init__(self, model: Any, keep: float):
+        self.trained = [weight for weight in model.parameters() if weight.requires_grad] if keep else []
+        self.mean = [weight.detach().clone() for weight in self.trained]
+        self.keep = keep
+
+    def on_step_end(self, args: Any, state: Any, *arguments: Any, **kwargs: Any) -> None:
+        # Of the first updates the plain mean, or the start would weigh too much.
+        share = max(1 - self.keep, 1 / state.global_step)
+        with torch.no_grad():
+            torch._foreach_lerp_(self.mean, [weight.detach() for weight in self.trained], share)
+
+    def write(self) -> None:
+        """Put the mean in the place of the last weights."""
+        with torch.no_grad():
+            for weight, mean in zip(self.trained, self.mean, strict=True):
+                weight.copy_(mean)
+
+
 def run(recipe: RecipeArguments, args: Any, trainer_class: Any, facts: dict[str, Any]) -> None:
     """Train, keep the record, and save the model; `facts` says with what. The library may be another one."""
     set_seed(args.seed)
-    reward_funcs, args.reward_weights = task.rewards(recipe.overlong_tokens, args.max_completion_length)
-    config = {name: getattr(recipe, name) for name in ("algorithm", "overlong_tokens", "lora_rank")} | config_of(args)
+    if recipe.at_once > 1 and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(0.95 / recipe.at_once)  # what is free now, the others will take
+    reward_funcs, args.reward_weights = task.rewards(
+        args.max_completion_length, recipe.overlong_tokens, recipe.step_weight
+    )
+    config = {name: getattr(recipe, name) for name in SETTINGS} | config_of(args)
     facts = {"experiment": recipe.experiment, "seed": args.seed, "at_once": recipe.at_once, **facts, "config": config}
     recorder = Recorder(Path(args.output_dir), facts, recipe.max_seconds)
     trainer = trainer_class(
@@ -91,7 +127,11 @@ def run(recipe: RecipeArguments, args: Any, trainer_class: Any, facts: dict[str,
     )
     trainer.remove_callback(PrinterCallback)
     recorder.built(trainer.model)
+    mean = RunningMean(trainer.model, recipe.average)
+    if recipe.average:
+        trainer.add_callback(mean)
     trainer.train()
+    mean.write()
     trainer.save_model(args.output_dir)
 
 

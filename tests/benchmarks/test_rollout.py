@@ -37,7 +37,8 @@ def test_a_result_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     for record in result["engines"].values():
         assert [facts["tokens"] for facts in record["rounds"]] == [2 * 2 * 8] * 2, "every completion runs to its limit"
         assert record["first_call"]["seconds"] > 0
-        assert record["median_tokens_per_second"] == pytest.approx(32 / record["median_seconds"], rel=0.5)
+        rates = [32 / facts["seconds"] for facts in record["rounds"]]
+        assert 0.99 * min(rates) <= record["median_tokens_per_second"] <= 1.01 * max(rates)
 
 
 def test_engines_get_equal_prompts_and_rounds_get_new_ones() -> None:

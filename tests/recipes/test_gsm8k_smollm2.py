@@ -99,6 +99,7 @@ def test_the_file_of_an_experiment_is_read_over_the_common_one(
     [
         (["--algorithm", "ppo"], "algorithm='ppo'"),
         (["--max_seconds", "0"], "max_seconds=0"),
+        (["--average", "1"], "average=1"),
         (["--learning_rata", "1"], "learning_rate"),
     ],
 )
@@ -164,7 +165,7 @@ def test_training_asks_as_the_evaluation_does(data: Path) -> None:
 
 
 def test_rewards_and_their_weights() -> None:
-    (accuracy,), weights = task.rewards(0, 256)
+    (accuracy,), weights = task.rewards(256)
     assert weights == [1.0]
     assert f"rewards/{accuracy.__name__}/mean" == task.ACCURACY
     answers = [[{"role": "assistant", "content": f"so \\boxed{{{number}}}"}] for number in (7, 8)]
@@ -172,9 +173,26 @@ def test_rewards_and_their_weights() -> None:
     logged: list[tuple[str, float]] = []
     accuracy(completions=answers, answer=["7", "7"], log_metric=lambda *call: logged.append(call))
     assert [value for name, value in logged if name == task.SAMPLED_ACCURACY] == [1.0, 0.0], "one for each completion"
-    (_, overlong), weights = task.rewards(64, 256)
+    (_, overlong), weights = task.rewards(256, 64)
     punished = overlong(completion_ids=[[0] * length for length in (192, 224, 256)])
     assert [weights[1] * each for each in punished] == [0, -0.25, -0.5]
+    functions, weights = task.rewards(256, 64, step_weight=0.25)
+    assert (functions[2], weights) == (task.step_results_reward, [1.0, 0.5, 0.25])
+
+
+def test_results_on_the_way_count_as_far_as_they_agree() -> None:
+    solution = "Half is 48/2 = 24.\nTogether 1,200 + 24 = $1,224 and 0.5*2 =1.0"
+    assert task.results(solution) == {24, 1224, 1}
+    texts = {
+        solution: 1.0,
+        "1 + 1 = 2": 0.0,
+        "no equation": 0.0,
+        "48/2=24": 2 * 1 / (3 + 1),
+        "24 = 24, 5 = 5, 6 = 6": 2 * 1 / (3 + 3),
+    }
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    assert task.step_results_reward(completions, solution=[solution] * 5) == pytest.approx(list(texts.values()))
+    assert task.step_results_reward(["3 = 3"], solution=["Three."]) == [None]
 
 
 # ---- the warm-up
@@ -261,6 +279,36 @@ def test_adapters_begin_with_the_weights_under_them(data: Path, model: Path, tmp
     assert (tmp_path / "rank-4/adapter_model.safetensors").exists()
     assert sitting.is_model(tmp_path / "rank-4")
     assert not sitting.is_model(data)
+
+
+def test_a_running_mean_of_the_weights() -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(100.0)
+    mean = train.RunningMean(model, keep=0.75)
+    for step, value in enumerate((1.0, 3.0, 8.0, 12.0, 18.0), 1):
+        model.weight.data.fill_(value)
+        mean.on_step_end(None, SimpleNamespace(global_step=step))
+    mean.write()
+    assert model.weight.item() == pytest.approx(0.75 * (1 + 3 + 8 + 12) / 4 + 0.25 * 18), "the start does not count"
+
+
+def test_a_mean_of_the_weights_and_results_on_the_way_in_a_run(
+    data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        task, "_grade", lambda completions, *logs, answer: [float(i % 4 == 0) for i in range(len(answer))]
+    )
+    saved = {}
+    for name, further in {"last": {}, "mean": {"average": 0.9}}.items():
+        arguments = small("grpo", model, data, tmp_path / name, max_steps=3, step_weight=0.5, **further)
+        train.main([*arguments, "--learning_rate", "1e-2", "--warmup_steps", "0"])
+        saved[name] = tiny_model().from_pretrained(tmp_path / name).get_input_embeddings().weight
+    written = [json.loads((tmp_path / name / record.NAME).read_text()) for name in saved]
+    assert [each["config"]["average"] for each in written] == [0, 0.9]
+    assert written[0]["config"]["reward_weights"] == [1.0, 0.5]
+    accuracies = [[step["accuracy"] for step in each["steps"]] for each in written]
+    assert accuracies[0] == accuracies[1], "the mean is not what samples"
+    assert not torch.equal(saved["last"], saved["mean"])
 
 
 def test_a_run_stops_when_its_time_is_over(data: Path, model: Path, tmp_path: Path) -> None:

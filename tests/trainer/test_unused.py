@@ -69,6 +69,13 @@ def test_settings_that_are_read_are_not_mentioned(
     assert not caplog.records
 
 
+def test_an_async_reward_has_a_time_for_each_sample_too(tmp_path: Path) -> None:
+    args = GRPOConfig(**base_args(tmp_path, reward_sample_timeout=1.0))
+    check_unused(args, Parts(async_rewards=True))
+    with pytest.raises(ConfigError, match="set reward_timeout"):
+        check_unused(args, Parts(tools=True))
+
+
 def test_every_field_of_the_table_exists_and_rloo_is_checked_too(tmp_path: Path) -> None:
     names = {name for needs in TABLE for name in needs.names}
     assert names <= set(GRPOConfig.__dataclass_fields__)
