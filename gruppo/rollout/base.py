@@ -23,6 +23,17 @@ class RolloutBackend:
     policy: Callable[[], Any] | None = None  # returns the module that is sampled from; None where there is none here
     weights_version: int | None = None  # of the weights that the last call sampled from; None: not known
     pause: Callable[[], None] = staticmethod(lambda: None)  # called now and then while sampling; may raise to end it
+    clock: Callable[[], Any] = staticmethod(lambda: None)  # another value after each update of the weights
+    context_length: int | None = None  # tokens of prompt and completion that it has room for; None: the model's
+    has_own_weights = False  # it samples from a copy: its log-probs are of another program's arithmetic
+
+    @property
+    def collective(self) -> bool:
+        """Whether processes sample together, so that one with nothing to ask for must call `sample` as well."""
+        return False
+
+    def refresh(self) -> None:
+        """Bring a copy of the weights up to date; all processes call this before each generation."""
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order; the policy is left as it was found."""

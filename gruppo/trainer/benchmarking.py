@@ -96,6 +96,7 @@ class Benchmarking(Trainer):
             self.optimizer.eval()
         generators, budgets = RandomState.now(), self.backend.state_dict()
         try:
+            self.backend.refresh()
             found = self.benchmarks.run(self.backend, self.accelerator.process_index, self.accelerator.num_processes)
         finally:
             generators.restore()

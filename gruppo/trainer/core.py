@@ -211,6 +211,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         if rollout_func is None or self.toolset is not None:
             setup.warn_biased_sampling(self)
         self.backend.pause = self.stopper.check
+        self.backend.clock = lambda: self.state.global_step
         self.tool_loop = self._make_tool_loop()
 
     def _note_finding(self, finding: Any) -> None:

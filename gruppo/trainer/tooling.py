@@ -46,6 +46,12 @@ def reject_sharding(args: Any, distributed_type: DistributedType) -> None:
             "together, but only some have a turn to go on with. Keep the whole model on every process, or set "
             "max_tool_calling_iterations=0."
         )
+    if (size := getattr(args, "vllm_tensor_parallel_size", 1)) > 1:
+        raise ConfigError(
+            f"Tools cannot work with vllm_tensor_parallel_size={size}: the processes of an "
+            "engine sample together, but only some have a turn to go on with. Use vllm_tensor_parallel_size=1 or "
+            "vllm_mode='server', or set max_tool_calling_iterations=0."
+        )
 
 
 def template_for(toolset: Toolset | None, tokenizer: Any) -> str | None:
