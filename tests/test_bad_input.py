@@ -41,6 +41,14 @@ def rloo(**wrong: Any) -> Build:
     return lambda folder: RLOOConfig(**base_args(folder, **wrong))
 
 
+def vllm(**wrong: Any) -> Build:
+    return grpo(use_vllm=True, **wrong)
+
+
+def served(**wrong: Any) -> Build:
+    return vllm(vllm_mode="server", **wrong)
+
+
 def generating(**kwargs: Any) -> Build:
     return grpo(generation_kwargs=kwargs)
 
@@ -422,6 +430,57 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ),
         ("bounds-crossed", grpo(vllm_importance_sampling_clip_min=5.0), "clip_min=5.0 must be below .*=3.0"),
         ("unknown-correction", grpo(vllm_importance_sampling_mode="clip"), "mode='clip' is not one of"),
+        ("vllm-field-alone", grpo(vllm_mode="server"), "vllm_mode='server' needs use_vllm=True"),
+        ("vllm-mode", vllm(vllm_mode="remote"), "vllm_mode='remote' is not one of colocate, server"),
+        ("vllm-model-impl", vllm(vllm_model_impl="hf"), "vllm_model_impl='hf' is not one of"),
+        ("vllm-memory", vllm(vllm_gpu_memory_utilization=1.5), "utilization=1.5 must be at most 1"),
+        ("vllm-port", served(vllm_server_port=70000), "vllm_server_port=70000 must be at most 65535"),
+        ("vllm-timeout", served(vllm_request_timeout=0), "vllm_request_timeout=0 must be greater than 0"),
+        ("vllm-server-field", vllm(vllm_server_port=9000), "vllm_server_port=9000 needs vllm_mode='server'"),
+        (
+            "vllm-colocate-field",
+            served(vllm_gpu_memory_utilization=0.5),
+            "needs vllm_mode='colocate'; start the server with `gruppo vllm-serve MODEL --gpu-memory-utilization",
+        ),
+        ("vllm-sleeping-server", served(vllm_enable_sleep_mode=True), "needs vllm_mode='colocate'; leave it out"),
+        ("vllm-parallel", vllm(vllm_tensor_parallel_size=2), "must divide the number of processes, 1"),
+        ("vllm-hot", vllm(temperature=2.5), "temperature=2.5 is outside of what vLLM samples with"),
+        ("vllm-cold", vllm(temperature=0.001), "temperature=0.001 is outside of what vLLM samples with"),
+        ("vllm-cache", vllm(cache_implementation="static"), "cache_implementation='static' is for transformers"),
+        ("vllm-n", vllm(generation_kwargs={"n": 4}), r"\['n'\]=4 cannot be set: .* num_generations"),
+        ("vllm-seed", vllm(generation_kwargs={"seed": 4}), r"\['seed'\]=4 cannot be set"),
+        ("vllm-kwargs", vllm(generation_kwargs={"presence": 1}), "no field `presence` with vLLM"),
+        ("vllm-beams", vllm(generation_kwargs={"num_beams": 2}), "no field `num_beams` with vLLM"),
+        (
+            "vllm-kwargs-of-a-server",
+            vllm(generation_kwargs={"vllm_xargs": {"a": 1}}),
+            "needs vllm_mode='server'",
+        ),
+        (
+            "vllm-kwargs-of-an-engine",
+            served(generation_kwargs={"bad_words": ["a"]}),
+            "needs vllm_mode='colocate'",
+        ),
+        (
+            "vllm-regex-twice",
+            vllm(vllm_structured_outputs_regex="a+", generation_kwargs={"structured_outputs": {"regex": "b"}}),
+            "contradicts vllm_structured_outputs_regex='a[+]'",
+        ),
+        (
+            "vllm-regex-without-end",
+            vllm(vllm_structured_outputs_regex="a+", generation_kwargs={"ignore_eos": True}),
+            "contradicts vllm_structured_outputs_regex",
+        ),
+        (
+            "vllm-limit-twice",
+            vllm(generation_kwargs={"max_tokens": 3, "max_new_tokens": 4}),
+            r"\['max_tokens'\]=3 and generation_kwargs\['max_new_tokens'\] mean the same",
+        ),
+        (
+            "vespo-of-sequences",
+            vllm(loss_type="vespo"),
+            "loss_type='vespo' needs the correction of each token, not .*'sequence_mask'",
+        ),
         (
             "bad-dtype",
             loading(dtype="float33"),
@@ -527,13 +586,6 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("eval-list", evaluation([{"prompt": "a"}]), "eval_dataset must be a datasets.Dataset.*not list"),
     ],
     NotImplementedError: [  # features that are not there yet
-        ("vllm", grpo(use_vllm=True), "use_vllm=True: generation with vLLM is not available yet"),
-        (
-            "vllm-backend",
-            grpo(rollout_backend="vllm"),
-            "'vllm': generation with vLLM is not available yet; use 'auto'",
-        ),
-        ("vllm-twice", rloo(rollout_backend="vllm", use_vllm=True), "use_vllm=True: generation with vLLM is not"),
         ("hook-generate", trainer(trainer=OverridesGenerate), "OverridesGenerate overrides `_generate`.*rollout_func"),
         ("hook-tool-loop", trainer(trainer=OverridesToolLoop), "overrides `_tool_call_loop`"),
         ("sync-with-adapters", trainer(peft_config=lora(), config=SYNC), "sync_ref_model=True with adapters"),

@@ -35,10 +35,18 @@ def train(argv: list[str]) -> int:
     return run_training(argv)
 
 
+def vllm_serve(argv: list[str]) -> int:
+    """Start a vLLM server for trainers with vllm_mode="server"."""
+    from gruppo.rollout.vllm.serve import main as start_server
+
+    return start_server(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "eval": evaluate,
     "train": train,
+    "vllm-serve": vllm_serve,
 }
 
 

@@ -135,6 +135,11 @@ class PolicyConfig(
         return {"off": None, "first": 0}.get(kind, int(number or 0))
 
     @property
+    def samples_with_vllm(self) -> bool:
+        """Whether vLLM samples, by either of the two names of that."""
+        return self.use_vllm or self.rollout_backend == "vllm"
+
+    @property
     def upper_clip(self) -> float:
         """Upper clip width: epsilon_high, or epsilon where that is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high

@@ -7,7 +7,7 @@ from gruppo.config.base import PolicyConfig
 from gruppo.config.loading import HeadConfig
 from gruppo.config.logging import HubLoggingConfig
 from gruppo.config.objective import EntropyConfig, GRPOObjectiveConfig
-from gruppo.config.vllm import VLLMCorrectionConfig
+from gruppo.config.vllm import VLLMCorrectionConfig, check_vespo, check_vllm
 
 
 @validate.rejects_unknown_fields
@@ -36,4 +36,6 @@ class GRPOConfig(
         super()._validate()
         validate.check_grpo(self)
         validate.check_vllm_correction(self)
+        check_vllm(self)
+        check_vespo(self)
         validate.check_not_yet(self)

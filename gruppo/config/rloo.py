@@ -6,6 +6,7 @@ from gruppo.config import validate
 from gruppo.config.base import PolicyConfig
 from gruppo.config.fields import option
 from gruppo.config.objective import RLOOObjectiveConfig
+from gruppo.config.vllm import check_vllm
 
 
 @validate.rejects_unknown_fields
@@ -19,4 +20,5 @@ class RLOOConfig(RLOOObjectiveConfig, PolicyConfig):
     def _validate(self) -> None:
         super()._validate()
         validate.check_rloo(self)
+        check_vllm(self)
         validate.check_not_yet(self)

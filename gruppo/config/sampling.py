@@ -22,15 +22,17 @@ class SamplingConfig:
     min_p: float | None = option(None, "Drop tokens less likely than min_p times the likeliest; None is off.")
     repetition_penalty: float = option(1.0, "Penalty on tokens that already occurred; 1.0 is off.")
     generation_kwargs: dict[str, Any] | str | None = option(
-        None, "Further fields of transformers' GenerationConfig; they override the fields above of the same name."
+        None,
+        "Further fields of transformers' GenerationConfig, or with vLLM of its SamplingParams; they override the "
+        "fields above of the same name.",
     )
     chat_template_kwargs: dict[str, Any] | str | None = option(
         None, "Extra variables for every rendering of the chat template."
     )
     rollout_backend: str = option(
         "auto",
-        "What samples: builtin, transformers or vllm (not yet); auto is builtin, or transformers where that cannot "
-        "run, decided when the trainer is made.",
+        "What samples: builtin, transformers or vllm; auto is builtin, or transformers where that cannot run, decided "
+        "when the trainer is made.",
     )
     cache_implementation: str | None = option(None, "Kind of KV cache used by transformers generation.")
     use_transformers_continuous_batching: bool = option(False, "Generate with transformers' continuous batching.")

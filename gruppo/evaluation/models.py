@@ -23,10 +23,11 @@ from gruppo.runs.checkpoints import checkpoints, newest_good
 
 __all__ = ["Backend", "Subject", "load_subject", "make_backend", "weights_fingerprint"]
 
-Backend = Literal["auto", "builtin", "transformers"]
+Backend = Literal["auto", "builtin", "transformers", "vllm"]
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "model*.safetensors.index.json")
 VALUES_AT_ONCE = 1 << 24
+VLLM_ROWS, VLLM_MEMORY = 512, 0.5  # sequences at once; share of the GPU, on which the model itself lies as well
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,13 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_backend(subject: Subject, backend: Backend = "auto") -> RolloutBackend:
-    """The sampler of a model: the built-in engine where it can, else transformers' own `generate`."""
+    """The sampler of a model: the built-in engine where it can, else transformers' own `generate`; or vLLM."""
     stop_ids = loading.stop_token_ids(inner_model(subject.model), subject.tokenizer)
     config = decoding_config(subject.tokenizer, stop_ids, max_new_tokens=1)
-    if backend not in ("auto", "builtin", "transformers"):
-        raise ConfigError(f"backend={backend!r} must be 'auto', 'builtin' or 'transformers'.")
+    if backend not in ("auto", "builtin", "transformers", "vllm"):
+        raise ConfigError(f"backend={backend!r} must be 'auto', 'builtin', 'transformers' or 'vllm'.")
+    if backend == "vllm":
+        return _vllm(subject, config, stop_ids)
     with bare_generation_config(subject.model):
         tried = backend != "transformers"
         reasons = builtin.why_not(subject.model, config) if tried else ["transformers was asked for"]
@@ -189,6 +192,14 @@ def make_backend(subject: Subject, backend: Backend = "auto") -> RolloutBackend:
     if backend == "builtin":
         raise ConfigError(f"backend='builtin' cannot sample from this model: {'; '.join(reasons)}.")
     return TransformersBackend(lambda: subject.model, config, stop_ids=stop_ids, tokenizer=subject.tokenizer)
+
+
+def _vllm(subject: Subject, config: GenerationConfig, stop_ids: Sequence[int]) -> RolloutBackend:
+    """vLLM in this process, with the weights of the model at hand: those of a merged adapter, say."""
+    from gruppo.rollout.vllm.colocate import EngineSettings, VLLMColocateBackend
+
+    settings = EngineSettings(rows=VLLM_ROWS, dtype=getattr(torch, subject.dtype), memory_share=VLLM_MEMORY)
+    return VLLMColocateBackend(lambda: subject.model, config, stop_ids=stop_ids, settings=settings, logps=False)
 
 
 @contextmanager

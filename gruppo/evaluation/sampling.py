@@ -20,7 +20,7 @@ from gruppo.types import SampleRequest
 __all__ = ["Evaluator"]
 
 # Completions that are sampled together. More keep a GPU busier; fewer show progress, and lose less when interrupted.
-ROWS = {"builtin": {"cuda": 1024, "cpu": 64}, "transformers": {"cuda": 128, "cpu": 16}}
+ROWS = {name: {"cuda": 1024, "cpu": 64} for name in ("builtin", "vLLM")} | {"transformers": {"cuda": 128, "cpu": 16}}
 
 
 class Evaluator:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # Every process holds the whole model, and accelerate leaves it as it is.
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 # Parts of names that wrappers around a layer add.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 class Sharding(Enum):
@@ -212,7 +212,7 @@ class WholeWeights:
             return
         if self.decision is None:
             self.decision = self.plan(self.bytes)
-        parameters = {_plain_name(name): parameter for name, parameter in source.named_parameters()}
+        parameters = {plain_name(name): parameter for name, parameter in source.named_parameters()}
         for name, target in list(self.module.named_parameters()):
             if target.is_meta:
                 target = self._put(name, self.device)
@@ -227,8 +227,9 @@ class WholeWeights:
             self._put(name, "meta")
 
 
-def full_value(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter as a whole; all processes ask for it together. It is cast first: less has to travel."""
+def full_value(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A parameter as a whole; all processes ask for it together. It is cast first: less may have to travel."""
+    dtype = dtype or parameter.dtype
     if hasattr(parameter, "full_tensor"):
         cast: Any = parameter.detach().to(dtype)
         value: Tensor = cast.full_tensor()
@@ -241,7 +242,8 @@ def full_value(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return parameter.detach()
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A parameter's name in the model as it was before wrappers."""
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name

@@ -27,6 +27,17 @@ class RolloutBackend:
     together = False  # every process must call `sample` as often as the others, with something to ask for
     _is_ready = False
     pause: Callable[[], None] = staticmethod(lambda: None)  # called now and then while sampling; may raise to end it
+    clock: Callable[[], Any] = staticmethod(lambda: None)  # another value after each update of the weights
+    context_length: int | None = None  # tokens of prompt and completion that it has room for; None: the model's
+    has_own_weights = False  # it samples from a copy: its log-probs are of another program's arithmetic
+
+    @property
+    def collective(self) -> bool:
+        """Whether processes sample together, so that one with nothing to ask for must call `sample` as well."""
+        return False
+
+    def refresh(self) -> None:
+        """Bring a copy of the weights up to date; all processes call this before each generation."""
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order; the policy is left as it was found."""

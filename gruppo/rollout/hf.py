@@ -22,6 +22,7 @@ from gruppo.policy.modes import sampling_mode
 from gruppo.policy.sharding import WholeWeights
 from gruppo.policy.unwrap import forward_arguments, inner_model, is_noisy, position_ids
 from gruppo.rollout.base import RolloutBackend, stop_strings, with_limits_of
+from gruppo.rollout.vllm.requests import EXTRA, in_two
 from gruppo.types import Completion, SampleRequest, StopReason
 
 
@@ -42,7 +43,12 @@ def generation_config(args: Any, *, pad_token_id: int, bos_token_id: int | None,
         "use_cache": True,
         "disable_compile": True,
     }
-    return GenerationConfig(**(settings | (args.generation_kwargs or {})))
+    if not args.samples_with_vllm:
+        return GenerationConfig(**(settings | (args.generation_kwargs or {})))
+    fields, extra = in_two(args.generation_kwargs or {}, args.vllm_structured_outputs_regex)
+    config = GenerationConfig(**(settings | fields))
+    setattr(config, EXTRA, extra)
+    return config
 
 
 class StopStrings(StoppingCriteria):  # type: ignore[misc]  # transformers has no types

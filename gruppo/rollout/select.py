@@ -50,6 +50,10 @@ def choose_backend(
     is False in runs whose completions come from elsewhere: then "auto" does not try the engine. `entropies` asks for
     the entropy at each token, from a backend that can give it. `spread` is for weights that no process has all of.
     """
+    if args.samples_with_vllm:
+        from gruppo.rollout.vllm.choose import vllm_backend
+
+        return vllm_backend(args, policy, config, stop_ids=stop_ids, autocast_dtype=autocast_dtype(mixed_precision))
     if args.use_transformers_continuous_batching:
         if spread is not None:
             raise ConfigError(

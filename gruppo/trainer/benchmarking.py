@@ -99,10 +99,15 @@ class Benchmarking(Trainer):
             self.optimizer.eval()
         generators, budgets = RandomState.now(), self.backend.state_dict()
         try:
-            with self.backend.ready(), self.presence.during("running benchmarks"):
-                found = self.benchmarks.run(
-                    self.backend, self.accelerator.process_index, self.accelerator.num_processes, self._gather_shares
-                )
+            with self.backend.ready():
+                self.backend.refresh()
+                with self.presence.during("running benchmarks"):
+                    found = self.benchmarks.run(
+                        self.backend,
+                        self.accelerator.process_index,
+                        self.accelerator.num_processes,
+                        self._gather_shares,
+                    )
         finally:
             generators.restore()
             if budgets is not None and self.backend.state_dict() != budgets:

@@ -39,6 +39,7 @@ class Collecting(Sampling):
     def collect(self, rows: Sequence[Row]) -> TrainBatch:
         """Sample a completion for each row, score it, and compare it with its group."""
         with self.backend.ready():
+            self._refresh_sampler()
             return self._collect(rows)
 
     def _collect(self, rows: Sequence[Row]) -> TrainBatch:
@@ -63,6 +64,12 @@ class Collecting(Sampling):
                 unscorable_share=advantages.rewards_B.isnan().float().mean().item(),
             )
         return batch
+
+    def _refresh_sampler(self) -> None:
+        """Before a generation, on all processes: whoever samples from a copy of the weights gets those of now."""
+        if self.backend.has_own_weights:
+            with self.timer("sync_weights"):
+                self.backend.refresh()
 
     def _audit_sampling(self, rollouts: Sequence[Rollout]) -> None:
         if self.mode != "train" or not rollouts:
@@ -106,7 +113,8 @@ class Collecting(Sampling):
     def _sample_and_score(self, rows: Sequence[Row], places: Sequence[int] | None = None, attempt: int = 0) -> Scored:
         """Rollouts and rewards of a generation or, given their places, of the replacements of some of its rows."""
         # A process that has nothing to replace asks for nothing, and waits for the others' tools and rewards.
-        rollouts = self.rollout(rows, places, attempt) if rows or self.toolset is not None else []
+        together = self.toolset is not None or self.backend.collective
+        rollouts = self.rollout(rows, places, attempt) if rows or together else []
         self.stopper.check()
         self._audit_sampling(rollouts)
         lengths_NC = self._count_tokens(rollouts)

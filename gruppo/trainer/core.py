@@ -34,7 +34,6 @@ from gruppo.errors import ConfigError
 from gruppo.policy import loading
 from gruppo.policy.modes import autocast_dtype
 from gruppo.policy.routing import router_coefficient
-from gruppo.policy.sharding import sharding_of
 from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import generation_config
@@ -150,8 +149,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
     def _make_run_state(self, rewards: tuple[list[Any], list[Any], Tensor], rollout_func: Any) -> None:
         """Everything that needs the accelerator, which exists once Trainer is initialised."""
         args = self.args
-        self.sharding = sharding_of(self.accelerator)
-        spreading.reject_unspreadable(self)
+        self.sharding = spreading.find_sharding(self)
         setup.recompute_by_default(self)
         self.model.add_model_tags(["gruppo", self.algorithm])
         self._changed: dict[str, float] = {}
@@ -223,6 +221,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         if rollout_func is None or self.toolset is not None:
             setup.warn_biased_sampling(self)
         self.backend.pause = self.stopper.check
+        self.backend.clock = lambda: self.state.global_step
         self.tool_loop = self._make_tool_loop()
         spreading.reject_together(self)
 

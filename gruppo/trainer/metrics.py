@@ -186,6 +186,20 @@ def reward_metrics(names: Iterable[str], rewards_BR: Tensor, rewards_B: Tensor, 
     return metrics
 
 
+def ratio_metrics(accelerator: Accelerator, weights: Tensor | None, mask_BT: Tensor) -> tuple[dict[str, float], float]:
+    """Of the correction of the sampler, over the loss tokens or sequences of all processes, and how many these are."""
+    if weights is None:
+        values = torch.zeros(0, device=mask_BT.device)
+    else:
+        values = weights[mask_BT.bool()] if weights.shape == mask_BT.shape else weights.flatten()
+    values = gather_rows(accelerator, values)
+    if not len(values):
+        return {}, 0.0
+    found = {"min": values.min(), "mean": values.mean(), "max": values.max()}
+    metrics = {f"sampling/importance_sampling_ratio/{name}": value.item() for name, value in found.items()}
+    return metrics | {"sampling/dropped_share": (values == 0).float().mean().item()}, float(len(values))
+
+
 def rows_scored(names: Iterable[str], rewards_BR: Tensor, rewards_B: Tensor) -> dict[str, float]:
     """How many rows each number of `reward_metrics` is of: those that the reward scored."""
     counts = {}

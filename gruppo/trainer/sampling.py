@@ -24,6 +24,7 @@ from gruppo.trainer.ledger import Ledger
 from gruppo.trainer.metrics import gather_rows
 from gruppo.trainer.resampling import runs
 from gruppo.trainer.rewarding import Rewarding
+from gruppo.trainer.tooling import reject_shared_engines
 from gruppo.types import Completion, Message, Prompt, Rollout, SampleRequest, StopReason
 
 Row = Mapping[str, Any]
@@ -93,6 +94,8 @@ class Sampling(Rewarding):
     def _first_turn(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[Completion], Sequence[Mapping[str, Any]]]:
         """Prompts, completions and the further fields of a rollout function."""
         if not rows:
+            if self.backend.collective and self.custom_rollout is None:
+                self.backend.sample([])  # the others cannot sample without this process
             return [], [], []
         if self.custom_rollout is not None:
             prompt_ids, completions, extras = self.custom_rollout([row["prompt"] for row in rows])
@@ -136,11 +139,30 @@ class Sampling(Rewarding):
         work = self.backend.work([len(ids) for ids in prompt_ids], [len(c.ids) for c in completions])
         earlier = {name: value for name, value in self._work.items() if not isinstance(value, bool)}
         self._work = {name: value + earlier[name] if name in earlier else value for name, value in work.items()}
-        # Log-probs of rollout functions and hooks become part of the loss; those of a backend are its `plain_logps`,
-        # which are of no use if it samples at another temperature than the loss knows.
+        if self.backend.has_own_weights:
+            return self._from_copy(completions)
+        # Those of a backend that runs the policy itself are its `plain_logps`, for the metrics and for reuse as old
+        # log-probs. They are of no use if it samples at another temperature than the loss knows.
         if self.backend.config.temperature != self.temperature:
             completions = [replace(completion, plain_logps=None, entropies=None) for completion in completions]
         return [replace(completion, logps=None) for completion in completions]
+
+    def _from_copy(self, completions: list[Completion]) -> list[Completion]:
+        """Log-probs of a copy of the policy become those of the sampler in the loss.
+
+        A recipe that knows no sampler besides the policy (RLOO) only measures the difference, where it is one of the
+        arithmetic alone.
+        """
+        if hasattr(self.args, "vllm_importance_sampling_correction"):
+            return completions
+        known = [[x for x in c.logps or [] if x is not None] for c in completions]
+        comparable = not self.backend.filters(self.temperature) and all(
+            len(logps) == len(c.ids) for logps, c in zip(known, completions, strict=True)
+        )
+        return [
+            replace(c, logps=None, plain_logps=logps if comparable else None)
+            for c, logps in zip(completions, known, strict=True)
+        ]
 
     def _requests(self, prompt_ids: list[list[int]]) -> list[SampleRequest]:
         place = self._place or (2**63, self._asked_elsewhere)
@@ -188,8 +210,13 @@ class Sampling(Rewarding):
         multimodal_fields: Any = None,
         num_generations: int | None = None,
     ) -> tuple[list[list[int]], list[list[float | None]] | None]:
-        """Hook: completion ids and sampling log-probs or None, one per prompt; log-probs become part of the loss."""
-        return [list(completion.ids) for completion in self._ask_backend(prompt_ids)], None
+        """Hook: completion ids and sampling log-probs or None, one per prompt.
+
+        Such log-probs are the sampler's in the off-policy mask, and with vLLM in the correction of the loss.
+        """
+        completions = self._ask_backend(prompt_ids)
+        logps = [list(c.logps or [None] * len(c.ids)) for c in completions] if self.backend.has_own_weights else None
+        return [list(completion.ids) for completion in completions], logps
 
     def _note_sampling(self, prompts: Sequence[Prompt], completions: Sequence[Completion], seconds: float) -> None:
         """Enter a rollout in the ledger."""
@@ -204,14 +231,16 @@ class Sampling(Rewarding):
     def _make_tool_loop(self) -> ToolLoop | None:
         if self.toolset is None or not self.toolset.functions:
             return None
+        reject_shared_engines(self.args)
         encoder = self.prompt_encoder
+        room = [length for length in (encoder.context_length, self.backend.context_length) if length is not None]
         suffix = SuffixTokens(self.processing_class, encoder.chat_template, encoder.chat_template_kwargs)
         return ToolLoop(
             self._read_turn,
             suffix.suffix,
             self.toolset.executor,
             budget=self.args.max_completion_length,
-            context_length=encoder.context_length,
+            context_length=min(room, default=None),
             max_rounds=self.args.max_tool_calling_iterations,
             total=lambda count: self._summed([count])[0],
             longest_token=max(LONGEST_TOKEN, suffix.longest_token),

@@ -8,6 +8,7 @@ import rich
 import torch
 from torch import Tensor, nn
 
+from gruppo.algo.mismatch import importance_weights
 from gruppo.algo.recipes import Recipe
 from gruppo.errors import ConfigError, ParityError
 from gruppo.policy.adapters import reference_policy
@@ -19,7 +20,7 @@ from gruppo.policy.packing import PackedRows, Packer, idle_pack
 from gruppo.policy.routing import Routing
 from gruppo.policy.sharding import reshard
 from gruppo.trainer.feeding import Feeding
-from gruppo.trainer.metrics import gather_rows
+from gruppo.trainer.metrics import gather_rows, ratio_metrics
 from gruppo.trainer.parity import check_parity, enforce
 from gruppo.trainer.profiling import profiling_context
 from gruppo.trainer.spreading import can_check_parity
@@ -102,6 +103,7 @@ class Scoring(Feeding):
 
     def _add_logps(self, batch: TrainBatch) -> Tensor | None:
         off_policy = self.mode == "train" and not self.args.rollouts_stay_on_policy
+        off_policy |= self.corrects_sampler
         has_reference = self.args.beta != 0  # whatever a schedule makes of beta meanwhile
         charge_kl = has_reference and self.recipe.kl == "reward"
         if not (off_policy or has_reference):
@@ -115,11 +117,33 @@ class Scoring(Feeding):
             batch.old_logps = (old_BT * batch.loss_mask_BT).sum(1)
         elif off_policy:
             batch.old_per_token_logps = old_BT
+        if self.corrects_sampler:
+            self._weigh_samples(batch, old_BT)
         if charge_kl:
             return self.beta * self._kl_in_reward(batch, old_BT - self._reference_logps(batch, packs))
         if has_reference:
             batch.ref_per_token_logps = self._reference_logps(batch, packs)
         return None
+
+    @property
+    def corrects_sampler(self) -> bool:
+        """Whether tokens are weighed by how likely the policy was to write them where the sampler did."""
+        return self.args.samples_with_vllm and getattr(self.args, "vllm_importance_sampling_correction", False)
+
+    def _weigh_samples(self, batch: TrainBatch, old_BT: Tensor) -> None:
+        """Add ρ = π_old / π_sampler, bounded as the config says, and log it."""
+        args, weights = self.args, None
+        if batch.sampling_per_token_logps is not None:  # a rollout function may not know them
+            weights = importance_weights(
+                old_BT,
+                batch.sampling_per_token_logps,
+                batch.loss_mask_BT,
+                args.vllm_importance_sampling_mode,
+                args.vllm_importance_sampling_clip_min,
+                args.vllm_importance_sampling_clip_max,
+            )
+        batch.importance_sampling_ratio = weights
+        self.metrics.add(self.mode, *ratio_metrics(self.accelerator, weights, batch.loss_mask_BT))
 
     def _kl_in_reward(self, batch: TrainBatch, log_ratio_BT: Tensor) -> Tensor:
         """The KL estimate Σ_t (ℓ_old − ℓ_ref) of each completion of all processes; logs its mean per token."""

@@ -1,6 +1,6 @@
 """A trainer whose weights are spread over processes: what it samples from, and what its processes agree on.
 
-reject_unspreadable   models that cannot be spread
+find_sharding         who holds the weights
 make_spread           all weights on every process for the time of a rollout, or sampling in step
 reject_together       features in which only some processes sample, where they can only sample in step
 agreed                the plan of an update that all processes can follow
@@ -18,18 +18,26 @@ from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, free_memory, plan_whole_weights, training_bytes
 from gruppo.policy import adapters, loading
 from gruppo.policy.quantised import is_quantised
-from gruppo.policy.sharding import Sharding, WholeWeights, compute_dtype, describe, is_spread, shard_reference
+from gruppo.policy.sharding import (
+    Sharding,
+    WholeWeights,
+    compute_dtype,
+    describe,
+    is_spread,
+    shard_reference,
+    sharding_of,
+)
 from gruppo.rollout.select import Spread
 from gruppo.trainer.metrics import any_process, from_main
 
 logger = logging.getLogger(__name__)
 
 
-def reject_unspreadable(trainer: Any) -> None:
-    """Raise for models whose weights cannot be spread and be what the config asks for."""
-    kind = trainer.sharding
+def find_sharding(trainer: Any) -> Sharding:
+    """Who holds the weights; raises where they cannot be spread and be what the config asks for."""
+    kind = sharding_of(trainer.accelerator)
     if not kind.spread:
-        return
+        return kind
     if getattr(trainer.args, "cast_lm_head_to_fp32", False):
         raise NotImplementedError(
             f"cast_lm_head_to_fp32=True is not available under {kind.value}, which gathers all weights in one type; "
@@ -40,6 +48,7 @@ def reject_unspreadable(trainer: Any) -> None:
             f"A quantised model is not available under {kind.value}: its weights cannot be gathered for sampling. "
             "Keep the whole model on every process (DDP), or load it without quantization_config."
         )
+    return kind
 
 
 def make_reference(trainer: Any) -> Any:
@@ -105,7 +114,7 @@ def make_spread(trainer: Any, *, needed: bool) -> Spread | None:
     `rollout_backend="transformers"` under FSDP2 and ds3_gather_for_generation=False leave them.
     """
     kind, args, accelerator = trainer.sharding, trainer.args, trainer.accelerator
-    if kind is Sharding.NONE:
+    if kind is Sharding.NONE or args.samples_with_vllm:  # which holds a copy of its own
         return None
     gathers = args.ds3_gather_for_generation if kind is Sharding.ZERO3 else args.rollout_backend != "transformers"
     whole = None

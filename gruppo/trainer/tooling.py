@@ -34,6 +34,17 @@ def make_toolset(tools: Any, environment_factory: Any, args: Any) -> Toolset | N
     return toolset
 
 
+def reject_shared_engines(args: Any) -> None:
+    """Raise where processes must sample together but would not all be asked to."""
+    size = getattr(args, "vllm_tensor_parallel_size", 1)
+    if args.world_size > 1 and args.max_tool_calling_iterations != 0 and size > 1:
+        raise ConfigError(
+            f"Tools cannot work with vllm_tensor_parallel_size={size}: the processes of an "
+            "engine sample together, but only some have a turn to go on with. Use vllm_tensor_parallel_size=1 or "
+            "vllm_mode='server', or set max_tool_calling_iterations=0."
+        )
+
+
 def template_for(toolset: Toolset | None, tokenizer: Any) -> str | None:
     """The chat template to train with, None for the tokenizer's own; makes sure that calls can be shown and read."""
     if toolset is None or not toolset.functions:

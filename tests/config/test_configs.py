@@ -69,9 +69,11 @@ SHARED = {
     "vllm_enable_sleep_mode": False,
     "vllm_structured_outputs_regex": None,
     "vllm_server_base_url": None,
-    "vllm_server_host": "0.0.0.0",
+    "vllm_server_host": "127.0.0.1",
     "vllm_server_port": 8000,
     "vllm_server_timeout": 240.0,
+    "vllm_request_timeout": 600.0,
+    "vllm_seed_requests": True,
     "vllm_group_port": 51216,
     "vllm_gpu_memory_utilization": 0.3,
     "vllm_max_model_length": None,
@@ -272,25 +274,37 @@ SET_GRPO: dict[str, Any] = SET_SHARED | {
 SET_RLOO: dict[str, Any] = SET_SHARED | {"normalize_advantages": True, "reward_clip_range": [-2.0, 3.0]}
 SET = {GRPOConfig: SET_GRPO, RLOOConfig: SET_RLOO}
 
-# A value other than the default for every field that has to wait for its feature.
-WAITING: dict[str, Any] = {
+# With vLLM, each mode with what it has a use for. Engines that processes share need several of those.
+VLLM: dict[str, Any] = {
     "use_vllm": True,
-    "vllm_mode": "server",
+    "vllm_structured_outputs_regex": "[0-9]+",
+    "vllm_seed_requests": False,
+}
+COLOCATE: dict[str, Any] = VLLM | {
     "vllm_model_impl": "transformers",
     "vllm_enable_sleep_mode": True,
-    "vllm_structured_outputs_regex": "[0-9]+",
+    "vllm_gpu_memory_utilization": 0.5,
+    "vllm_max_model_length": 1024,
+}
+SERVER: dict[str, Any] = VLLM | {
+    "vllm_mode": "server",
     "vllm_server_base_url": "http://localhost:9000",
     "vllm_server_host": "localhost",
     "vllm_server_port": 9000,
     "vllm_server_timeout": 10.0,
+    "vllm_request_timeout": 20.0,
     "vllm_group_port": 51217,
-    "vllm_gpu_memory_utilization": 0.5,
-    "vllm_max_model_length": 1024,
-    "vllm_tensor_parallel_size": 2,
+}
+CORRECTION: dict[str, Any] = {
     "vllm_importance_sampling_correction": False,
     "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_clip_max": 2.0,
     "vllm_importance_sampling_clip_min": 0.1,
+}
+WITH_VLLM = {*COLOCATE, *SERVER, *CORRECTION, "vllm_tensor_parallel_size"}
+
+# A value other than the default for every field that has to wait for its feature.
+WAITING: dict[str, Any] = {
     "log_multimodal": False,
 }
 
@@ -402,7 +416,7 @@ def test_dict_fields_take_json(config, name, value):
 
 # ---- earlier names
 
-# old name -> a value for it, and the new name's value; None where the new name has to wait for its feature
+# old name -> a value for it, and the new name's value; None where the new name needs vLLM
 OLD_NAMES: dict[str, tuple[Any, Any]] = {
     "use_liger_loss": (True, True),
     "wandb_log_unique_prompts": (True, True),
@@ -419,7 +433,7 @@ def test_every_alias_is_in_the_table():
 @pytest.mark.parametrize(("config", "old"), having(OLD_NAMES))
 def test_an_earlier_name_warns_and_stands_for_the_new_one(config, old):
     (value, arrives), new = OLD_NAMES[old], ALIASES[old]
-    waits = pytest.raises(NotImplementedError, match=re.escape(f"{new}={value!r}: "))
+    waits = pytest.raises(ConfigError, match=re.escape(f"{new}={value!r} needs use_vllm=True"))
     made = None
     with (
         pytest.warns(FutureWarning, match=f"`{old}` is deprecated; use `{new}`"),
@@ -457,7 +471,7 @@ def test_a_waiting_field_says_so(config, name):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_tables_cover_every_field(config):
-    covered = {*SET[config], *ALONE, *WAITING, *ALIASES}
+    covered = {*SET[config], *ALONE, *WAITING, *ALIASES, *WITH_VLLM}
     assert set(own_fields(config)) <= covered
     defaults = INHERITED | DEFAULTS[config]
     same = [name for name, value in SET[config].items() if defaults[name] == value]
@@ -472,6 +486,39 @@ def test_the_command_line_says_what_keywords_say(config):
     assert not wrong
     kinds = {n: type(getattr(parsed, n)) for n, v in SET[config].items() if type(getattr(parsed, n)) is not type(v)}
     assert not kinds
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("mode", [COLOCATE, SERVER], ids=["colocate", "server"])
+def test_the_command_line_says_what_keywords_say_of_vllm(config, mode):
+    given = mode | (CORRECTION if config is GRPOConfig else {})
+    parsed, built = parse(config, QUIET | given), config(**(QUIET | given))
+    assert parsed == built
+    assert {name: getattr(parsed, name) for name in given} == given
+    assert not [name for name, value in given.items() if DEFAULTS[config][name] == value]
+
+
+@pytest.mark.parametrize(("config", "name"), having(sorted(WITH_VLLM - {"use_vllm"})))
+def test_fields_of_vllm_need_it(config, name):
+    value = {**COLOCATE, **SERVER, **CORRECTION, "vllm_tensor_parallel_size": 2}[name]
+    with pytest.raises(ConfigError, match=f"^{name}=.* needs use_vllm=True"):
+        config(**QUIET, **{name: value})
+
+
+def test_both_names_of_vllm_mean_it():
+    assert GRPOConfig(**QUIET, use_vllm=True).samples_with_vllm
+    assert RLOOConfig(**QUIET, rollout_backend="vllm").samples_with_vllm
+    assert not GRPOConfig(**QUIET).samples_with_vllm
+
+
+def test_engines_are_shared_by_a_whole_number_of_processes(monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: 4))
+    assert GRPOConfig(**QUIET, use_vllm=True, vllm_tensor_parallel_size=2).vllm_tensor_parallel_size == 2
+    with pytest.raises(ConfigError, match="vllm_tensor_parallel_size=3 must divide the number of processes, 4"):
+        GRPOConfig(**QUIET, use_vllm=True, vllm_tensor_parallel_size=3)
+    for wrong in ({"dynamic_sampling": True}, {"eval_benchmarks": ["gsm8k"]}):
+        with pytest.raises(ConfigError, match="cannot work with vllm_tensor_parallel_size=2"):
+            GRPOConfig(**QUIET, use_vllm=True, vllm_tensor_parallel_size=2, **wrong)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -638,6 +685,7 @@ def test_every_field_is_read_outside_the_config(config):
         ("upper_clip", "epsilon_high"),
         ("eval_group_size", "num_generations_eval"),
         ("parity_interval", "parity_check"),
+        ("samples_with_vllm", "use_vllm"),
     )
     for through, name in properties:
         assert through in read

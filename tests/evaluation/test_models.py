@@ -1,5 +1,6 @@
 """Which weights are evaluated, and with what sampler."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 
 from gruppo.errors import ConfigError
-from gruppo.evaluation.models import find_weights, load_subject, make_backend, weights_fingerprint
+from gruppo.evaluation.models import decoding_config, find_weights, load_subject, make_backend, weights_fingerprint
 from gruppo.runs.checkpoints import publish, stage
+from gruppo.types import SampleRequest
 from tests.evaluation.demo import model, save_model, tokenizer
+from tests.rollout.vllm_doubles import FakeLLM, fake_vllm, saved_model
 
 
 def checkpoint(run: Path, name: str) -> Path:
@@ -132,3 +135,18 @@ def test_a_tokenizer_must_fit(tmp_path: Path) -> None:
     large.add_tokens([f"<extra{i}>" for i in range(5000)])
     with pytest.raises(ConfigError, match="tokens but the model embeds only"):
         load_subject(model(), large)
+
+
+def test_vllm_samples_with_the_weights_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in fake_vllm().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(FakeLLM, "made", [])
+    subject = load_subject(str(saved_model(tmp_path / "model", seed=3)), dtype="float32", device="cpu")
+    backend = make_backend(subject, "vllm")
+    backend.config = decoding_config(subject.tokenizer, [1], max_new_tokens=4)
+    first, second = backend.sample([SampleRequest([9, 10], 2)])
+    expected = subject.model.generate(torch.tensor([[9, 10]]), max_new_tokens=4, do_sample=False)[0, 2:].tolist()
+    assert first.ids == second.ids == expected
+    assert first.logps is None
+    (engine,) = FakeLLM.made
+    assert (engine.arguments["dtype"], engine.arguments["gpu_memory_utilization"]) == ("float32", 0.5)

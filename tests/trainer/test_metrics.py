@@ -3,6 +3,7 @@
 import asyncio
 import math
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
 
 from gruppo import GRPOTrainer
 from gruppo.trainer import ledger
 from tests.helpers import length_reward, prompts, tiny_model
 from tests.policy.experts import experts
+from tests.rollout.vllm_doubles import fake_vllm, saved_model
 from tests.tools.scripted import random_caller
 from tests.trainer.runs import (
     RecordedGRPO,
@@ -631,6 +634,10 @@ def logged_keys(folder: Path) -> set[str]:
 
     trainer = stored_run(folder, GRPOTrainer, rollout_func=with_logps, num_iterations=2)
     keys.update(*trainer.state.log_history)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "vllm", fake_vllm()["vllm"])
+        model = AutoModelForCausalLM.from_pretrained(saved_model(folder / "model"))
+        keys.update(*run(folder, GRPOTrainer, model=model, use_vllm=True, max_steps=1).state.log_history)
     game = random_caller(
         folder, "move", {"to": "a"}, arguments={"environment_factory": Game}, max_tool_calling_iterations=1
     )

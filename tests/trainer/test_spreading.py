@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, plan_whole_weights, training_bytes
 from gruppo.policy.sharding import Sharding, WholeWeights, sharding_of
-from gruppo.trainer.spreading import agreed, reject_together, reject_unspreadable
+from gruppo.trainer.spreading import agreed, find_sharding, reject_together
 from tests.helpers import tiny_model
 
 
@@ -130,18 +130,22 @@ def test_whole_weights_follow_the_model_and_can_be_given_back(tied: bool) -> Non
     assert whole.module.generation_config is model.generation_config
 
 
+FULLY = accelerator(DistributedType.FSDP, fsdp_plugin=SimpleNamespace(fsdp_version=2))
+STAGE_3 = accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespace(zero_stage=3))
+
+
 @pytest.mark.parametrize(
-    ("cast", "quantised", "kind", "named"),
+    ("cast", "quantised", "processes", "named"),
     [
-        (True, False, Sharding.FSDP2, "cast_lm_head_to_fp32=True is not available under FSDP2"),
-        (False, True, Sharding.ZERO3, "A quantised model is not available under DeepSpeed ZeRO-3"),
-        (True, True, Sharding.NONE, None),
-        (False, False, Sharding.FSDP2, None),
+        (True, False, FULLY, "cast_lm_head_to_fp32=True is not available under FSDP2"),
+        (False, True, STAGE_3, "A quantised model is not available under DeepSpeed ZeRO-3"),
+        (True, True, accelerator(DistributedType.MULTI_GPU), None),
+        (False, False, FULLY, None),
     ],
 )
-def test_models_that_cannot_be_spread(cast: bool, quantised: bool, kind: Sharding, named: str | None) -> None:
+def test_models_that_cannot_be_spread(cast: bool, quantised: bool, processes: Any, named: str | None) -> None:
     model = tiny_model()
     model.is_quantized = quantised
-    trainer = SimpleNamespace(sharding=kind, model=model, args=SimpleNamespace(cast_lm_head_to_fp32=cast))
+    args = SimpleNamespace(cast_lm_head_to_fp32=cast)
     with nullcontext() if named is None else pytest.raises(NotImplementedError, match=named):
-        reject_unspreadable(trainer)
+        find_sharding(SimpleNamespace(accelerator=processes, model=model, args=args))

@@ -1,0 +1,305 @@
+"""Training with vLLM in both modes: seconds, rewards, and how far its log-probs are from the trainer's.
+
+    python benchmarks/vllm_modes.py --model FOLDER --vllm-site SITE     (FOLDER: see benchmarks/prepare_smollm2.py)
+    python benchmarks/vllm_modes.py --tiny                              (on a CPU against stand-ins, to try it)
+
+The same model, prompts, seed and settings, one process after another: the built-in engine, vLLM in the trainer's
+process (colocate), and a stock server on the same GPU that gets its weights by CUDA IPC (server). It is started
+and stopped here, with the flags of `gruppo vllm-serve`; its log is kept beside the result. The trainer of the server
+mode does not see vLLM's packages. A mode that fails or runs out of time is named in `failed`; the others still count.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from datasets import Dataset
+
+from benchmarks import rollout_vllm
+from benchmarks.common import provenance
+
+RESULTS = Path(__file__).parent / "results"
+MODES = ("builtin", "colocate", "sleep", "server")
+WITH_VLLM = ("colocate", "sleep")  # in the trainer's process
+FIELDS: dict[str, Any] = {
+    "per_device_train_batch_size": 32,
+    "gradient_accumulation_steps": 32,
+    "num_generations": 16,
+    "max_completion_length": 256,
+    "learning_rate": 2e-6,
+}
+TINY: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "num_generations": 2,
+    "max_completion_length": 6,
+    "learning_rate": 1e-3,
+    "use_cpu": True,
+    "bf16": False,
+}
+KEPT = ("step_time", "reward", "entropy", "completions/mean_length", "rollout/seconds", "rollout/sync_seconds")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a model, with prompts.jsonl beside it")
+    parser.add_argument("--modes", default="builtin,colocate,server", help=f"comma-separated, of {', '.join(MODES)}")
+    parser.add_argument("--steps", type=int, default=20, help="updates of each mode (default: %(default)s)")
+    parser.add_argument("--vllm-site", type=Path, help="folder that vLLM is installed in, if not this environment")
+    parser.add_argument("--port", type=int, default=8000, help="of the server (default: %(default)s)")
+    parser.add_argument("--no-seeds", action="store_true", help="vllm_seed_requests=False")
+    parser.add_argument("--limit", type=float, default=280, help="seconds for one mode (default: %(default)s)")
+    parser.add_argument(
+        "--start", type=float, default=240, help="seconds for the server's start (default: %(default)s)"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a small model and stand-ins, on the CPU")
+    parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/vllm_modes.json)")
+    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)  # train in this process, write there
+    return parser
+
+
+# ---- one mode
+
+
+def config_fields(mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What the config of a mode has beside what all have."""
+    if mode == "builtin":
+        return {"rollout_backend": "builtin"}
+    fields: dict[str, Any] = {"use_vllm": True, "vllm_seed_requests": not options.no_seeds}
+    if mode == "server":
+        return fields | {"vllm_mode": "server", "vllm_server_port": options.port}
+    return fields | {"vllm_enable_sleep_mode": mode == "sleep"}
+
+
+def train(mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train in this process; what was logged, and the seconds of the phases."""
+    from gruppo import GRPOConfig, GRPOTrainer
+
+    rows, reward = tiny_task() if options.tiny else task(options.model)
+    fields = (TINY if options.tiny else FIELDS) | config_fields(mode, options)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        args = GRPOConfig(
+            output_dir=folder,
+            max_steps=options.steps,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            record="off",
+            audit="warn",
+            seed=0,
+            **fields,
+        )
+        trainer = GRPOTrainer(str(options.model), reward, args, rows)
+        made = time.perf_counter()
+        trainer.train()
+        seconds = time.perf_counter() - made
+    updates = [log for log in trainer.state.log_history if "loss" in log]
+    return {
+        "fields": fields,
+        "seconds_until_ready": round(made - start, 2),
+        "seconds_of_training": round(seconds, 2),
+        "phases": {name: round(value, 3) for name, value in trainer.timings.seconds.items()},
+        "updates": [kept(log) for log in updates],
+        **summary(updates),
+    }
+
+
+def kept(log: Mapping[str, Any]) -> dict[str, float]:
+    """Of one update's log what this benchmark is about."""
+    wanted = {name: value for name, value in log.items() if name in KEPT or name.startswith(("sampling/", "audit/"))}
+    return {name: round(value, 6) for name, value in wanted.items() if isinstance(value, int | float)}
+
+
+def summary(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over the updates but the first, which has compilations in it; extremes over all."""
+
+    def values(name: str, first: int = 0) -> list[float]:
+        return [log[name] for log in updates[first:] if isinstance(log.get(name), int | float)]
+
+    def mean(name: str, first: int = 1) -> float | None:
+        found = values(name, first) or values(name)
+        return round(sum(found) / len(found), 6) if found else None
+
+    drift, ratio = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
+    return {
+        "step_seconds": mean("step_time"),
+        "rollout_seconds": mean("rollout/seconds"),
+        "sync_seconds": mean("rollout/sync_seconds"),
+        "reward_first": mean_of(values("reward")[:5]),
+        "reward_last": mean_of(values("reward")[-5:]),
+        "drift_mean": mean(f"{drift}/mean", 0),
+        "drift_max": max(values(f"{drift}/max"), default=None),
+        "ratio_min": min(values(f"{ratio}/min"), default=None),
+        "ratio_mean": mean(f"{ratio}/mean", 0),
+        "ratio_max": max(values(f"{ratio}/max"), default=None),
+        "dropped_share": mean("sampling/dropped_share", 0),
+        "findings": sorted(
+            {name for log in updates for name in log if name.startswith("audit/") and name != "audit/seconds"}
+        ),
+    }
+
+
+def mean_of(values: Sequence[float]) -> float | None:
+    return round(sum(values) / len(values), 6) if values else None
+
+
+def task(model: Path) -> tuple[Dataset, Any]:
+    """The prompts beside the model, and the reward of the recipe."""
+    from recipes.gsm8k_smollm2.task import math_answer_reward
+
+    lines = (model / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return Dataset.from_list([json.loads(line) for line in lines]), math_answer_reward
+
+
+def tiny_task() -> tuple[Dataset, Any]:
+    from tests.helpers import length_reward, prompts
+
+    return prompts(64), length_reward
+
+
+def work(options: argparse.Namespace) -> None:
+    (mode,) = options.modes.split(",")
+    if options.tiny:
+        torch.set_num_threads(1)
+        use_stand_ins()
+    options.record.write_text(json.dumps(train(mode, options)))
+
+
+def use_stand_ins() -> None:
+    from gruppo.rollout.vllm import transfer
+    from tests.rollout.vllm_doubles import install_fake_vllm, share_bytes
+
+    install_fake_vllm()
+    transfer.share = share_bytes
+
+
+# ---- all modes
+
+
+@contextmanager
+def server(options: argparse.Namespace, log: Path) -> Iterator[None]:
+    """A server that is ready; it is stopped afterwards."""
+    if options.tiny:
+        from tests.rollout.vllm_doubles import serving
+
+        with serving(options.model) as double:
+            options.port = double.port
+            yield
+        return
+    from gruppo.rollout.vllm.client import VLLMClient
+    from gruppo.rollout.vllm.serve import parser as serve_options
+    from gruppo.rollout.vllm.serve import server_command
+
+    command = server_command(serve_options().parse_args([str(options.model), "--port", str(options.port)]))
+    variables = environment("colocate", options) | command.environment
+    # The server has a process for the engine, which this variable would put into the one that answers.
+    variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    with log.open("w") as out:
+        process = subprocess.Popen(command.arguments, env=variables, stdout=out, stderr=out, start_new_session=True)
+    try:
+        VLLMClient(f"http://127.0.0.1:{options.port}", request_timeout=60).wait_until_up(
+            options.start, lambda: check_alive(process, log)
+        )
+        yield
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def check_alive(process: "subprocess.Popen[bytes]", log: Path) -> None:
+    if process.poll() is not None:
+        raise RuntimeError(f"the server ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+
+
+def environment(mode: str, options: argparse.Namespace) -> dict[str, str]:
+    """A process's variables; vLLM's packages are shown to those that run it."""
+    if mode not in WITH_VLLM:
+        return dict(os.environ)
+    paths = [str(options.vllm_site or ""), os.environ.get("PYTHONPATH", "")]
+    return {**rollout_vllm.ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def run(mode: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The record of one mode, trained in a process of its own."""
+    record, log = folder / f"{mode}.json", options.out.with_suffix(f".{mode}.log")
+    command = [sys.executable, __file__, *sys.argv[1:], "--modes", mode, "--record", str(record)]
+    command += ["--port", str(options.port), "--model", str(options.model)]
+    with log.open("w") as out:
+        done = subprocess.run(
+            command, env=environment(mode, options), stdout=out, stderr=out, timeout=options.limit, check=False
+        )
+    if done.returncode:
+        raise RuntimeError(f"ended with {done.returncode}:\n{log.read_text()[-3000:]}")
+    found: dict[str, Any] = json.loads(record.read_text())
+    return found
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    records: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    for mode in options.modes.split(","):
+        try:
+            if mode == "server":
+                with server(options, options.out.with_suffix(".vllm-serve.log")):
+                    records[mode] = run(mode, options, folder)
+            else:
+                records[mode] = run(mode, options, folder)
+            print(mode, {name: value for name, value in records[mode].items() if name != "updates"}, flush=True)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            failed[mode] = str(error)
+            print(mode, "failed:", error, flush=True)
+    return {"modes": records, "failed": failed}
+
+
+def vllm_version(options: argparse.Namespace) -> str:
+    """Of the package that the modes use; it is imported in their processes only."""
+    code = "import importlib.metadata as m; print(m.version('vllm'))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment("colocate", options), capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "none"
+
+
+def main() -> None:
+    options = parser().parse_args()
+    if unknown := set(options.modes.split(",")) - set(MODES):
+        parser().error(f"--modes {', '.join(sorted(unknown))}: choose from {', '.join(MODES)}")
+    if options.record is not None:
+        work(options)
+        return
+    options.out = options.out or (Path("runs/tiny") if options.tiny else RESULTS) / "vllm_modes.json"
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.tiny and options.model is None:
+            from tests.rollout.vllm_doubles import saved_model
+
+            options.model = saved_model(folder / "model")
+        if options.model is None:
+            parser().error("--model is missing; benchmarks/prepare_smollm2.py makes one")
+        result = {**provenance("gruppo"), "steps": options.steps, **measure(options, folder)}
+    result["versions"]["vllm"] = "a stand-in" if options.tiny else vllm_version(options)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

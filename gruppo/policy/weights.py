@@ -1,0 +1,210 @@
+"""The weights of the policy as a checkpoint names them, for whoever holds a copy of the model.
+
+Every process must walk to the end: where weights are spread over processes, all of them put each tensor together.
+A tensor that is yielded stays as it is while the walk goes on; most are the training weights themselves, not copies.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gruppo.errors import ConfigError
+from gruppo.policy.adapters import is_peft_model
+from gruppo.policy.quantised import is_quantised
+from gruppo.policy.sharding import full_value, is_spread, plain_name
+from gruppo.policy.unwrap import inner_model
+
+__all__ = ["check_copyable", "named_weights"]
+
+Walk = Iterator[tuple[str, Tensor]]
+
+
+def named_weights(model: Any) -> Walk:
+    """Name and whole tensor of every weight and saved buffer, under the names that a saved checkpoint has.
+
+    Tied weights come once. Adapters are merged layer by layer into a copy of the layer's weights; the policy is never
+    changed.
+
+    Example, a Llama with a LoRA adapter:
+        dict(named_weights(policy)) ->
+            {"model.embed_tokens.weight": …, "model.layers.0.self_attn.q_proj.weight": W + B·A·scale, …}
+    """
+    check_copyable(model)
+    inner = inner_model(model)
+    rename = _checkpoint_names(inner)
+    walk = _adapted(inner) if is_peft_model(_bare(model)) else _tensors(inner)
+    for name, tensor in walk:
+        plain = plain_name(name)
+        yield from ((plain, tensor),) if rename is None else rename(plain, tensor)
+
+
+def check_copyable(model: Any) -> None:
+    """Raise for a policy whose weights cannot be handed on as those of a plain checkpoint."""
+    inner, bare = inner_model(model), _bare(model)
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ConfigError(
+            "The policy is wrapped by FSDP version 1, whose weights cannot be sent to vLLM one by one. Set "
+            "fsdp_version: 2 in the accelerate config."
+        )
+    if is_quantised(model):
+        raise ConfigError(
+            "The policy is quantised, and vLLM holds plain weights. Load it without a quantization_config, or sample "
+            "with rollout_backend='transformers'."
+        )
+    if is_peft_model(bare):
+        _check_adapters(bare, inner)
+    _check_tied(inner)
+
+
+def _bare(model: Any) -> Any:
+    """Without what distributes or compiles it, but with its adapters."""
+    while hasattr(model, "module") or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
+
+
+def _check_tied(inner: Any) -> None:
+    """An output head that differs from the embedding has no place in a copy that ties them."""
+    config = inner.config.get_text_config() if hasattr(inner.config, "get_text_config") else inner.config
+    if not getattr(config, "tie_word_embeddings", False):
+        return
+    head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
+    adapted = any(_is_adapted(module) for module in (head, embedding))
+    if head is None or (head.weight is embedding.weight and not adapted):
+        return
+    raise ConfigError(
+        "The model's config ties the output head to the embedding (tie_word_embeddings=True), but the policy trains "
+        "one of them alone: vLLM would use the embedding for both. Leave embed_tokens and lm_head out of "
+        "target_modules and modules_to_save, or save the model with tie_word_embeddings=False first."
+    )
+
+
+# ---- names
+
+
+def _checkpoint_names(inner: Any) -> Callable[[str, Tensor], Walk] | None:
+    """How transformers saves what it holds under other names (fused experts, say); None where names are the same."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not hasattr(inner, "save_pretrained"):
+        return None
+    here = {plain_name(name): torch.empty(p.shape, device="meta") for name, p in inner.named_parameters()}
+    here = {name: tensor for name, tensor in here.items() if ".base_layer." not in name}
+    saved = revert_weight_conversion(inner, here)
+    if saved.keys() == here.keys():
+        return None
+
+    def renamed(name: str, tensor: Tensor) -> Walk:
+        yield from revert_weight_conversion(inner, {name: tensor}).items()
+
+    return renamed
+
+
+# ---- plain models
+
+
+def _tensors(module: nn.Module, prefix: str = "") -> Walk:
+    """Parameters, and buffers that are saved with them."""
+    for name, parameter in module.named_parameters(prefix.removesuffix(".")):
+        yield name, full_value(parameter)
+    for path, owner in module.named_modules():
+        for name, buffer in _saved_buffers(owner):
+            yield f"{prefix}{path}{'.' if path else ''}{name}", full_value(buffer)
+
+
+def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    skipped = module._non_persistent_buffers_set
+    return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None and name not in skipped]
+
+
+# ---- adapters
+
+
+def _adapter_classes() -> tuple[Any, Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return BaseTunerLayer, ModulesToSaveWrapper
+
+
+def _is_adapted(module: Any) -> bool:
+    """Whether peft has put something in the place of this module."""
+    return hasattr(module, "base_layer") or hasattr(module, "original_module")
+
+
+def _check_adapters(bare: Any, inner: Any) -> None:
+    layer_class, saved_class = _adapter_classes()
+    if bare.active_peft_config.is_prompt_learning:
+        raise ConfigError(
+            f"{bare.active_peft_config.peft_type.value} adapters add virtual tokens, which cannot be merged into the "
+            "weights that vLLM holds. Use LoRA, or sample with rollout_backend='auto'."
+        )
+    for name, module in inner.named_modules():
+        wrapper = hasattr(module, "original_module") and not isinstance(module, saved_class)
+        if wrapper or type(module).__name__ in ("ParamWrapper", "TrainableTokensLayer"):
+            raise ConfigError(
+                f"{name} is adapted by a {type(module).__name__} (target_parameters or trainable_token_indices), "
+                "which is not merged for vLLM. Use target_modules and modules_to_save, or rollout_backend='auto'."
+            )
+        if isinstance(module, layer_class) and not hasattr(module, "merge"):
+            raise ConfigError(f"{name}: a {type(module).__name__} cannot be merged into the weights that vLLM holds.")
+    if is_spread(inner):
+        raise ConfigError(
+            "Adapters on weights that are spread over processes (FSDP, ZeRO-3) cannot be merged for vLLM. Keep the "
+            "whole model on every process, or train all weights."
+        )
+
+
+def _adapted(inner: nn.Module) -> Walk:
+    """The weights with the active adapters merged, under the names that they have without adapters."""
+    layer_class, saved_class = _adapter_classes()
+    inside: list[str] = []  # names of modules that are done as one, with what is in them
+    seen: set[int] = set()  # tied weights have several names
+    for path, module in inner.named_modules():
+        prefix = f"{path}." if path else ""
+        if any(prefix.startswith(done) for done in inside):
+            continue
+        if isinstance(module, layer_class):
+            inside.append(prefix)
+            with merged(module):
+                yield from list(_tensors(module.get_base_layer(), prefix))
+        elif isinstance(module, saved_class):
+            inside.append(prefix)
+            active = (
+                module.modules_to_save[module.active_adapter] if module.active_adapters else module.original_module
+            )
+            yield from _tensors(active, prefix)
+        else:
+            own = [*module._parameters.items(), *_saved_buffers(module)]
+            for name, tensor in own:
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield f"{prefix}{name}", full_value(tensor)
+
+
+@contextmanager
+def merged(layer: Any) -> Iterator[None]:
+    """A layer whose base weights hold its active adapters; the weights themselves are put aside and come back.
+
+    Taking the adapter out again by arithmetic would not give the same bits.
+    """
+    base = layer.get_base_layer()
+    aside = [(parameter, parameter.data) for parameter in base.parameters()]
+    for parameter, data in aside:
+        parameter.data = data.clone()
+    try:
+        if not layer.disable_adapters and not layer.merged:
+            with torch.no_grad():
+                layer.merge()
+        yield
+    finally:
+        if layer.merged:
+            for parameter, _ in aside:
+                parameter.data = parameter.data.clone()  # who got the merged ones may still read them
+            with torch.no_grad():
+                layer.unmerge()  # for its own books
+        for parameter, data in aside:
+            parameter.data = data

@@ -1,0 +1,146 @@
+"""When the weights must be sent to vLLM again, and what is known of those that it holds."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+
+from gruppo.config.vllm import SHAPING
+from gruppo.engine.settings import merged_config
+from gruppo.errors import RolloutError
+from gruppo.policy.modes import weights_version
+from gruppo.policy.weights import check_copyable, named_weights
+from gruppo.rollout.base import RolloutBackend
+from gruppo.rollout.vllm.requests import EXTRA, Answer, Ask, asks_of, completions_of, sampling_settings
+from gruppo.types import Completion, SampleRequest
+
+__all__ = ["VLLMBackend", "agreed"]
+
+
+class VLLMBackend(RolloutBackend):
+    """Samples from a copy of the policy that vLLM holds.
+
+    The copy is renewed before a call if the policy was written since. What the copy holds is known only after every
+    step of that was acknowledged; if one fails, nothing is known, and the next call begins from the start.
+    """
+
+    policy: Callable[[], Any]
+    name = "vLLM"
+    has_own_weights = True
+
+    def __init__(
+        self,
+        policy: Callable[[], Any],
+        config: Any,
+        *,
+        stop_ids: Sequence[int],
+        logps: bool = True,
+        seeded: bool = True,
+    ):
+        self.policy = policy
+        self.config = config
+        self.stop_ids = tuple(sorted(stop_ids))
+        self.logps, self.seeded = logps, seeded
+        self._held: tuple[Any, ...] | None = None  # what the copy was made of
+        self._sync_seconds: float | None = None
+        check_copyable(policy())
+
+    def config_in_effect(self) -> Any:
+        """The model's own generation config is not read."""
+        return merged_config(self.config, None)
+
+    def filters(self, temperature: float) -> dict[str, Any]:
+        extra = getattr(self.config, EXTRA, None) or {}
+        return super().filters(temperature) | {name: value for name, value in extra.items() if name in SHAPING}
+
+    # ---- weights
+
+    def _now(self) -> tuple[Any, ...]:
+        """What tells the policy's weights from those of another time: writes of tensors, and updates of the run."""
+        return weights_version(self.policy()), self.clock()
+
+    def refresh(self) -> None:
+        """Renew the copy if the policy is another than it was made of; all processes call this together."""
+        if _any_process(self._is_stale()):
+            self._refresh()
+
+    def _refresh(self) -> None:
+        start = time.perf_counter()
+        self.forget()
+        self._renew()
+        self._held = self._now()  # merging adapters may count as writing
+        self.weights_version = self._held[0]
+        self._sync_seconds = time.perf_counter() - start
+
+    def _is_stale(self) -> bool:
+        return self._held is None or self._held != self._now()
+
+    def _ensure_fresh(self) -> None:
+        """Before a call of this process alone, which cannot renew a copy that all processes share."""
+        if PartialState().num_processes == 1:
+            self.refresh()
+        elif self._is_stale():
+            raise RolloutError(
+                "vLLM holds other weights than the policy. With several processes all of them must renew it together: "
+                "call trainer.backend.refresh() on each before sampling."
+            )
+
+    def forget(self) -> None:
+        """What the copy holds is not known any more."""
+        self._held = self.weights_version = None
+
+    def _renew(self) -> None:
+        """Send all weights. Raises on every process if it fails on one."""
+        raise NotImplementedError
+
+    # ---- samples
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        asks, _ = asks_of(requests, self.config, context_length=self.context_length, seeded=self.seeded)
+        settings = sampling_settings(self.config, stop_ids=self.stop_ids, logps=self.logps)
+        answers = self._ask(asks, settings)
+        return completions_of(
+            requests, asks, answers, stop_ids=self.stop_ids, pad_id=getattr(self.config, "pad_token_id", None)
+        )
+
+    def _ask(self, asks: Sequence[Ask], settings: dict[str, Any]) -> list[list[Answer]]:
+        """The answers to each, sampled from the policy's present weights."""
+        raise NotImplementedError
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds that renewing the copy took, if it was since this was last asked."""
+        seconds, self._sync_seconds = self._sync_seconds, None
+        return {} if seconds is None else {"rollout/sync_seconds": seconds}
+
+
+def walked(policy: Any, send: Callable[[Any], None] | None) -> None:
+    """Give the weights to `send`, or only take part in putting them together where there is none.
+
+    A process that cannot send goes on walking: the others wait for its part of each tensor.
+    """
+    walk = named_weights(policy)
+    error: RolloutError | None = None
+    if send is not None:
+        try:
+            send(walk)
+        except RolloutError as failure:
+            error = failure
+    for _ in walk:
+        pass
+    agreed(error)
+
+
+def agreed(error: RolloutError | None) -> None:
+    """Raise the main process's error on all of them, so that none waits for one that has gone."""
+    if PartialState().num_processes > 1:
+        said = broadcast_object_list([None if error is None else str(error)])[0]
+        if error is None and said is not None:
+            error = RolloutError(f"On the main process: {said}")
+    if error is not None:
+        raise error
+
+
+def _any_process(flag: bool) -> bool:
+    return any(gather_object([flag])) if PartialState().num_processes > 1 else flag

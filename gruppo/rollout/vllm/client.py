@@ -1,0 +1,232 @@
+"""HTTP to a stock vLLM server. This module, and no other of the package, opens connections on its own.
+
+Every call has a time limit, the whole of it and not only between two packets. Calls that only ask (`get`, and
+completions, whose seeds make them repeatable) may be asked again when the server does not answer. Calls that change
+the server, weight updates above all, are made once: whether one that failed took effect is not known, and whoever
+asked has to begin anew.
+"""
+
+import http.client
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+from gruppo.errors import ConfigError, RolloutError
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+HEALTH_SECONDS = 5.0  # a server that is up says so at once
+RETRIES = 3
+BUSY = (502, 503, 504)  # not there at the moment; everything else is an answer
+READ_BYTES = 1 << 20
+
+
+class ServerDownError(RolloutError, ConnectionError):
+    """The server did not answer, or not in time."""
+
+
+class ServerRefusedError(RolloutError):
+    """The server answered with an error."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says of itself.
+
+    `instance` is drawn anew whenever a server starts: another one has lost the weights that it was sent.
+    """
+
+    instance: str
+    version: str
+    model: str  # the name to ask for
+    root: str  # the folder or name it was loaded from
+    context_length: int
+    logprobs_mode: str
+    transfer: str | None  # how weights can be sent: "ipc", "nccl"; None: not at all
+    unpickles: bool  # VLLM_ALLOW_INSECURE_SERIALIZATION
+    workers: int
+
+
+class VLLMClient:
+    """Calls of one server.
+
+    Example:
+        client = VLLMClient("http://127.0.0.1:8000", request_timeout=600.0)
+        client.wait_until_up(240.0)
+        client.facts().model -> "Qwen/Qwen2.5-0.5B"
+    """
+
+    def __init__(self, base_url: str, *, request_timeout: float):
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"vllm_server_base_url={base_url!r} must be a URL such as http://127.0.0.1:8000.")
+        self.url = base_url.rstrip("/")
+        self.host = parts.hostname
+        self.request_timeout = request_timeout
+        self._secure = parts.scheme == "https"
+        self._port, self._prefix = parts.port, parts.path.rstrip("/")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether what is sent stays on this machine."""
+        try:
+            return self.host == "localhost" or ip_address(self.host).is_loopback
+        except ValueError:  # a name, which may mean anything
+            return False
+
+    # ---- what a trainer asks
+
+    def wait_until_up(self, seconds: float, pause: Callable[[], None] = lambda: None) -> None:
+        """Wait until the server is ready to answer, `seconds` at most."""
+        deadline = time.monotonic() + seconds
+        while True:
+            pause()
+            try:
+                self._call("GET", "/health", None, HEALTH_SECONDS)
+                return
+            except (ServerDownError, ServerRefusedError) as error:
+                if time.monotonic() >= deadline:
+                    raise ServerDownError(
+                        f"No vLLM server answered at {self.url} within {seconds:g} s ({error}). Start one with "
+                        "`gruppo vllm-serve MODEL`, or set vllm_server_host, vllm_server_port or vllm_server_timeout."
+                    ) from error
+            time.sleep(min(POLL_SECONDS, max(deadline - time.monotonic(), 0.0)))
+
+    def facts(self) -> ServerFacts:
+        """What the server says of itself; raises if it does not offer what a trainer needs to know."""
+        try:
+            info = self.get("/server_info?config_format=json")
+        except ServerRefusedError as error:
+            if error.status != 404:
+                raise
+            raise ConfigError(
+                f"The server at {self.url} has no /server_info: it was started without VLLM_SERVER_DEV_MODE=1 and "
+                "takes no weights. Start it with `gruppo vllm-serve MODEL`."
+            ) from error
+        card, config = self.get("/v1/models")["data"][0], info["vllm_config"]
+        transfer = config.get("weight_transfer_config") or {}
+        return ServerFacts(
+            instance=str(config["instance_id"]),
+            version=str(self.get("/version")["version"]),
+            model=card["id"],
+            root=card.get("root") or card["id"],
+            context_length=int(card["max_model_len"]),
+            logprobs_mode=str(config["model_config"]["logprobs_mode"]),
+            transfer=transfer.get("backend"),
+            unpickles=str(info["vllm_env"].get("VLLM_ALLOW_INSECURE_SERIALIZATION", False)).lower() in ("1", "true"),
+            workers=int(self.get("/get_world_size")["world_size"]),
+        )
+
+    def instance(self) -> str:
+        """Which server it is that answers: another value after a restart."""
+        return str(self.get("/server_info?config_format=json")["vllm_config"]["instance_id"])
+
+    def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Sample; asked again if no answer comes."""
+        reply = self._repeated("POST", "/v1/completions", body)
+        if "choices" not in reply:
+            raise RolloutError(f"{self.url}/v1/completions returned no choices: {str(reply)[:500]}")
+        return reply
+
+    def get(self, path: str) -> dict[str, Any]:
+        return self._repeated("GET", path, None)
+
+    def post_once(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """A call that changes the server: made once, whatever comes of it."""
+        return self._call("POST", path, body or {}, self.request_timeout)
+
+    def own_address(self) -> str:
+        """The address of this machine as the server sees it."""
+        connection = self._connect(HEALTH_SECONDS)
+        try:
+            connection.connect()
+            return str(connection.sock.getsockname()[0])
+        except OSError as error:
+            raise ServerDownError(f"{self.url} cannot be reached: {error}") from error
+        finally:
+            connection.close()
+
+    # ---- calls
+
+    def _repeated(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        for attempt in range(1, RETRIES + 1):
+            try:
+                return self._call(method, path, body, self.request_timeout)
+            except ServerDownError as error:
+                if attempt == RETRIES or isinstance(error.__cause__, TimeoutError):
+                    raise
+                logger.warning(f"{error} Asking again ({attempt} of {RETRIES - 1}).")
+                time.sleep(POLL_SECONDS * attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _connect(self, timeout: float) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        return kind(self.host, self._port, timeout=timeout)
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
+        where, deadline = f"{method} {self.url}{path}", time.monotonic() + seconds
+        connection = self._connect(seconds)
+        try:
+            payload = None if body is None else json.dumps(body).encode()
+            headers = {} if payload is None else {"Content-Type": "application/json"}
+            connection.request(method, self._prefix + path, payload, headers)
+            response = connection.getresponse()
+            text = _read(connection, response, deadline)
+        except TimeoutError as error:
+            raise ServerDownError(f"{where} had no answer within {seconds:g} s (vllm_request_timeout).") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerDownError(f"{where} failed: {type(error).__name__}: {error}.") from error
+        finally:
+            connection.close()
+        if response.status in BUSY:
+            raise ServerDownError(f"{where}: status {response.status}. {_message(text)}")
+        if response.status != 200:
+            raise ServerRefusedError(f"{where}: status {response.status}. {_message(text)}", response.status)
+        return _parsed(text, where)
+
+
+def _read(connection: http.client.HTTPConnection, response: http.client.HTTPResponse, deadline: float) -> bytes:
+    """The body; a server that sends it drop by drop does not get more time."""
+    parts = []
+    while part := response.read1(READ_BYTES):
+        parts.append(part)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the answer did not end in time")
+        if connection.sock is not None:
+            connection.sock.settimeout(left)
+    if response.length:  # read1 ends where the connection does
+        raise http.client.IncompleteRead(b"".join(parts), response.length)
+    return b"".join(parts)
+
+
+def _parsed(text: bytes, where: str) -> dict[str, Any]:
+    if not text.strip():
+        return {}
+    try:
+        reply = json.loads(text)
+    except ValueError as error:
+        raise RolloutError(f"{where} did not return JSON: {text[:200]!r}") from error
+    if not isinstance(reply, dict):
+        raise RolloutError(f"{where} returned {str(reply)[:200]}, not an object.")
+    return reply
+
+
+def _message(text: bytes) -> str:
+    """What an error says, from the forms that vLLM and FastAPI use."""
+    try:
+        reply = json.loads(text)
+        error = reply.get("error", reply.get("detail", reply))
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]
+    except (ValueError, AttributeError):
+        return text.decode(errors="replace")[:2000]

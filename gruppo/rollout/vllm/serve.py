@@ -1,0 +1,121 @@
+"""`gruppo vllm-serve`: a stock vLLM server with the flags that a trainer needs."""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from gruppo.errors import ConfigError
+
+__all__ = ["Command", "main", "server_command"]
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+DESCRIPTION = """\
+Start a vLLM server that a trainer with vllm_mode="server" can sample from and send weights to.
+
+  gruppo vllm-serve MODEL                               on the trainer's own GPU, weights by CUDA IPC
+  gruppo vllm-serve MODEL --weight-transfer nccl        on GPUs of its own, weights by NCCL
+
+It prints the command and becomes it. Options that are not listed here go to `vllm serve` as they are.
+"""
+# What the trainer relies on; a flag of one's own must not change it.
+FIXED = ("--weight-transfer-config", "--logprobs-mode", "--generation-config")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program with its arguments, and the variables to add to its environment."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+    def __str__(self) -> str:
+        """As one would type it."""
+        return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), *self.arguments])
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gruppo vllm-serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a name or folder; the policy of the run")
+    parser.add_argument("--weight-transfer", choices=("ipc", "nccl"), default="ipc", help="default: ipc")
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--revision")
+    parser.add_argument("--dtype", default="auto", help="default: auto, that of the checkpoint")
+    parser.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="default: 0.9, with ipc 0.3")
+    parser.add_argument("--max-model-len", type=int, metavar="TOKENS")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS")
+    parser.add_argument("--data-parallel-size", type=int, default=1, metavar="COPIES")
+    parser.add_argument("--model-impl", default="vllm", choices=("auto", "vllm", "transformers"))
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--print", action="store_true", help="print the command and do not run it")
+    return parser
+
+
+def server_command(options: argparse.Namespace, further: Sequence[str] = ()) -> Command:
+    """The command that starts the server.
+
+    Example:
+        str(server_command(parser().parse_args(["Qwen/Qwen2.5-0.5B"]))) ->
+            VLLM_SERVER_DEV_MODE=1 … python -m vllm.entrypoints.cli.main serve Qwen/Qwen2.5-0.5B --host 127.0.0.1 …
+    """
+    _check(options, further)
+    shares_gpu = options.weight_transfer == "ipc"
+    share = options.gpu_memory_utilization or (0.3 if shares_gpu else 0.9)
+    values: Mapping[str, object] = {
+        "--host": options.host,
+        "--port": options.port,
+        "--revision": options.revision,
+        "--dtype": options.dtype,
+        "--gpu-memory-utilization": share,
+        "--max-model-len": options.max_model_len,
+        "--tensor-parallel-size": options.tensor_parallel_size,
+        "--data-parallel-size": options.data_parallel_size,
+        "--model-impl": options.model_impl,
+        "--weight-transfer-config": json.dumps({"backend": options.weight_transfer}),
+        "--logprobs-mode": "processed_logprobs",  # of the distribution that tokens are drawn from
+        "--generation-config": "vllm",  # what a request does not say is neutral, whatever the model's folder says
+    }
+    arguments = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
+    for name, value in values.items():
+        arguments += [] if value is None else [name, str(value)]
+    switches = {"--enforce-eager": options.enforce_eager, "--trust-remote-code": options.trust_remote_code}
+    arguments += [name for name, on in switches.items() if on]
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if shares_gpu:
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    return Command([*arguments, *further], environment)
+
+
+def _check(options: argparse.Namespace, further: Sequence[str]) -> None:
+    if options.weight_transfer == "ipc":
+        if options.host not in LOOPBACK:
+            raise ConfigError(
+                f"--host {options.host} with --weight-transfer ipc: the server unpickles what it is sent, so that "
+                "whoever reaches its port could run programs. Use --host 127.0.0.1, or --weight-transfer nccl."
+            )
+        gpus = options.tensor_parallel_size * options.data_parallel_size
+        if gpus != 1:
+            raise ConfigError(f"--weight-transfer ipc reaches one GPU, the trainer's own, not {gpus}. Use nccl.")
+    for flag in further:
+        if flag.partition("=")[0] in FIXED:
+            raise ConfigError(f"{flag} would change what the trainer relies on; leave it out.")
+
+
+def main(argv: list[str]) -> int:
+    """Print the command and become it."""
+    options, further = parser().parse_known_args(argv)
+    command = server_command(options, further)
+    print(command, flush=True)
+    if options.print:
+        return 0
+    if find_spec("vllm") is None:
+        raise ConfigError("vLLM is not installed in this environment: pip install vllm, or run the printed command.")
+    os.execve(command.arguments[0], command.arguments, {**os.environ, **command.environment})

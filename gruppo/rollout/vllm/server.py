@@ -1,0 +1,137 @@
+"""Sampling from a vLLM server.
+
+Every process asks the server for its own completions; only the main one sends weights. Before the samples of a call
+are used, it is known that the server which gave them is the one that the weights were sent to: its instance is read
+before and after. A server that was started again in between is sent the weights once more, and asked again.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+from accelerate import PartialState
+
+from gruppo.errors import ConfigError, RolloutError
+from gruppo.policy.loading import model_name
+from gruppo.policy.unwrap import inner_model
+from gruppo.rollout.vllm.base import VLLMBackend, walked
+from gruppo.rollout.vllm.client import ServerDownError, ServerFacts, VLLMClient
+from gruppo.rollout.vllm.requests import Answer, Ask, http_answers, http_request
+from gruppo.rollout.vllm.threads import all_at_once
+from gruppo.rollout.vllm.transfer import make_sender, push
+from gruppo.rollout.vllm.versions import check_version
+
+logger = logging.getLogger(__name__)
+
+MOST_AT_ONCE = 256  # calls; each may be for a whole group
+RESTARTS = 2  # in one call of `sample`
+
+
+class VLLMServerBackend(VLLMBackend):
+    """Samples from a stock server that was started with `gruppo vllm-serve`."""
+
+    def __init__(
+        self,
+        policy: Callable[[], Any],
+        config: Any,
+        *,
+        stop_ids: Sequence[int],
+        client: VLLMClient,
+        start_timeout: float = 240.0,
+        group_port: int = 51216,
+        logps: bool = True,
+        seeded: bool = True,
+    ):
+        super().__init__(policy, config, stop_ids=stop_ids, logps=logps, seeded=seeded)
+        self.client, self.start_timeout = client, start_timeout
+        client.wait_until_up(start_timeout)
+        self.facts = client.facts()
+        check_server(self.facts, client.url, model_name(inner_model(policy())), logps=logps)
+        self.context_length = self.facts.context_length
+        self.sender = make_sender(client, self.facts, group_port=group_port) if _is_main() else None
+
+    # ---- weights
+
+    def _is_stale(self) -> bool:
+        self._notice_restart()
+        return super()._is_stale()
+
+    def _notice_restart(self) -> None:
+        """A server that was started again has the weights of its folder, not ours."""
+        self.client.wait_until_up(self.start_timeout, self.pause)
+        if self.client.instance() == self.facts.instance:
+            return
+        logger.warning(f"The vLLM server at {self.client.url} was started again; it is sent the weights once more.")
+        self.forget()
+        facts = self.client.facts()
+        check_server(facts, self.client.url, model_name(inner_model(self.policy())), logps=self.logps)
+        self.facts, self.context_length = facts, facts.context_length
+
+    def _renew(self) -> None:
+        sender = self.sender
+        walked(
+            self.policy(),
+            None if sender is None else lambda weights: push(self.client, sender, self.facts, weights),
+        )
+
+    # ---- samples
+
+    def _ask(self, asks: Sequence[Ask], settings: dict[str, Any]) -> list[list[Answer]]:
+        what = ""
+        for _ in range(RESTARTS + 1):
+            self._ensure_fresh()
+            try:
+                answers = self._answers(asks, settings)
+                if self.client.instance() == self.facts.instance:
+                    return answers
+                what = "was started again while it sampled"
+            except ServerDownError as error:
+                if isinstance(error.__cause__, TimeoutError):
+                    raise  # it is there, but too slow: asking again would only add to its work
+                what = f"went away while it sampled ({error})"
+            if PartialState().num_processes > 1:
+                raise RolloutError(
+                    f"The vLLM server at {self.client.url} {what}. With several processes the run cannot send it the "
+                    "weights again by itself; resume from the last checkpoint."
+                )
+            logger.warning(f"The vLLM server at {self.client.url} {what}; asking again when it is there.")
+        raise RolloutError(f"The vLLM server at {self.client.url} {what}, {RESTARTS + 1} times in one generation.")
+
+    def _answers(self, asks: Sequence[Ask], settings: dict[str, Any]) -> list[list[Answer]]:
+        bodies = [http_request(ask, settings, self.facts.model) for ask in asks]
+        calls = all_at_once(self.client.complete, bodies, MOST_AT_ONCE)
+        try:
+            return [http_answers(self._waited(call)) for call in calls]
+        finally:
+            for call in calls:
+                call.cancel()
+
+    def _waited(self, call: "Future[dict[str, Any]]") -> dict[str, Any]:
+        while not wait([call], timeout=1.0).done:
+            self.pause()
+        return call.result()
+
+
+def _is_main() -> bool:
+    return bool(PartialState().is_main_process)
+
+
+def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> None:
+    """Raise for a server that cannot be what the trainer samples from."""
+    check_version(facts.version, f"the server at {url}")
+    if policy and _last(policy) not in (_last(facts.model), _last(facts.root)):
+        raise ConfigError(
+            f"The server at {url} serves {facts.model!r} (from {facts.root!r}), but the policy is {policy!r}. Start "
+            f"it with `gruppo vllm-serve {policy}`."
+        )
+    if logps and facts.logprobs_mode != "processed_logprobs":
+        raise ConfigError(
+            f"The server at {url} returns {facts.logprobs_mode!r}, log-probs of another distribution than it samples "
+            "from, and the correction of the sampler needs those. Start it with `gruppo vllm-serve MODEL`, or with "
+            "--logprobs-mode processed_logprobs."
+        )
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2]

@@ -1,0 +1,247 @@
+"""Weights to a vLLM server: by CUDA IPC on one GPU, by NCCL between GPUs.
+
+    begin ─► start_weight_update ─► update_weights, once or more ─► finish_weight_update ─► reset_prefix_cache
+
+IPC: tensors are copied into one buffer on the GPU, and the server is told where it lies. A handle of CUDA is a few
+bytes, but it travels as a pickle, which whoever can reach the server's port could replace by a program: hence only on
+loopback, and only if the server was started with VLLM_ALLOW_INSECURE_SERIALIZATION=1. The buffer is used again when
+the server has said that it read it.
+
+NCCL: trainer and workers join a group once; the trainer broadcasts while a call tells the workers what comes. It
+needs vLLM in the trainer's environment, whose code knows how tensors are packed, and another GPU than the server's:
+NCCL refuses two ranks on one.
+"""
+
+import base64
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gruppo.errors import ConfigError, RolloutError
+from gruppo.rollout.vllm.client import ServerFacts, ServerRefusedError, VLLMClient
+from gruppo.rollout.vllm.threads import started
+
+__all__ = ["IPCSender", "NCCLSender", "Sender", "make_sender", "push"]
+
+CHUNK_BYTES = 1 << 29
+
+Weights = Iterator[tuple[str, Tensor]]
+
+
+class Sender:
+    """A way for weights to get to the server."""
+
+    def begin(self, facts: ServerFacts) -> None:
+        """Once per server that answers, before its first update."""
+
+    def send(self, weights: Weights) -> None:
+        """All of them, in as many calls as it takes."""
+        raise NotImplementedError
+
+
+def push(client: VLLMClient, sender: Sender, facts: ServerFacts, weights: Weights) -> None:
+    """One whole update of the server's weights; anything but a return leaves them unknown."""
+    sender.begin(facts)
+    _start(client)
+    sender.send(weights)
+    client.post_once("/finish_weight_update")
+    client.post_once("/reset_prefix_cache")  # keys and values of the old weights
+
+
+def _start(client: VLLMClient) -> None:
+    """Begin an update; one that a trainer before us left open is closed first: all weights come anew anyway."""
+    try:
+        client.post_once("/start_weight_update")
+    except ServerRefusedError:
+        client.post_once("/finish_weight_update")
+        client.post_once("/start_weight_update")
+
+
+def make_sender(client: VLLMClient, facts: ServerFacts, *, group_port: int) -> Sender:
+    """The sender that the server was started for; raises where it cannot work, and says what to change."""
+    again = "Start it with `gruppo vllm-serve MODEL --weight-transfer"
+    if facts.transfer == "nccl":
+        return NCCLSender(client, group_port)
+    if facts.transfer != "ipc":
+        raise ConfigError(
+            f"The server at {client.url} takes no weights (weight_transfer_config: {facts.transfer!r}). {again} ipc` "
+            "if it shares the trainer's GPU, nccl if it has its own."
+        )
+    if not client.is_loopback:
+        raise ConfigError(
+            f"The server at {client.url} takes weights by IPC, whose handles are pickled: it must listen on 127.0.0.1 "
+            f"alone, on the machine and GPU of the trainer. {again} nccl` for another GPU or machine."
+        )
+    if not facts.unpickles:
+        raise ConfigError(
+            f"The server at {client.url} refuses the handles of IPC: it was started without "
+            f"VLLM_ALLOW_INSECURE_SERIALIZATION=1. {again} ipc`, which sets it."
+        )
+    if facts.workers != 1:
+        raise ConfigError(
+            f"The server at {client.url} runs on {facts.workers} GPUs, and IPC reaches only the trainer's own. "
+            f"{again} nccl`."
+        )
+    return IPCSender(client)
+
+
+# ---- parts
+
+
+def chunks(weights: Weights, most: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The weights in lists of at most so many bytes and one dtype each; one tensor may be larger.
+
+    One dtype: the server looks at tensors of a chunk through views of one buffer, which mixed ones would misalign.
+
+    Example, float32 tensors of 4 and 8 bytes, then one of bfloat16:
+        chunks(weights, 12) -> [[a, b], [c]]
+    """
+    chunk: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        if chunk and (size + tensor.nbytes > most or tensor.dtype != chunk[0][1].dtype):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((name, tensor))
+        size += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+def described(chunk: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    """What the server is told of a chunk, whichever way it travels."""
+    return {
+        "names": [name for name, _ in chunk],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
+        "shapes": [list(tensor.shape) for _, tensor in chunk],
+        "packed": True,
+    }
+
+
+# ---- one GPU
+
+
+def share(buffer: Tensor) -> dict[str, Any]:
+    """By the UUID of its GPU: what another process needs in order to read the buffer."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    if not buffer.is_cuda:
+        raise ConfigError(f"Weights on the device {buffer.device} cannot be sent by IPC: train on the server's GPU.")
+    torch.cuda.current_stream(buffer.device).synchronize()  # what was copied into it must be there
+    _, arguments = reduce_tensor(buffer)
+    return {str(torch.cuda.get_device_properties(buffer.device).uuid): arguments}
+
+
+class IPCSender(Sender):
+    """Copies tensors into a buffer that the server reads."""
+
+    def __init__(self, client: VLLMClient, chunk_bytes: int = CHUNK_BYTES):
+        self.client = client
+        self.chunk_bytes = chunk_bytes
+        self._begun_with: str | None = None
+
+    def begin(self, facts: ServerFacts) -> None:
+        if self._begun_with != facts.instance:
+            self.client.post_once("/init_weight_transfer_engine", {"init_info": {}})
+            self._begun_with = facts.instance
+
+    def send(self, weights: Weights) -> None:
+        buffer: Tensor | None = None
+        for chunk in chunks(weights, self.chunk_bytes):
+            sizes = [tensor.nbytes for _, tensor in chunk]
+            if buffer is None or buffer.numel() < sum(sizes):
+                buffer = None  # before its successor is made
+                buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=chunk[0][1].device)
+            used = buffer[: sum(sizes)]
+            for part, (_, tensor) in zip(used.split(sizes), chunk, strict=True):
+                part.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+            handle = base64.b64encode(pickle.dumps(share(used))).decode()
+            info = {**described(chunk), "tensor_sizes": sizes, "ipc_handles_pickled": handle}
+            self.client.post_once("/update_weights", {"update_info": info})  # returns when the server has read it
+        if buffer is not None and buffer.is_cuda:
+            del buffer
+            torch.cuda.ipc_collect()
+
+
+# ---- several GPUs
+
+
+def _nccl_engine() -> Any:
+    """vLLM's own code for the trainer's side."""
+    try:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    except ImportError as error:
+        raise ConfigError(
+            "The server takes weights by NCCL, for which vLLM must be installed in the trainer's environment as well: "
+            "pip install vllm. A server on the trainer's own GPU can take them by IPC, which needs no vLLM here."
+        ) from error
+    if not torch.cuda.is_available():
+        raise ConfigError("The server takes weights by NCCL, which needs a CUDA device in the trainer as well.")
+    return NCCLWeightTransferEngine
+
+
+class NCCLSender(Sender):
+    """Broadcasts to the server's workers, in a group that they form with the trainer."""
+
+    def __init__(self, client: VLLMClient, group_port: int, chunk_bytes: int = CHUNK_BYTES):
+        self.client = client
+        self.group_port, self.chunk_bytes = group_port, chunk_bytes
+        self.engine = _nccl_engine()
+        self.group: Any = None
+        self._group_of: str | None = None  # the server that the group was made with
+
+    def begin(self, facts: ServerFacts) -> None:
+        if self._group_of == facts.instance:
+            return
+        self.group = self._group_of = None
+        own = {
+            "master_address": self.client.own_address(),
+            "master_port": self.group_port,
+            "world_size": facts.workers + 1,
+        }
+        init = {"init_info": {**own, "rank_offset": 1}}
+        self.group = self._together("/init_weight_transfer_engine", init, lambda: self.engine.trainer_init(own))
+        self._group_of = facts.instance
+
+    def send(self, weights: Weights) -> None:
+        arguments = {"group": self.group, "packed": True}
+        instance, self._group_of = self._group_of, None  # after half a broadcast nobody knows where the group stands
+        for chunk in chunks(weights, self.chunk_bytes):
+            self._together(
+                "/update_weights",
+                {"update_info": described(chunk)},
+                lambda chunk=chunk: self.engine.trainer_send_weights(iter(chunk), arguments),  # type: ignore[misc]
+            )
+        self._group_of = instance
+
+    def _together(self, path: str, body: dict[str, Any], own: Callable[[], Any]) -> Any:
+        """What `own` returns, while the server does its part of it: each waits for the other.
+
+        If one of them fails, the other would wait for ever. Its thread is left behind, and the error is raised.
+        """
+        seconds = self.client.request_timeout
+        mine, call = started(lambda: _on_device(own)), started(lambda: self.client.post_once(path, body))
+        wait([mine, call], timeout=seconds, return_when=FIRST_EXCEPTION)
+        if call.done() and (failure := call.exception()) is not None:
+            raise failure
+        if not mine.done():
+            raise RolloutError(f"NCCL had not finished {seconds:g} s after {path} was called (vllm_request_timeout).")
+        if (failure := mine.exception()) is not None:
+            raise RolloutError(f"NCCL failed during {path}: {failure}") from failure
+        call.result(timeout=seconds)
+        return mine.result()
+
+
+def _on_device(own: Callable[[], Any]) -> Any:
+    """Run on the trainer's device, which a new thread does not know of, and wait for the device."""
+    if not torch.cuda.is_available():
+        return own()
+    with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
+        result = own()
+        torch.cuda.synchronize()
+    return result

@@ -1,0 +1,90 @@
+"""The command that starts a server."""
+
+import json
+import os
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from gruppo import cli
+from gruppo.errors import ConfigError
+from gruppo.rollout.vllm import serve
+from gruppo.rollout.vllm.serve import parser, server_command
+
+
+def command(*arguments: str) -> Any:
+    options, further = parser().parse_known_args(arguments)
+    return server_command(options, further)
+
+
+def flags(made: Any) -> dict[str, str]:
+    words = made.arguments
+    return {name: value for name, value in pairwise(words) if name.startswith("--")}
+
+
+def test_a_server_on_the_trainers_gpu() -> None:
+    made = command("org/model")
+    assert made.arguments[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", "org/model"]
+    found = flags(made)
+    assert (found["--host"], found["--port"]) == ("127.0.0.1", "8000")
+    assert json.loads(found["--weight-transfer-config"]) == {"backend": "ipc"}
+    assert (found["--logprobs-mode"], found["--generation-config"]) == ("processed_logprobs", "vllm")
+    assert found["--gpu-memory-utilization"] == "0.3"
+    assert "--max-model-len" not in found
+    assert made.environment == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    assert str(made).startswith("VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_INSECURE_SERIALIZATION=1 ")
+
+
+def test_a_server_on_gpus_of_its_own_unpickles_nothing() -> None:
+    made = command("org/model", "--weight-transfer", "nccl", "--host", "10.0.0.1", "--tensor-parallel-size", "4")
+    assert made.environment == {"VLLM_SERVER_DEV_MODE": "1"}
+    found = flags(made)
+    assert json.loads(found["--weight-transfer-config"]) == {"backend": "nccl"}
+    assert (found["--host"], found["--tensor-parallel-size"]) == ("10.0.0.1", "4")
+    assert found["--gpu-memory-utilization"] == "0.9"
+
+
+def test_other_flags_go_through() -> None:
+    made = command("org/model", "--enforce-eager", "--max-model-len", "900", "--kv-cache-dtype", "fp8")
+    assert made.arguments[-2:] == ["--kv-cache-dtype", "fp8"]
+    assert "--enforce-eager" in made.arguments
+    assert flags(made)["--max-model-len"] == "900"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "unpickles what it is sent.*--weight-transfer nccl"),
+        (["--tensor-parallel-size", "2"], "reaches one GPU, the trainer's own, not 2"),
+        (["--data-parallel-size", "2"], "reaches one GPU"),
+        (["--logprobs-mode=raw_logprobs"], "would change what the trainer relies on"),
+        (["--weight-transfer-config", "{}"], "would change what the trainer relies on"),
+    ],
+)
+def test_what_would_not_work_is_refused(arguments: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        command("org/model", *arguments)
+    assert cli.main(["vllm-serve", "org/model", *arguments]) == 2
+    assert "gruppo vllm-serve: " in capsys.readouterr().err
+
+
+def test_it_prints_the_command_and_becomes_it(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    become: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *program: become.append(program))
+    monkeypatch.setattr(serve, "find_spec", lambda name: object())
+    assert cli.main(["vllm-serve", "org/model", "--print"]) == 0
+    assert become == []
+    printed = capsys.readouterr().out
+    cli.main(["vllm-serve", "org/model"])
+    assert capsys.readouterr().out == printed == f"{command('org/model')}\n"
+    ((path, words, variables),) = become
+    assert (path, words) == (words[0], command("org/model").arguments)
+    assert variables["VLLM_SERVER_DEV_MODE"] == "1"
+    assert variables["PATH"] == os.environ["PATH"]
+
+
+def test_an_environment_without_vllm(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    assert cli.main(["vllm-serve", "org/model"]) == 2
+    assert "not installed" in capsys.readouterr().err

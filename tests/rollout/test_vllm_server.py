@@ -1,0 +1,370 @@
+"""Sampling from a server: it has the policy's weights of now, or there is an error. Stale ones show in the tokens."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationConfig
+
+from gruppo.errors import ConfigError, RolloutError
+from gruppo.rollout.vllm import client as client_module
+from gruppo.rollout.vllm import transfer
+from gruppo.rollout.vllm.client import VLLMClient
+from gruppo.rollout.vllm.server import VLLMServerBackend
+from gruppo.types import Completion, SampleRequest, StopReason
+from tests.helpers import tiny_model
+from tests.rollout.vllm_doubles import Double, serving, share_bytes
+from tests.trainer.runs import slow_scores
+
+REQUESTS = [SampleRequest([9, 10, 11], 3, noise_key=5), SampleRequest([20], 2, noise_key=6)]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(transfer, "share", share_bytes)
+
+
+@pytest.fixture
+def double() -> Any:
+    with serving("org/model") as double:
+        yield double
+
+
+def backend_of(double: Double, model: Any = None, timeout: float = 5.0, **settings: Any) -> VLLMServerBackend:
+    policy = tiny_model() if model is None else model
+    return VLLMServerBackend(
+        lambda: policy,
+        GenerationConfig(do_sample=True, max_new_tokens=6, pad_token_id=0, eos_token_id=[1]),
+        stop_ids=[1],
+        client=VLLMClient(double.url, request_timeout=timeout),
+        start_timeout=2.0,
+        **settings,
+    )
+
+
+def change(model: Any) -> None:
+    """What an update does, but more of it."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+
+
+def assert_sampled_from(model: Any, found: list[Completion], temperature: float = 1.0) -> None:
+    """The log-probs are those of this very model, for every token."""
+    prompts = [list(request.prompt_ids) for request in REQUESTS for _ in range(request.count)]
+    for prompt, completion in zip(prompts, found, strict=True):
+        expected, _ = slow_scores(model, prompt, completion.ids, temperature)
+        assert completion.logps == pytest.approx(expected, abs=1e-4)
+
+
+# ---- samples
+
+
+def test_samples_are_those_of_the_policy() -> None:
+    with serving("org/model") as double:
+        model = tiny_model()
+        backend = backend_of(double, model)
+        found = backend.sample(REQUESTS)
+        assert len(found) == 5
+        assert_sampled_from(model, found)
+        assert all(c.stop in (StopReason.EOS, StopReason.LENGTH) for c in found)
+        assert (backend.timer, backend.has_own_weights, backend.collective) == ("vLLM.generate", True, False)
+
+
+def test_the_same_requests_draw_the_same_and_groups_may_be_cut(double: Double) -> None:
+    backend = backend_of(double)
+    whole = backend.sample([SampleRequest([9], 4, noise_key=5)])
+    assert [c.ids for c in backend.sample([SampleRequest([9], 4, noise_key=5)])] == [c.ids for c in whole]
+    parts = [SampleRequest([9], 1, noise_key=5), SampleRequest([9], 3, noise_key=5, first_sample=1)]
+    assert [c.ids for c in backend.sample(parts)] == [c.ids for c in whole]
+    assert len({tuple(c.ids) for c in whole}) > 1
+
+
+def test_one_call_per_group(double: Double) -> None:
+    backend_of(double).sample(REQUESTS)
+    assert sorted(body["n"] for body in double.calls("/v1/completions")) == [2, 3]
+
+
+def test_no_requests_and_requests_without_room(double: Double) -> None:
+    backend = backend_of(double)
+    assert backend.sample([]) == []
+    (found,) = backend.sample([SampleRequest([9] * 128, 1, noise_key=1)])
+    assert found == Completion([], StopReason.NO_ROOM)
+    (found,) = backend.sample([SampleRequest([9] * 126, 1, noise_key=1)])
+    assert len(found.ids) <= 2
+
+
+def test_settings_are_read_at_each_call(double: Double) -> None:
+    model = tiny_model()
+    backend = backend_of(double, model)
+    backend.config.temperature = 2.0
+    assert_sampled_from(model, backend.sample(REQUESTS), temperature=2.0)
+
+
+def test_stop_strings_end_completions(double: Double) -> None:
+    backend = backend_of(double)
+    backend.config.stop_strings = [chr(c) for c in range(32, 80)]
+    found = backend.sample([SampleRequest([9], 8, noise_key=5)])
+    assert StopReason.STOP_STRING in {c.stop for c in found}
+
+
+# ---- weights
+
+
+def test_weights_are_sent_when_they_changed_and_only_then(double: Double) -> None:
+    model = tiny_model()
+    backend = backend_of(double, model)
+    for _ in range(3):
+        backend.sample(REQUESTS)
+    assert len(double.calls("/start_weight_update")) == 1
+    assert backend.metrics().keys() == {"rollout/sync_seconds"}
+    assert backend.metrics() == {}
+    change(model)
+    found = backend.sample(REQUESTS)
+    assert len(double.calls("/start_weight_update")) == 2
+    assert_sampled_from(model, found)
+
+
+def test_the_prefix_cache_does_not_outlive_the_weights(double: Double) -> None:
+    model = tiny_model()
+    backend = backend_of(double, model)
+    backend.sample(REQUESTS)
+    assert double.sampler.prefixes
+    change(model)
+    assert_sampled_from(model, backend.sample(REQUESTS))
+
+
+def test_an_update_that_torch_does_not_see_is_sent_as_well(double: Double) -> None:
+    """Some optimizers write through `.data`; the clock of the run tells of their updates."""
+    model, updates = tiny_model(), 0
+    backend = backend_of(double, model)
+    backend.clock = lambda: updates
+    backend.sample(REQUESTS)
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+    updates = 1
+    assert_sampled_from(model, backend.sample(REQUESTS))
+
+
+def test_adapters_are_sent_merged(double: Double) -> None:
+    policy = get_peft_model(tiny_model(), LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"])).eval()
+    backend = backend_of(double, policy)
+    found = backend.sample(REQUESTS)
+    assert_sampled_from(policy, found)
+    version = backend.weights_version
+    backend.sample(REQUESTS)
+    assert backend.weights_version == version, "merging is not an update"
+    assert len(double.calls("/start_weight_update")) == 1
+
+
+@pytest.mark.parametrize(
+    "path", ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
+)
+def test_after_half_an_update_nothing_is_known_and_the_next_call_begins_anew(double: Double, path: str) -> None:
+    model = tiny_model()
+    backend = backend_of(double, model)
+    backend.sample(REQUESTS)
+    change(model)
+    double.broken[path] = [500] if path != "/start_weight_update" else [503]
+    with pytest.raises(RolloutError, match=f"{path}: status"):
+        backend.sample(REQUESTS)
+    assert backend.weights_version is None
+    asked = len(double.calls("/v1/completions"))
+    found = backend.sample(REQUESTS)
+    assert_sampled_from(model, found)
+    assert backend.weights_version is not None
+    assert len(double.calls("/v1/completions")) == asked + 2, "nothing was sampled in between"
+
+
+def test_a_slow_update_is_not_repeated(double: Double) -> None:
+    backend = backend_of(double, timeout=0.3)
+    double.slow["/update_weights"] = 1.0
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match=r"had no answer within 0.3 s"):
+        backend.sample(REQUESTS)
+    assert time.monotonic() - start < 2
+    assert len(double.calls("/update_weights")) == 1
+
+
+def test_an_update_that_another_trainer_left_open_is_closed(double: Double) -> None:
+    double.active = True
+    model = tiny_model()
+    assert_sampled_from(model, backend_of(double, model).sample(REQUESTS))
+
+
+def test_large_models_go_in_parts_of_one_dtype(double: Double) -> None:
+    model = tiny_model()
+    model.model.norm.to(torch.bfloat16)
+    model.model.layers[0].mlp.to(torch.bfloat16)
+    backend = backend_of(double, model)
+    backend.sender.chunk_bytes = 1000  # type: ignore[union-attr]
+    backend.refresh()
+    infos = [body["update_info"] for body in double.calls("/update_weights")]
+    assert len(infos) > 4
+    assert all(len(set(info["dtype_names"])) == 1 for info in infos)
+    held = dict(double.sampler.model.named_parameters())
+    assert all(torch.equal(held[name], weight.float()) for name, weight in model.named_parameters())
+
+
+# ---- a server that starts again
+
+
+def test_a_restart_between_calls_is_noticed(double: Double) -> None:
+    model = tiny_model()
+    backend = backend_of(double, model)
+    backend.sample(REQUESTS)
+    double.restart()
+    assert_sampled_from(model, backend.sample(REQUESTS))
+    assert len(double.calls("/start_weight_update")) == 2
+
+
+def test_a_restart_while_it_samples_is_noticed(double: Double) -> None:
+    model = tiny_model()
+    backend = backend_of(double, model)
+
+    def once() -> None:
+        double.before.clear()
+        double.restart()
+
+    backend.refresh()
+    double.before["/v1/completions"] = once
+    assert_sampled_from(model, backend.sample(REQUESTS))
+    assert len(double.calls("/start_weight_update")) == 2
+
+
+def test_a_server_that_goes_away_is_waited_for(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    backend = backend_of(double, model)
+    backend.sample(REQUESTS)
+    double.stop()
+    waited = iter([None, None, double.start])
+
+    def pause() -> None:
+        if (begin := next(waited, None)) is not None:
+            begin()
+
+    backend.pause = pause
+    assert_sampled_from(model, backend.sample(REQUESTS))
+
+
+def test_a_server_that_stays_away_is_an_error(double: Double) -> None:
+    backend = backend_of(double)
+    backend.start_timeout = 0.2
+    backend.sample(REQUESTS)
+    double.stop()
+    with pytest.raises(ConnectionError, match="No vLLM server answered"):
+        backend.sample(REQUESTS)
+    double.start()
+
+
+def test_a_server_that_starts_again_and_again_is_an_error(double: Double) -> None:
+    backend = backend_of(double)
+    double.before["/v1/completions"] = double.restart
+    with pytest.raises(RolloutError, match="started again while it sampled, 3 times in one generation"):
+        backend.sample(REQUESTS)
+
+
+def test_a_server_that_comes_back_as_another_is_an_error(double: Double) -> None:
+    backend = backend_of(double)
+    backend.sample(REQUESTS)
+    double.restart()
+    double.mode = "raw_logprobs"
+    with pytest.raises(ConfigError, match="'raw_logprobs'"):
+        backend.sample(REQUESTS)
+
+
+def test_samples_that_take_too_long_are_an_error(double: Double) -> None:
+    backend = backend_of(double, timeout=0.3)
+    backend.refresh()
+    double.slow["/v1/completions"] = 3.0
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match=r"v1/completions had no answer within 0.3 s"):
+        backend.sample(REQUESTS)
+    assert time.monotonic() - start < 2
+
+
+def test_sampling_can_be_ended(double: Double) -> None:
+    backend = backend_of(double)
+    backend.refresh()
+    double.slow["/v1/completions"] = 5.0
+
+    def stop() -> None:
+        if double.calls("/v1/completions"):
+            raise KeyboardInterrupt
+
+    backend.pause = stop
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        backend.sample(REQUESTS)
+    assert time.monotonic() - start < 4
+
+
+def test_an_aborted_completion_is_an_error(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_of(double)
+    aborted = {"ids": [5], "logps": [-1.0], "finish": "abort", "stop": None}
+    monkeypatch.setattr(type(double.sampler), "complete", lambda self, prompt, words: [aborted] * words["n"])
+    with pytest.raises(RolloutError, match="'abort'"):
+        backend.sample(REQUESTS)
+
+
+# ---- checks at the start
+
+
+def set_to(**values: Any) -> Callable[[Double], None]:
+    return lambda double: [setattr(double, name, value) for name, value in values.items()] and None
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (set_to(version="0.31.0"), "vLLM 0.31.0 of the server at .* is not supported"),
+        (set_to(dev_mode=False), "VLLM_SERVER_DEV_MODE=1"),
+        (set_to(transfer=None), "takes no weights.*--weight-transfer ipc"),
+        (set_to(transfer="sparse"), "takes no weights.*'sparse'"),
+        (set_to(mode="raw_logprobs"), "'raw_logprobs'.*--logprobs-mode processed_logprobs"),
+        (set_to(unpickles=False), "VLLM_ALLOW_INSECURE_SERIALIZATION=1"),
+        (set_to(workers=2), "runs on 2 GPUs.*nccl"),
+        (set_to(transfer="nccl"), "vLLM must be installed in the trainer's environment"),
+    ],
+    ids=["release", "dev-mode", "no-transfer", "other-transfer", "logprobs", "unpickles", "gpus", "nccl-without-vllm"],
+)
+def test_a_server_that_cannot_be_sampled_from(double: Double, prepare: Any, message: str) -> None:
+    prepare(double)
+    with pytest.raises(ConfigError, match=message):
+        backend_of(double)
+
+
+def test_another_model_is_refused_by_name(double: Double) -> None:
+    model = tiny_model()
+    model.config._name_or_path = "org/another"
+    with pytest.raises(
+        ConfigError, match=r"serves 'org/model' .* the policy is 'org/another'.*vllm-serve org/another"
+    ):
+        backend_of(double, model)
+    model.config._name_or_path = "/somewhere/model/"
+    backend_of(double, model)  # the same name in another folder
+
+
+def test_handles_do_not_leave_the_machine(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VLLMClient, "is_loopback", False)
+    with pytest.raises(ConfigError, match=r"handles are pickled: it must listen on 127.0.0.1.*nccl"):
+        backend_of(double)
+
+
+def test_weights_on_a_cpu_have_no_handle(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="device cpu cannot be sent by IPC"):
+        backend_of(double).sample(REQUESTS)
+
+
+def test_a_policy_that_cannot_be_copied_is_refused_before_anything_is_sent(double: Double, tmp_path: Path) -> None:
+    model = tiny_model()
+    model.is_quantized = True
+    with pytest.raises(ConfigError, match="quantised"):
+        backend_of(double, model)
+    assert double.log == []

@@ -1,0 +1,387 @@
+"""Stand-ins for vLLM: a server that speaks its protocol, and a package `vllm` with an engine.
+
+Both hold a small model of their own, keep the weights that they are sent and sample from them, so that weights that
+are stale, half sent or lost show in the tokens. Both keep a prefix cache that outlives the weights unless it is reset.
+"""
+
+import base64
+import json
+import math
+import pickle
+import sys
+import threading
+import time
+import types
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from tests.helpers import tiny_model, tiny_tokenizer
+
+EOS = 1
+GPU = "GPU-of-the-test"
+
+
+def saved_model(folder: Path, seed: int = 0, **settings: Any) -> Path:
+    """A tiny model with its tokenizer in a folder, as vLLM wants to find it."""
+    tiny_model(seed, **settings).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+class Sampler:
+    """A model that is sampled from token by token, with a cache of what it said after each prompt."""
+
+    def __init__(self, context_length: int = 128, **model: Any) -> None:
+        self.context_length = context_length
+        self.factor = 1.0  # of the logits: arithmetic that differs from the trainer's
+        self.model = tiny_model(seed=1234, **model).eval()
+        self.prefixes: dict[tuple[int, ...], Tensor] = {}
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        own = dict(self.model.named_parameters())
+        for name, tensor in weights.items():
+            if name not in own:
+                raise KeyError(f"There is no module or parameter named {name!r}")
+            with torch.no_grad():
+                own[name].copy_(tensor)
+
+    def complete(self, prompt: Sequence[int], words: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if len(prompt) + words["max_tokens"] > self.context_length:
+            raise ValueError(f"maximum context length is {self.context_length} tokens")
+        return [self._one(list(prompt), words, number) for number in range(words.get("n", 1))]
+
+    @torch.no_grad()
+    def _one(self, prompt: list[int], words: Mapping[str, Any], number: int) -> dict[str, Any]:
+        random = torch.Generator()
+        if words.get("seed") is not None:
+            random.manual_seed(words["seed"] + number)
+        else:
+            random.seed()
+        ids: list[int] = []
+        logps: list[float] = []
+        while len(ids) < words["max_tokens"]:
+            scores = self._scores(prompt, ids)
+            temperature = words.get("temperature", 1.0)
+            distribution = (scores / (temperature or 1.0)).log_softmax(-1)
+            if temperature == 0:
+                token = int(scores.argmax())
+            else:
+                token = int(torch.multinomial(distribution.exp(), 1, generator=random))
+            ids.append(token)
+            logps.append(distribution[token].item())
+            if token in words.get("stop_token_ids", ()):
+                return {"ids": ids, "logps": logps, "finish": "stop", "stop": token}
+            text = tiny_tokenizer().decode(ids)
+            for string in words.get("stop", ()):
+                if string in text:
+                    return {"ids": ids, "logps": logps, "finish": "stop", "stop": string}
+        return {"ids": ids, "logps": logps, "finish": "length", "stop": None}
+
+    def _scores(self, prompt: list[int], ids: list[int]) -> Tensor:
+        if not ids and tuple(prompt) in self.prefixes:
+            return self.prefixes[tuple(prompt)]
+        scores: Tensor = self.model(input_ids=torch.tensor([prompt + ids])).logits[0, -1].float() * self.factor
+        if not ids:
+            self.prefixes[tuple(prompt)] = scores
+        return scores
+
+
+# ---- the server
+
+
+def share_bytes(buffer: Tensor) -> dict[str, Any]:
+    """In the place of `transfer.share`: what the buffer holds now, where a GPU would be told where it lies."""
+    return {GPU: bytes(buffer.numpy().tobytes())}
+
+
+class Double:
+    """A vLLM server on a port of its own.
+
+    Tests change its attributes: `slow` and `broken` are by path, seconds and statuses; `log` has every call.
+    """
+
+    def __init__(self, folder: str | Path = "", *, transfer: str | None = "ipc", **model: Any):
+        self.folder, self.transfer, self.model = str(folder), transfer, model
+        self.version, self.dev_mode, self.mode, self.unpickles, self.workers = (
+            "0.24.0",
+            True,
+            "processed_logprobs",
+            True,
+            1,
+        )
+        self.slow: dict[str, float] = {}
+        self.broken: dict[str, list[int]] = {}
+        self.before: dict[str, Callable[[], None]] = {}  # called when a path is
+        self.log: list[tuple[str, Any]] = []
+        self.closing = threading.Event()
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        """From the beginning: another instance, and the weights of its folder."""
+        self.instance, self.active = uuid.uuid4().hex[:5], False
+        self.sampler = Sampler(**self.model)
+        double = self
+
+        class Handler(_Handler):
+            server_state = double
+
+        self.closing.clear()
+        self.http = _Server(("127.0.0.1", self.port), Handler)
+        self.port = self.http.server_address[1]
+        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.closing.set()
+        self.http.shutdown()
+        self.http.server_close()
+        self.thread.join()
+
+    def restart(self) -> None:
+        """Between two calls, at the same address."""
+        self.instance, self.active, self.sampler = uuid.uuid4().hex[:5], False, Sampler(**self.model)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def calls(self, path: str) -> list[Any]:
+        return [body for called, body in self.log if called == path]
+
+    # ---- answers
+
+    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        self.log.append((path, body))
+        if path in self.before:
+            self.before[path]()
+        if self.closing.wait(self.slow.get(path, 0.0)):
+            return 503, {}
+        if self.broken.get(path):
+            return self.broken[path].pop(0), {"error": {"message": "broken on purpose"}}
+        handler = {
+            ("GET", "/health"): dict,
+            ("GET", "/version"): lambda: {"version": self.version},
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/v1/completions"): lambda: self._complete(body),
+        } | (self._dev_mode(body) if self.dev_mode else {})
+        if (method, path) not in handler:
+            return 404, {"detail": "Not Found"}
+        try:
+            return 200, handler[method, path]()
+        except (KeyError, ValueError, RuntimeError) as error:
+            return 400 if isinstance(error, ValueError) else 500, {"error": {"message": str(error)}}
+
+    def _dev_mode(self, body: Any) -> dict[tuple[str, str], Callable[[], Any]]:
+        return {
+            ("GET", "/server_info"): self._info,
+            ("GET", "/get_world_size"): lambda: {"world_size": self.workers},
+            ("POST", "/init_weight_transfer_engine"): lambda: {"message": body["init_info"] and ""},
+            ("POST", "/start_weight_update"): self._start,
+            ("POST", "/update_weights"): lambda: self._update(body["update_info"]),
+            ("POST", "/finish_weight_update"): self._finish,
+            ("POST", "/reset_prefix_cache"): lambda: self.sampler.prefixes.clear(),
+        }
+
+    def _models(self) -> Any:
+        length = self.sampler.context_length
+        return {
+            "data": [{"id": self.folder, "root": self.folder, "max_model_len": length, "created": int(time.time())}]
+        }
+
+    def _info(self) -> Any:
+        transfer = None if self.transfer is None else {"backend": self.transfer}
+        config = {"logprobs_mode": self.mode, "model": self.folder}
+        return {
+            "vllm_config": {
+                "instance_id": self.instance,
+                "model_config": config,
+                "weight_transfer_config": transfer,
+            },
+            "vllm_env": {"VLLM_ALLOW_INSECURE_SERIALIZATION": self.unpickles},
+            "system_env": {},
+        }
+
+    def _start(self) -> None:
+        if self.active:
+            raise RuntimeError("start_weight_update called while a weight update is already active.")
+        self.active = True
+
+    def _update(self, info: dict[str, Any]) -> None:
+        if not self.active:
+            raise RuntimeError("start_weight_update must be called before update_weights.")
+        try:
+            self.sampler.load(self._unpacked(info))
+        except BaseException:
+            self.active = False
+            raise
+
+    def _unpacked(self, info: dict[str, Any]) -> dict[str, Tensor]:
+        if not self.unpickles:
+            raise ValueError("Refusing to deserialize `ipc_handles_pickled`")
+        handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
+        content, weights, at = handles[GPU], {}, 0
+        for name, dtype, shape, size in zip(
+            info["names"], info["dtype_names"], info["shapes"], info["tensor_sizes"], strict=True
+        ):
+            kind = getattr(torch, dtype)
+            assert size == math.prod(shape) * kind.itemsize
+            assert at % kind.itemsize == 0, "a view of the buffer must be aligned"
+            weights[name] = torch.frombuffer(bytearray(content[at : at + size]), dtype=kind).reshape(shape)
+            at += size
+        return weights
+
+    def _finish(self) -> None:
+        if not self.active:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
+        self.active = False
+
+    def _complete(self, body: dict[str, Any]) -> Any:
+        if body["model"] != self.folder:
+            raise KeyError(f"The model `{body['model']}` does not exist.")
+        assert body["return_token_ids"]
+        choices = [
+            {
+                "index": index,
+                "text": "",
+                "token_ids": one["ids"],
+                "logprobs": {"token_logprobs": one["logps"]} if "logprobs" in body else None,
+                "finish_reason": one["finish"],
+                "stop_reason": None if one["stop"] == EOS else one["stop"],
+            }
+            for index, one in enumerate(self.sampler.complete(body["prompt"], body))
+        ]
+        return {"choices": choices[::-1]}  # their order says nothing
+
+
+class _Server(ThreadingHTTPServer):
+    allow_reuse_address = True
+    daemon_threads = False  # a model that is still asked when the program ends would end it with an error
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_state: Double
+
+    def do_GET(self) -> None:
+        self._reply("GET", None)
+
+    def do_POST(self) -> None:
+        text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._reply("POST", json.loads(text) if text else None)
+
+    def _reply(self, method: str, body: Any) -> None:
+        status, reply = self.server_state.answer(method, urlsplit(self.path).path, body)
+        text = b"" if reply is None else json.dumps(reply).encode()
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+        except OSError:
+            pass  # who asked has gone
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def serving(folder: str | Path = "", **settings: Any) -> Iterator[Double]:
+    double = Double(folder, **settings)
+    try:
+        yield double
+    finally:
+        double.stop()
+
+
+# ---- the package
+
+
+class FakeLLM:
+    """vllm.LLM: an engine in this process."""
+
+    made: ClassVar[list["FakeLLM"]] = []
+
+    def __init__(self, **arguments: Any):
+        self.arguments = arguments
+        self.sampler = Sampler(arguments.get("max_model_len") or 128)
+        self.asleep: set[str] = set()
+        self.log: list[str] = []
+        self.asked: list[tuple[dict[str, Any], Any]] = []
+        FakeLLM.made.append(self)
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[None]:
+        assert method == "reload_weights"
+        assert "weights" not in self.asleep
+        self.log.append(method)
+        # An engine may hold a few tensors back until their layer is whole.
+        self.sampler.load(dict(list(kwargs["weights_iterator"])))
+        return [None]
+
+    def reset_prefix_cache(self) -> bool:
+        self.log.append("reset_prefix_cache")
+        self.sampler.prefixes.clear()
+        return True
+
+    def sleep(self, level: int) -> None:
+        assert level == 2
+        assert self.arguments["enable_sleep_mode"]
+        assert not self.asleep
+        self.asleep = {"weights", "kv_cache"}
+        self.log.append("sleep")
+        with torch.no_grad():
+            for parameter in self.sampler.model.parameters():
+                parameter.fill_(torch.nan)
+
+    def wake_up(self, tags: list[str]) -> None:
+        assert set(tags) <= self.asleep
+        self.asleep -= set(tags)
+        self.log.append(f"wake {tags[0]}")
+
+    def generate(self, prompts: list[dict[str, Any]], sampling_params: list[Any], use_tqdm: bool) -> list[Any]:
+        assert not self.asleep
+        self.log.append("generate")
+        self.asked += zip(prompts, sampling_params, strict=True)
+        return [
+            types.SimpleNamespace(
+                outputs=[
+                    _output(index, one, "logprobs" in vars(params))
+                    for index, one in enumerate(self.sampler.complete(prompt["prompt_token_ids"], vars(params)))
+                ]
+            )
+            for prompt, params in zip(prompts, sampling_params, strict=True)
+        ]
+
+
+def _output(index: int, one: dict[str, Any], with_logps: bool) -> Any:
+    pairs = zip(one["ids"], one["logps"], strict=True)
+    return types.SimpleNamespace(
+        index=index,
+        token_ids=one["ids"],
+        logprobs=[{token: types.SimpleNamespace(logprob=logp)} for token, logp in pairs] if with_logps else None,
+        finish_reason=one["finish"],
+        stop_reason=one["stop"],
+    )
+
+
+def fake_vllm(version: str = "0.24.0") -> dict[str, types.ModuleType]:
+    """The modules that `import vllm` finds."""
+    package, params = types.ModuleType("vllm"), types.ModuleType("vllm.sampling_params")
+    package.__version__ = version  # type: ignore[attr-defined]
+    package.LLM = FakeLLM  # type: ignore[attr-defined]
+    package.SamplingParams = types.SimpleNamespace  # type: ignore[attr-defined]
+    params.StructuredOutputsParams = types.SimpleNamespace  # type: ignore[attr-defined]
+    package.sampling_params = params  # type: ignore[attr-defined]
+    return {"vllm": package, "vllm.sampling_params": params}
+
+
+def install_fake_vllm(version: str = "0.24.0") -> None:
+    """For this process, until it ends."""
+    sys.modules.update(fake_vllm(version))
