@@ -27,10 +27,6 @@ class Spread:
     reserved: Callable[[], int]  # bytes that training will take on this process
     from_main: Callable[[Any], Any]  # what the main process has
 
-    def whole_policy(self) -> Any:
-        assert self.whole is not None
-        return self.whole.module
-
 
 def choose_backend(
     args: Any,
@@ -67,31 +63,32 @@ def choose_backend(
             settings=args.transformers_continuous_batching_config,
             autocast_dtype=autocast_dtype(mixed_precision),
         )
+    whole = None if spread is None else spread.whole
+    sampled = policy if whole is None else lambda: whole.module
     if args.rollout_backend == "builtin" or (args.rollout_backend == "auto" and needed):
         # A spread model computes in the type that it is gathered in.
         dtype = autocast_dtype(mixed_precision) if spread is None else None
         reasons = _against_builtin(policy, config, dtype, spread)
         if not reasons:
             return builtin.BuiltinBackend(
-                policy if spread is None or spread.whole is None else spread.whole_policy,
+                sampled,
                 config,
                 stop_ids=stop_ids,
                 tokenizer=tokenizer,
                 autocast_dtype=dtype,
                 entropies=entropies,
-                whole=None if spread is None else spread.whole,
+                whole=whole,
                 reserved=None if spread is None else spread.reserved,
             )
         _report(args, "; ".join(reason.rstrip(".") for reason in reasons))
-    gathered = spread is not None and spread.whole is not None
     return TransformersBackend(
-        spread.whole_policy if spread is not None and gathered else policy,
+        sampled,
         config,
         stop_ids=stop_ids,
         tokenizer=tokenizer,
         pad_to_multiple_of=args.pad_to_multiple_of,
-        whole=None if spread is None else spread.whole,
-        together=spread is not None and not gathered,
+        whole=whole,
+        together=spread is not None and whole is None,
     )
 
 
