@@ -51,11 +51,7 @@ def choose_backend(
 
         return vllm_backend(args, policy, config, stop_ids=stop_ids, autocast_dtype=autocast_dtype(mixed_precision))
     if args.use_transformers_continuous_batching:
-        if spread is not None:
-            raise ConfigError(
-                f"use_transformers_continuous_batching=True cannot sample from weights that are spread over processes "
-                f"({spread.kind.value}). Set it to False."
-            )
+        _reject_continuous(spread)
         return ContinuousBatchingBackend(
             policy,
             config,
@@ -90,6 +86,14 @@ def choose_backend(
         whole=whole,
         together=spread is not None and whole is None,
     )
+
+
+def _reject_continuous(spread: Spread | None) -> None:
+    if spread is not None:
+        raise ConfigError(
+            f"use_transformers_continuous_batching=True cannot sample from weights that are spread over processes "
+            f"({spread.kind.value}). Set it to False."
+        )
 
 
 def _against_builtin(policy: Callable[[], Any], config: Any, dtype: Any, spread: Spread | None) -> list[str]:

@@ -74,13 +74,8 @@ class Presence:
         update: Callable[[], int] = lambda: 0,
         stopping: Callable[[], float] = lambda: 0.0,
     ):
-        self.rank, self.world, self.silence, self.deadline, self.stop_within = (
-            rank,
-            world,
-            silence,
-            deadline,
-            stop_within,
-        )
+        self.rank, self.world = rank, world
+        self.silence, self.deadline, self.stop_within = silence, deadline, stop_within
         self.update, self.stopping = update, stopping
         self.verdict: Verdict | None = None
         self._phases: list[str] = []
