@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 $(VENV)/.ready: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(PIP_ARGS) -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install $(PIP_ARGS) -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install $(PIP_ARGS) -q -c constraints.txt -e '.[dev,deepspeed]'
 	touch $@
 
 demo: $(VENV)/.ready
