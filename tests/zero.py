@@ -29,18 +29,19 @@ def config(stage: int, **zero: Any) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """Without its C++ extension for processes of one host, which it would compile at the first use."""
+    """On the CPU, without the C++ extension for processes of one host, which would be compiled at the first use."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)  # on GPUs accelerate does it
 
 
 @contextmanager
 def launched(stage: int | None = None) -> Iterator[None]:
     """With the variables that accelerate's launcher sets for a stage; those that are left behind are removed."""
     before = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
-    os.environ.pop(PREFIX + "USE_CPU", None)  # with it accelerate does not look at DeepSpeed
+    os.environ.pop(PREFIX + "USE_CPU", None)  # with it accelerate passes over DeepSpeed
     if stage is not None:
         values = {"USE_DEEPSPEED": "true", "DEEPSPEED_ZERO_STAGE": str(stage), "DEEPSPEED_ZERO3_INIT": "true"}
         os.environ.update({PREFIX + name: value for name, value in values.items()})

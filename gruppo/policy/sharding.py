@@ -259,7 +259,9 @@ def _form_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
     def empty(parameter: nn.Parameter) -> nn.Parameter:
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        return nn.Parameter(torch.empty(shape_of(parameter), dtype=kind, device="meta"), requires_grad=parameter.requires_grad)
+        return nn.Parameter(
+            torch.empty(shape_of(parameter), dtype=kind, device="meta"), requires_grad=parameter.requires_grad
+        )
 
     memo: dict[int, Any] = {id(parameter): empty(parameter) for parameter in model.parameters()}
     for module in model.modules():  # what a user changes during a run must be seen here too

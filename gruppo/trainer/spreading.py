@@ -62,8 +62,8 @@ def _reject_unused_deepspeed(trainer: Any) -> None:
     asked = getattr(trainer.args, "deepspeed_plugin", None) is not None
     if asked and trainer.accelerator.distributed_type is not DistributedType.DEEPSPEED:
         raise ConfigError(
-            "DeepSpeed was asked for, but accelerate does not use it with ACCELERATE_USE_CPU=true (use_cpu: true in "
-            "its config). Leave that out: without a GPU, DeepSpeed takes the CPU by itself."
+            "DeepSpeed was asked for, but accelerate passes over it with ACCELERATE_USE_CPU=true (`use_cpu: true` of "
+            "its config, or --cpu). Leave that out; use_cpu=True of the training arguments is enough for CPUs."
         )
 
 

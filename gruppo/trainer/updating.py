@@ -247,6 +247,10 @@ class Updating(RouterLoss):
 
     # ---- padded rows
 
+    def _prepare_input(self, data: Any) -> Any:
+        """Trainer's, but under DeepSpeed it would round log-probs and advantages to the type of the weights."""
+        return data.to(self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
+
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:

@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from tests.helpers import timeless
 from tests.processes import run_together
 from tests.trainer.scripted import relative_difference
 from tests.trainer.zero_processes import FEW, MANY, run
+from tests.trainer.zero_run import same, seen, trainer_of
 from tests.zero import needs_deepspeed
 
 pytestmark = needs_deepspeed
@@ -29,6 +32,28 @@ def compare(folder: Path, cases: dict) -> None:
 def test_one_update_is_that_of_one_process(tmp_path: Path) -> None:
     run_together(2, "tests.trainer.zero_processes", tmp_path)
     compare(tmp_path, FEW)
+
+
+@pytest.mark.medium
+def test_a_whole_run_is_that_of_one_process(tmp_path: Path) -> None:
+    """Sampled by the built-in engine, with a reference, a reward model, evaluations, saved models and a resume."""
+    run_together(2, "tests.trainer.zero_run", tmp_path)
+    alone = trainer_of(tmp_path / "alone", 1)
+    alone.train()
+    expected = seen(alone)
+    own = ("ledger/", "update/", "rollout/", "balance/")  # what each process says of itself
+    for stage in ("2", "3"):
+        found = torch.load(tmp_path / stage / "straight.pt", weights_only=False)
+        assert found["completions"] == expected["completions"]
+        same(found["weights"], expected["weights"], atol=1e-5)
+        for place in ("final", "straight/checkpoint-4"):
+            saved = AutoModelForCausalLM.from_pretrained(tmp_path / stage / place)
+            same(dict(saved.named_parameters()), found["weights"])
+        for ours, theirs in zip(found["logs"], expected["logs"], strict=True):
+            shared = timeless(theirs)
+            shared = {key: value for key, value in shared.items() if not key.removeprefix("eval_").startswith(own)}
+            shared = {key: value for key, value in shared.items() if value is not None and "kl" not in key}
+            assert {key: ours.get(key) for key in shared} == pytest.approx(shared, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 
 from tests import zero
 from tests.trainer.packed_two_processes import one_group_differs
-from tests.trainer.scripted import make_trainer, rows_in_order, two_process_batches, update_of
+from tests.trainer.scripted import make_trainer, relative_difference, rows_in_order, two_process_batches, update_of
 
 RANK = int(os.environ.get("RANK", "0"))
 TWO_STEPS = {"max_steps": 2, "learning_rate": 0.1}
@@ -41,11 +41,12 @@ FEW = {
     "checkpointing": Case("gspo", 3, settings={"gradient_checkpointing": True}),
     "clipped": Case("grpo", 2, settings={"max_grad_norm": 0.05, **OFF_POLICY}),
     "clipped shares": Case("grpo", 3, settings={"max_grad_norm": 0.05, "optim": "adamw_torch", **OFF_POLICY}),
-    "a generation of two updates": Case("dapo", 3, settings={"steps_per_generation": 4, **TWO_STEPS}),
     "a threshold of all": Case("top_entropy", 2),
     "rows that stand still": Case("grpo", 1, settings={"reward": one_group_differs, **OFF_POLICY}),
     "micro-batches": Case("bnpo", 3, settings={"reward": one_group_differs}),
 }
+# Which rows an update has depends on how many processes there are, so that its twin has two of them.
+TWO_UPDATES = Case("dapo", 3, settings={"steps_per_generation": 4, **TWO_STEPS})
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "adapter": ADAPTER,
@@ -62,28 +63,32 @@ MANY = {
 }
 
 
-def run(case: Case, folder: Path, processes: int) -> tuple[Any, dict[str, torch.Tensor]]:
-    settings: dict[str, Any] = {"parity_check": "off", **two_process_batches(case.recipe, processes), **case.settings}
-    if "steps_per_generation" in settings:
-        settings["steps_per_generation"] //= processes
-        settings["steps_per_generation"] *= 2
-    if processes > 1 and case.asks == "config":
-        settings["deepspeed"] = zero.config(case.stage)
+def run(case: Case, folder: Path, processes: int, **more: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    batches = two_process_batches(case.recipe, processes)
+    settings: dict[str, Any] = {"parity_check": "off", **batches, **case.settings, **more}
     trainer = make_trainer(case.recipe, folder, dtype=torch.float32, **settings)
     with rows_in_order("bnpo"):
         return trainer, update_of(trainer)
 
 
+def run_spread(case: Case, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    by_launcher = case.asks == "launcher"
+    with zero.launched(case.stage if by_launcher else None):
+        trainer, update = run(case, folder, 2, **({} if by_launcher else {"deepspeed": zero.config(case.stage)}))
+    assert zero.stage_of(trainer) == case.stage
+    assert all(hasattr(weight, "ds_id") == (case.stage == 3) for weight in trainer.model.parameters())
+    assert trainer.packed is None
+    return trainer, update
+
+
 def main(folder: Path) -> None:
     zero.prepare()
     for name, case in (MANY if (folder / "many").exists() else FEW).items():
-        with zero.launched(case.stage if case.asks == "launcher" else None):
-            trainer, update = run(case, folder / name, 2)
-            assert zero.stage_of(trainer) == case.stage, name
-            assert all(hasattr(weight, "ds_id") == (case.stage == 3) for weight in trainer.model.parameters())
-            assert trainer.packed is None
+        trainer, update = run_spread(case, folder / name)
         if RANK == 0:
             logs = [log for log in trainer.state.log_history if "grad_norm" in log]
             torch.save({"update": update, "logs": logs}, folder / f"{name}.pt")
-
-
+    _, update = run_spread(TWO_UPDATES, folder / "two updates")
+    trainer, expected = run(TWO_UPDATES, folder / "two updates with DDP", 2)
+    assert trainer.packed is not None
+    assert relative_difference(expected, update) < 1e-4

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from gruppo import GRPOConfig, GRPOTrainer
 from gruppo.errors import ConfigError
@@ -47,14 +47,12 @@ def trainer_of(folder: Path, processes: int, stage: int | None = None, **kw: Any
         **({} if stage is None else {"deepspeed": zero.config(stage)}),
         **kw,
     }
-    parts = {name: settings.pop(name) for name in ("model", "peft_config", "reward_funcs") if name in settings}
-    config = GRPOConfig(**base_args(folder, **settings))
-    model = parts.pop("model", None) or tiny_model(seed=5)
+    unset_hf_deepspeed_config()  # with one of stage 3 around, if only of an earlier run, transformers spreads models
+    parts = {"model": tiny_model(seed=5), "reward_funcs": [some_equal, classifier().float()], "peft_config": None}
+    parts |= {name: settings.pop(name) for name in parts if name in settings}
     return GRPOTrainer(
-        model=model,
-        reward_funcs=parts.pop("reward_funcs", None) or [some_equal, classifier().float()],
         reward_processing_classes=[None, tiny_tokenizer()],
-        args=config,
+        args=GRPOConfig(**base_args(folder, **settings)),
         train_dataset=prompts(30),
         eval_dataset=prompts(3),
         processing_class=tiny_tokenizer(),
@@ -76,37 +74,30 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol
         assert torch.allclose(found[name].float(), weight.float(), rtol=0, atol=atol), name
 
 
-def saved_and_resumed(folder: Path, stage: int, **how: Any) -> dict[str, Any]:
+def saved_and_resumed(folder: Path, expected: int, **how: Any) -> None:
     """A run, the model that it saved, and the second half of it again."""
     straight = trainer_of(folder / "straight", 2, **how)
     straight.train()
-    assert zero.stage_of(straight) == stage
+    assert zero.stage_of(straight) == expected
     found = seen(straight)
-    for place in (folder / "final", folder / "straight" / "checkpoint-4"):
-        if place.name == "final":
-            straight.save_model(str(place))
-        same(dict(AutoModelForCausalLM.from_pretrained(place).named_parameters()), found["weights"])
+    straight.save_model(str(folder / "final"))
+    if RANK == 0:
+        torch.save(found, folder / "straight.pt")
     resumed = trainer_of(folder / "straight", 2, **how)
     resumed.train(resume_from_checkpoint=str(folder / "straight" / "checkpoint-2"))
     again = seen(resumed)
     same(again["weights"], found["weights"])
     assert again["completions"] == found["completions"]
-    return found
 
 
 def main(folder: Path) -> None:
     zero.prepare()
     with zero.launched():
-        found = saved_and_resumed(folder / "3", 3, stage=3)
-        if RANK == 0:
-            torch.save(found, folder / "3.pt")
+        saved_and_resumed(folder / "3", 3, stage=3)
     with zero.launched(2):
-        found = saved_and_resumed(folder / "2", 2)
-        if RANK == 0:
-            torch.save(found, folder / "2.pt")
+        saved_and_resumed(folder / "2", 2)
     for check in (by_name, in_step, with_adapter, in_half_precision, blended, refusals):
         with zero.launched():
-            print(f"---- {check.__name__}", flush=True)
             check(folder / check.__name__)
 
 
@@ -167,13 +158,15 @@ def in_half_precision(folder: Path) -> None:
         kinds = {next(model.parameters()).dtype for model in (sampled_from, mixed.model)}
         assert kinds == {torch.bfloat16}, stage
         first, second = [log for log in mixed.state.log_history if "loss" in log]
-        print("DRIFT", stage, second["sampling/sampling_logp_difference/mean"], first["kl"], second["kl"])
-        assert second["sampling/sampling_logp_difference/mean"] < 5e-3
+        assert first["kl"] == 0 < second["kl"]
+        assert second["sampling/sampling_logp_difference/mean"] < 1e-6
 
 
 def blended(folder: Path) -> None:
     """A reference that follows the policy."""
-    run = trainer_of(folder, 2, stage=2, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0, **STEPS)
+    run = trainer_of(
+        folder, 2, stage=2, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0, **STEPS
+    )
     run.train()
     same(weights_of(run.accelerator.unwrap_model(run.ref_model)), weights_of(run.model))
 
@@ -186,5 +179,5 @@ def refusals(folder: Path) -> None:
     with pytest.raises(ConfigError, match="rollout_backend='builtin' cannot sample here: ds3_gather_for_generation"):
         trainer_of(folder / "c", 2, stage=3, ds3_gather_for_generation=False, dynamic_sampling=False)
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    with pytest.raises(ConfigError, match="DeepSpeed was asked for, but accelerate does not use it"):
+    with pytest.raises(ConfigError, match="DeepSpeed was asked for, but accelerate passes over it"):
         trainer_of(folder / "d", 2, stage=3)
