@@ -21,6 +21,7 @@ from tests.rewards.test_models import classifier
 from tests.spread import weights_of
 from tests.trainer.scripted import lora
 from tests.trainer.spread_run import some_equal
+from tests.trainer.test_bad_updates import events
 
 RANK = int(os.environ.get("RANK", "0"))
 STEPS = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no"}
@@ -96,7 +97,7 @@ def main(folder: Path) -> None:
         saved_and_resumed(folder / "3", 3, stage=3)
     with zero.launched(2):
         saved_and_resumed(folder / "2", 2)
-    for check in (by_name, in_step, with_adapter, in_half_precision, blended, refusals):
+    for check in (by_name, in_step, with_adapter, in_half_precision, blended, broken_updates, refusals):
         with zero.launched():
             check(folder / check.__name__)
 
@@ -169,6 +170,45 @@ def blended(folder: Path) -> None:
     )
     run.train()
     same(weights_of(run.accelerator.unwrap_model(run.ref_model)), weights_of(run.model))
+
+
+class Spoiled(torch.autograd.Function):
+    """The same number, with a gradient that is none."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Any) -> Any:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * torch.nan
+
+
+def no_number(loss: torch.Tensor) -> torch.Tensor:
+    return loss * torch.nan
+
+
+def broken_updates(folder: Path) -> None:
+    """DeepSpeed leaves them out by itself; they are counted and kept as without it."""
+    ways = {2: (Spoiled.apply, {"nonfinite_gradient"}), 3: (no_number, {"nonfinite_gradient", "nonfinite_loss"})}
+    for stage, (spoil, checks) in ways.items():
+        run = trainer_of(folder / str(stage), 2, stage=stage, **{**STEPS, "max_steps": 3})
+        whole, calls = run.compute_loss, []
+
+        def broken(*args: Any, _spoil: Any = spoil, _whole: Any = whole, _calls: list = calls, **kwargs: Any) -> Any:
+            _calls.append(loss := _whole(*args, **kwargs))
+            return _spoil(loss) if len(_calls) == 2 and RANK == 0 else loss
+
+        run.compute_loss = broken
+        run.train()
+        assert all(weight.isfinite().all() for weight in weights_of(run.model).values())
+        assert run.state.log_history[-2]["audit/skipped_updates"] == 1
+        if RANK == 0:
+            findings = events(folder / str(stage), "audit")
+            assert {finding["check"] for finding in findings} == checks
+            assert all("The update is left out" in finding["message"] for finding in findings)
+            (skipped,) = events(folder / str(stage), "update_skipped")
+            assert "prevented" not in skipped
 
 
 def refusals(folder: Path) -> None:
