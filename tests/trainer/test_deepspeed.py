@@ -1,5 +1,8 @@
 """DeepSpeed on two processes: updates, sampling, saving and resuming are those of one process without it."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import timeless
-from tests.processes import run_together
+from tests.processes import ROOT, run_together
 from tests.trainer.scripted import relative_difference
 from tests.trainer.zero_processes import FEW, MANY, run
 from tests.trainer.zero_run import same, seen, trainer_of
@@ -61,3 +64,15 @@ def test_every_recipe_with_every_option_and_stage(tmp_path: Path) -> None:
     (tmp_path / "many").touch()
     run_together(2, "tests.trainer.zero_processes", tmp_path, seconds=1200)
     compare(tmp_path, MANY)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_a_single_process_in_half_precision(stage: int, device: str, tmp_path: Path) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    command = [sys.executable, "-m", "tests.trainer.zero_alone", str(tmp_path), str(stage)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | hidden, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"stage {stage} on {device}" in done.stdout

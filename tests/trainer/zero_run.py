@@ -14,6 +14,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from gruppo import GRPOConfig, GRPOTrainer
 from gruppo.errors import ConfigError
+from gruppo.policy.weights import named_weights
+from gruppo.trainer.callbacks import SyncRefModelCallback
 from gruppo.trainer.spreading import InStep
 from tests import zero
 from tests.helpers import base_args, prompts, tiny_model, tiny_tokenizer
@@ -166,10 +168,18 @@ def in_half_precision(folder: Path) -> None:
 def blended(folder: Path) -> None:
     """A reference that follows the policy."""
     run = trainer_of(
-        folder, 2, stage=2, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0, **STEPS
+        folder / "2", 2, stage=2, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0, **STEPS
     )
     run.train()
     same(weights_of(run.accelerator.unwrap_model(run.ref_model)), weights_of(run.model))
+    # The trainer does not do it with spread weights, but its callback can.
+    run = trainer_of(folder / "3", 2, stage=3, **STEPS)
+    run.train()
+    policy, reference = run.model, run.accelerator.unwrap_model(run.ref_model)
+    expected = {name: 0.5 * weight + 0.5 * weights_of(policy)[name] for name, weight in weights_of(reference).items()}
+    SyncRefModelCallback.sync_target_model(policy, reference, 0.5)
+    same(weights_of(reference), expected, atol=1e-6)
+    same(dict(named_weights(policy)), weights_of(policy))  # as a sampler with a copy of its own gets them
 
 
 class Spoiled(torch.autograd.Function):
