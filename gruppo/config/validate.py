@@ -38,7 +38,6 @@ NOT_YET = {
     "vllm_importance_sampling_clip_max": "generation with vLLM",
     "vllm_importance_sampling_clip_min": "generation with vLLM",
     "ds3_gather_for_generation": "DeepSpeed ZeRO-3",
-    "log_multimodal": "vision-language models",
 }
 
 # Fields of TrainingArguments that would change the meaning of a run but have none here.
