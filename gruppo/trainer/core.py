@@ -113,15 +113,10 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.prompt_encoder = setup.make_prompt_encoder(self.toolset, policy, processing, args)
         if rollout_func is not None and args.max_prompt_length is not None:
             raise ConfigError("max_prompt_length has no effect with rollout_func, which renders the prompts itself.")
-        encoder = self.prompt_encoder if rollout_func is None else None
         train_dataset = tooling.rows_of_environment(self.toolset, args) if train_dataset is None else train_dataset
         for dataset in (train_dataset, eval_dataset):
             tooling.check_rows(self.toolset, dataset)
-        images = self.prompt_encoder.takes_images
-        if images:
-            setup.expect_unused_weights(args)
-        setup.check_train_dataset(train_dataset, args, encoder, images)
-        setup.check_eval_dataset(eval_dataset, args, encoder, images)
+        setup.check_datasets(train_dataset, eval_dataset, args, self.prompt_encoder, rollout_func)
         super().__init__(
             model=policy,
             args=args,

@@ -202,6 +202,7 @@ def make_prompt_encoder(toolset: Any, policy: Any, processing: Any, args: Any) -
     }
     if inner_tokenizer(processing) is processing:
         return PromptEncoder(processing, **settings)
+    expect_unused_weights(args)
     tokens = loading.placeholder_ids(inner_model(policy))
     return VisionEncoder(processing, accepts=forward_arguments(policy), placeholders=tokens, **settings)
 
@@ -223,6 +224,13 @@ def reject_frozen(policy: Any) -> None:
         else "Set requires_grad of those weights that are to be trained, or pass a peft_config."
     )
     raise ConfigError(f"No weight of the model is trainable: there is nothing to train. {how}")
+
+
+def check_datasets(train: Any, evaluation: Any, args: Any, encoder: PromptEncoder, rollout_func: Any) -> None:
+    """Both datasets; a rollout function reads the prompts itself."""
+    used = encoder if rollout_func is None else None
+    check_train_dataset(train, args, used, encoder.takes_images)
+    check_eval_dataset(evaluation, args, used, encoder.takes_images)
 
 
 def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, images: bool = False) -> None:

@@ -206,6 +206,7 @@ SET_SHARED: dict[str, Any] = {
     "ref_model_mixup_alpha": 0.9,
     "ref_model_sync_steps": 7,
     "log_completions": True,
+    "log_multimodal": False,
     "num_completions_to_print": 5,
     "log_unique_prompts": True,
     "max_tokens_per_micro_batch": 5000,
@@ -286,7 +287,6 @@ WAITING: dict[str, Any] = {
     "vllm_importance_sampling_clip_max": 2.0,
     "vllm_importance_sampling_clip_min": 0.1,
     "ds3_gather_for_generation": False,
-    "log_multimodal": False,
 }
 
 
