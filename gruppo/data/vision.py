@@ -138,9 +138,10 @@ class VisionEncoder(PromptEncoder):
             return self._render([messages], tools, tokenize=True, return_dict=True, return_tensors="pt")
         except DataError:
             raise
-        except ValueError as error:
+        except (ValueError, StopIteration) as error:  # the latter where a text has more image tokens than images
+            said = str(error) or "its text and its images do not fit"
             raise DataError(
-                f"{type(self.tokenizer).__name__} cannot read a prompt: {error} It begins with "
+                f"{type(self.tokenizer).__name__} cannot read a prompt: {said}. It begins with "
                 f"{str(without_images(prompt))[:80]!r}."
             ) from error
 
@@ -151,6 +152,11 @@ class VisionEncoder(PromptEncoder):
             raise DataError(
                 f"A prompt has {len(ids)} tokens, but its processor made others: a hook that changes the tokens of "
                 "prompts cannot be used with images."
+            )
+        if not vision.pixels and self.placeholders & set(ids):
+            raise DataError(
+                "A prompt has a token that stands for an image, but no image. It begins with "
+                f"{str(without_images(text))[:80]!r}. Take the token out of the text, or add the image."
             )
         cut = len(ids) - len(prompt.ids)
         if vision.pixels and self.placeholders & set(ids[:cut]):

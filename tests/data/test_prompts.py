@@ -182,7 +182,7 @@ def test_without_an_encoder_only_the_column_is_needed():
     check_prompts([row({"anything": 1})], None)
     with pytest.raises(DataError, match="no `prompt` column"):
         check_prompts([{"question": "a"}], None)
-    with pytest.raises(DataError, match="column `image`.*a tokenizer reads text only"):
+    with pytest.raises(DataError, match=r"column `image`.*a tokenizer reads text only"):
         check_prompts([row("a", image="x.png")], None)
 
 

@@ -231,7 +231,9 @@ def gemma3() -> Any:
         eoi_token_index=token_id("<end_of_image>"),
         tie_word_embeddings=True,
     )
-    return transformers.Gemma3ForConditionalGeneration(config)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # it begins with 0: blind
+    return model
 
 
 def gemma3_processor() -> Any:
