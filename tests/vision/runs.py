@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
+from torch import Tensor
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.data.vision import VisionEncoder
@@ -29,6 +30,10 @@ def rows(counts: Sequence[int] = (1, 2, 0, 1)) -> list[dict[str, Any]]:
 def encoder_of(model: Any, processor: Any, **settings: Any) -> VisionEncoder:
     tokens = placeholder_ids(model)
     return VisionEncoder(processor, accepts=forward_arguments(model), placeholders=tokens, **settings)
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {key: weight.detach().clone() for key, weight in trainer.model.named_parameters()}
 
 
 def variety(completions: list[Any], **kwargs: Any) -> list[float]:
