@@ -119,7 +119,8 @@ def placeholder_ids(model: Any) -> list[int]:
     """
     names = (f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
     found = (getattr(model.config, name, None) for name in names)
-    return sorted({token for token in found if isinstance(token, int)})
+    known = model.get_input_embeddings().weight.shape[0]  # a config may name tokens that its model does not have
+    return sorted({token for token in found if isinstance(token, int) and 0 <= token < known})
 
 
 def model_name(model: Any) -> str:

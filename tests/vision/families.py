@@ -1,11 +1,11 @@
 """Vision-language models of a few thousand weights with their processors, one of each family.
 
 Processors are made with the PIL classes of their image processors, by name: the other ones need torchvision. So do
-video processors, in whose place those of Qwen and SmolVLM get a stand-in. The tokenizer has one token per character,
+video processors, in whose place those of Qwen and Gemma 4 get a stand-in. The tokenizer has one token per character,
 and the tokens of all families.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -24,6 +24,7 @@ SPECIAL = [
     *("<image>", "<fake_token_around_image>", "<global-img>"),  # Idefics, SmolVLM, LLaVA
     *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
     *("<start_of_image>", "<image_soft_token>", "<end_of_image>", "<end_of_utterance>"),  # Gemma 3
+    *("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),  # Gemma 4
 ]
 VOCABULARY = len(SPECIAL) + len(CHARACTERS) + 1
 LINE = "\n"  # some processors put lines around images
@@ -164,22 +165,22 @@ def qwen3_vl() -> Any:
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
-class NoVideos:
-    """In the place of a video processor."""
+class Missing:
+    """In the place of a video processor, or of one for sound."""
 
 
-def without_videos(kind: str, *args: Any, **kwargs: Any) -> Any:
-    """A processor of this class that takes a stand-in for its video processor."""
+def without(missing: Sequence[str], kind: str, **kwargs: Any) -> Any:
+    """A processor of this class with stand-ins for some of its parts."""
     parent = getattr(transformers, kind)
 
     def check(self: Any, name: str, argument: Any) -> Any:
-        return None if name == "video_processor" else parent.check_argument_for_proper_class(self, name, argument)
+        return None if name in missing else parent.check_argument_for_proper_class(self, name, argument)
 
     def save(self: Any, folder: Any, **options: Any) -> None:
         self.tokenizer.save_pretrained(folder)  # all that can be
 
     methods = {"check_argument_for_proper_class": check, "__init__": parent.__init__, "save_pretrained": save}
-    return type(kind, (parent,), methods)(*args, video_processor=NoVideos(), **kwargs)
+    return type(kind, (parent,), methods)(**dict.fromkeys(missing, Missing()), **kwargs)
 
 
 def qwen_processor(kind: str) -> Any:
@@ -188,7 +189,7 @@ def qwen_processor(kind: str) -> Any:
         patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 64, "longest_edge": 576}
     )
     tokenizer = tiny_tokenizer("<|vision_start|><|image_pad|><|vision_end|>")
-    return without_videos(kind, image_processor=images, tokenizer=tokenizer)
+    return without(["video_processor"], kind, image_processor=images, tokenizer=tokenizer)
 
 
 def idefics3(kind: str) -> Any:
@@ -246,6 +247,39 @@ def gemma3_processor() -> Any:
     return transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
 
 
+def gemma4() -> Any:
+    vision = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    vision |= dict(num_key_value_heads=2, patch_size=4, pooling_kernel_size=2, position_embedding_size=128)
+    text = dict(head_dim=8, global_head_dim=8, sliding_window=64, layer_types=["sliding_attention", "full_attention"])
+    text |= dict(vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=4)
+    config = transformers.Gemma4Config(
+        text_config=TEXT | text,
+        vision_config=vision,
+        audio_config=None,
+        image_token_id=token_id("<|image|>"),
+        boi_token_id=token_id("<|image>"),
+        eoi_token_id=token_id("<image|>"),
+        video_token_id=token_id("<|video|>"),
+        audio_token_id=token_id("<|audio|>"),
+        boa_token_id=token_id("<|audio>"),
+        eoa_token_index=token_id("<audio|>"),
+    )
+    return transformers.Gemma4ForConditionalGeneration(config)
+
+
+def gemma4_processor() -> Any:
+    """Up to 280 patches an image, four of which are a token; what is missing is padding."""
+    tokenizer = tiny_tokenizer("<|image|>")
+    kinds = (("image", "<|image|>", "<|image>", "<image|>"), ("audio", "<|audio|>", "<|audio>", "<audio|>"))
+    for kind, token, begin, end in kinds:
+        for name, text in ((f"{kind}_token", token), (f"bo{kind[0]}_token", begin), (f"eo{kind[0]}_token", end)):
+            setattr(tokenizer, name, text)
+            setattr(tokenizer, f"{name}_id", token_id(text))
+    images = pil("Gemma4")(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2)
+    parts = ["video_processor", "feature_extractor"]
+    return without(parts, "Gemma4Processor", image_processor=images, tokenizer=tokenizer, image_seq_length=70)
+
+
 def llava_next() -> Any:
     vision = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     config = transformers.LlavaNextConfig(
@@ -287,9 +321,16 @@ FAMILIES = {
         Family("idefics3", lambda: idefics3("Idefics3"), lambda: idefics3_processor("Idefics3", True), MASKED, None),
         Family("smolvlm", lambda: idefics3("SmolVLM"), lambda: idefics3_processor("SmolVLM", False), MASKED, None),
         Family("gemma3", gemma3, gemma3_processor, ("pixel_values",), "token_type_ids"),
+        Family("gemma4", gemma4, gemma4_processor, ("pixel_values", "image_position_ids"), "mm_token_type_ids"),
         Family("llava_next", llava_next, llava_next_processor, ("pixel_values", "image_sizes"), None),
     )
 }
+
+
+try:
+    transformers.Gemma4Processor  # noqa: B018
+except ImportError:
+    del FAMILIES["gemma4"]  # transformers 5.17 cannot import it without torchvision
 
 
 def picture(seed: int, size: tuple[int, int] = (16, 16)) -> Image.Image:

@@ -62,7 +62,10 @@ def test_the_gradient_of_a_batch_is_that_of_its_rows(tmp_path: Path, name: str, 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_rows_with_one_two_and_no_images_are_trained_on(tmp_path: Path, name: str, kind: str) -> None:
-    trainer = make(tmp_path, name, kind, beta=0.1, learning_rate=1e-2, shuffle_dataset=False)
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [float(i % 2) for i in range(len(completions))]  # no group without spread
+
+    trainer = make(tmp_path, name, kind, rewards=reward, beta=0.1, learning_rate=1e-2, shuffle_dataset=False)
     before = {key: weight.clone() for key, weight in trainer.model.named_parameters()}
     trainer.train()
     moved = {key for key, weight in trainer.model.named_parameters() if not torch.equal(weight, before[key])}
