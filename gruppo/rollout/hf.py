@@ -122,7 +122,7 @@ class TransformersBackend(RolloutBackend):
         owner = owner.to(device)  # the request that each row belongs to
         strings, settings = self._settings(ids.shape[1], with_limits_of(requests, self.config))
         with sampling_mode(policy):
-            cache = self._prefill(policy, ids, mask, owner, self._seen(policy, requests, ids))
+            cache = self._prefill(policy, requests, ids, mask, owner)
             if cache is None:  # else the images have been seen
                 settings |= self._seen(policy, requests, ids, owner)
             sequences = policy.generate(
@@ -160,10 +160,13 @@ class TransformersBackend(RolloutBackend):
         config.stop_strings = None
         return watch, {"generation_config": config, "stopping_criteria": StoppingCriteriaList([watch])}
 
-    def _prefill(self, policy: Any, ids: Tensor, mask: Tensor, owner: Tensor, seen: dict[str, Tensor]) -> Cache | None:
+    def _prefill(
+        self, policy: Any, requests: Sequence[SampleRequest], ids: Tensor, mask: Tensor, owner: Tensor
+    ) -> Cache | None:
         """Keys and values of every prompt but its last token, one copy per row; None lets generate do it all."""
         if len(owner) == len(ids) or ids.shape[1] < 2 or not self._can_share(policy):
             return None
+        seen = self._seen(policy, requests, ids)
         seen = {name: value[:, :-1] if name in TYPES else value for name, value in seen.items()}
         cache = read_prompts(policy, ids[:, :-1], mask[:, :-1], seen)
         cache.batch_select_indices(owner)
