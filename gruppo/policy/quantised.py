@@ -33,8 +33,8 @@ def reject_full_training(model: Any, peft_config: Any) -> None:
         return
     if is_four_bits_on_cpu(model):
         raise ConfigError(
-            "bitsandbytes cannot train through 4-bit weights on a CPU: after sampling it keeps them in a layout that has "
-            "no gradients, and only warns. Train on a CUDA device, or use load_in_8bit=True."
+            "bitsandbytes cannot train through 4-bit weights on a CPU: after sampling it keeps them in a layout "
+            "without gradients, and only warns. Train on a CUDA device, or use load_in_8bit=True."
         )
     if compiled_modules(model):
         raise ConfigError("A quantised model was compiled, which peft cannot train. Pass it without torch.compile.")
