@@ -41,14 +41,14 @@ ALLOWED_FOR_TYPES = {"data": {"config"}}
 
 # The trainer itself is a chain; each link knows those before it.
 CHAIN = (
-    *("reporting", "feeding", "scoring", "rewarding", "sampling", "collecting", "routing", "updating"),
+    *("reporting", "feeding", "scoring", "rewarding", "sampling", "overlapping", "collecting", "routing", "updating"),
     *("watching", "checkpointing", "resuming", "core", "grpo", "rloo"),
 )
 
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "urllib", "urllib3", "websockets"}
 TELEMETRY = {"analytics", "opentelemetry", "posthog", "segment", "sentry_sdk"}
 # The doors to the network: opened by log_completions_hub_repo, and by vllm_mode="server".
-HUB = {"trainer/completions.py": {"huggingface_hub"}, "rollout/vllm/client.py": {"http", "urllib"}}
+HUB = {"trainer/completions.py": {"huggingface_hub"}, "rollout/vllm/client.py": {"http", "socket", "urllib"}}
 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 60

@@ -39,6 +39,10 @@ class RolloutBackend:
         """`count` completions for each request, flat and in order; the policy is left as it was found."""
         raise NotImplementedError
 
+    def begin(self, requests: Sequence[SampleRequest]) -> Any:
+        """Ask for the same without waiting for it, where another program samples; see `vllm.inflight.InFlight`."""
+        raise NotImplementedError(f"{type(self).__name__} samples in this process.")
+
     def turns(self) -> AbstractContextManager[None]:
         """A block of calls in which completions are gone on with: prompt, completion and what answered it.
 
