@@ -69,9 +69,9 @@ def most_updates_of(micro_steps: int, accumulation: int) -> int:
     Example, one generation for each update; for every third update; three micro-steps where updates take four:
         most_updates_of(4, 4) == 1, most_updates_of(6, 2) == 3, most_updates_of(3, 4) == 2
     """
-    if micro_steps % accumulation == 0 or accumulation % micro_steps == 0:
-        return math.ceil(micro_steps / accumulation)
-    return (micro_steps - 2) // accumulation + 2
+    # The latest that a generation can begin in an update: both divide what lies before it.
+    latest = accumulation - math.gcd(micro_steps, accumulation)
+    return (latest + micro_steps - 1) // accumulation + 1
 
 
 # ---- checkpoints
