@@ -85,6 +85,7 @@ def pack_flight(flight: InFlight) -> RunState | None:
     logps = [list(completion.logps or []) for completion in completions]
     values = {
         "sampled_at": flight.sampled_at,
+        "seconds": flight.seconds,
         "requests": [[request.count, request.noise_key, request.first_sample] for request in flight.requests],
         "stops": [str(completion.stop) for completion in completions],
         "without_logps": [i for i, completion in enumerate(completions) if completion.logps is None],
@@ -114,7 +115,7 @@ def unpack_flight(state: RunState) -> InFlight | None:
     for i, (ids, stop, row) in enumerate(zip(rows, values["stops"], logps, strict=True)):
         known = None if i in values["without_logps"] else [None if math.isnan(x) else x for x in row]
         completions.append(Completion(ids, StopReason(stop), known))
-    return InFlight.landed(requests, values["sampled_at"], completions)
+    return InFlight.landed(requests, values["sampled_at"], completions, values["seconds"])
 
 
 def _packed(name: str, rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> dict[str, Tensor]:

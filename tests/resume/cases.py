@@ -1,4 +1,4 @@
-"""The runs that are stopped and resumed: thirteen small configurations of the real trainers.
+"""The runs that are stopped and resumed: fourteen small configurations of the real trainers.
 
 Each makes seven updates and saves after 2, 4, 6 and 7 of them, keeping two checkpoints.
 """

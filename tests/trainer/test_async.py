@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from gruppo.trainer.ahead import most_updates_of, next_generation, pack_flight, 
 from gruppo.trainer.state import RunState
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import base_args, length_reward, prompts, timeless
+from tests.processes import run_together
 from tests.rollout.vllm_doubles import Double, Sampler, saved_model, serving, share_bytes
 from tests.trainer.runs import SaveAt, logs, slow_scores
 
@@ -515,7 +517,7 @@ def test_what_is_stored_comes_back_as_it_was(tmp_path: Path) -> None:
         Completion([], StopReason.NO_ROOM),
         Completion([7], StopReason.LENGTH, [-1e-9]),
     ]
-    packed = pack_flight(InFlight.landed(requests, 7, completions))
+    packed = pack_flight(InFlight.landed(requests, 7, completions, seconds=3.0))
     assert packed is not None
     packed.save(tmp_path, 0)
     loaded = RunState.load(tmp_path, 0)
@@ -523,6 +525,7 @@ def test_what_is_stored_comes_back_as_it_was(tmp_path: Path) -> None:
     flight = unpack_flight(loaded)
     assert flight is not None
     assert (flight.requests, flight.sampled_at, flight.take()) == (requests, 7, completions)
+    assert flight.seconds == pytest.approx(3.0)
     assert unpack_flight(RunState()) is None
 
 
@@ -656,3 +659,53 @@ def test_what_asks_by_itself_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"async_rollouts=1 .*{message}.*Set async_rollouts=0"):
         trainer_of(folder, tmp_path, double, **settings)
+
+
+# ---- several processes
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+@pytest.mark.medium
+def test_processes_ask_for_their_own_rows_and_send_weights_when_all_have_their_answers(
+    folder: Path, tmp_path: Path, double: Double
+) -> None:
+    alone = trainer_of(folder, tmp_path / "alone", double, num_generations=4, train_dataset=prompts(8))
+    alone.train()
+    watched(double)
+    double.log.clear()
+    double.slow = {COMPLETE: 0.1}
+    (tmp_path / "place.json").write_text(json.dumps({"model": str(folder), "url": double.url}))
+    run_together(2, "tests.trainer.test_async", tmp_path)
+    zero, one = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert zero == one
+    assert zero["ages"] == [0, 1, 1, 1]
+    for name, value in weights(alone).items():
+        torch.testing.assert_close(torch.tensor(zero["weights"][name]), torch.tensor(value), rtol=1e-3, atol=1e-4)
+    seen = events(double)
+    assert seen.count(COMPLETE) == 4 * 2, "each its part of the group, once per generation"
+    for i, event in enumerate(seen):
+        if event == START:
+            assert seen[:i].count(COMPLETE) == seen[:i].count(f"answered {COMPLETE}")
+
+
+def main(output: Path) -> None:
+    place = json.loads((output / "place.json").read_text())
+    transfer.share = share_bytes
+    args = GRPOConfig(
+        **base_args(
+            output,
+            use_vllm=True,
+            vllm_mode="server",
+            vllm_server_base_url=place["url"],
+            async_rollouts=1,
+            max_steps=4,
+            learning_rate=1e-2,
+            per_device_train_batch_size=2,
+            num_generations=4,
+        )
+    )
+    trainer = GRPOTrainer(place["model"], length_reward, args, prompts(8))
+    trainer.train()
+    said = {"weights": weights(trainer), "ages": [log["sampling/staleness"] for log in logs(trainer)]}
+    (output / f"rank{RANK}.json").write_text(json.dumps(said))

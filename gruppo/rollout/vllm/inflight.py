@@ -52,11 +52,16 @@ class InFlight:
 
     @classmethod
     def landed(
-        cls, requests: Sequence[SampleRequest], sampled_at: int, completions: Sequence[Completion]
+        cls,
+        requests: Sequence[SampleRequest],
+        sampled_at: int,
+        completions: Sequence[Completion],
+        seconds: float = 0.0,
     ) -> "InFlight":
         """One whose answers are known, such as that of a checkpoint."""
         flight = cls(requests, sampled_at, [], lambda replies: list(completions))
         flight.settle()
+        flight._began = flight._ended - seconds
         return flight
 
     def _note_end(self, call: "Future[Any]") -> None:
