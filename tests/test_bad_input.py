@@ -604,10 +604,10 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("hook-generate", trainer(trainer=OverridesGenerate), "OverridesGenerate overrides `_generate`.*rollout_func"),
         ("hook-tool-loop", trainer(trainer=OverridesToolLoop), "overrides `_tool_call_loop`"),
         ("sync-with-adapters", trainer(peft_config=lora(), config=SYNC), "sync_ref_model=True with adapters"),
-        ("images", data(prompts(8, images=[["x.png"]] * 8)), r"images \(column `images`\)"),
-        ("image", data(prompts(8, image=["x.png"] * 8)), r"images \(column `image`\)"),
     ],
     DataError: [  # datasets
+        ("images", data(prompts(8, images=[["x.png"]] * 8)), r"images \(column `images`\).*Pass the processor"),
+        ("image", data(prompts(8, image=["x.png"] * 8)), r"images \(column `image`\).*Pass the processor"),
         ("empty-dataset", data(prompts(0)), "train_dataset is empty"),
         ("no-prompt-column", data(unnamed()), r"no `prompt` column; its columns are \['answer', 'question'\]. Rename"),
         ("too-few-prompts", data(prompts(3), gradient_accumulation_steps=2), "3 prompts, fewer than the 4 of one gen"),

@@ -21,7 +21,6 @@ C = TypeVar("C", bound=type[Any])
 # Fields whose feature is not built yet, and what they wait for. A value other than the default raises.
 NOT_YET = {
     "ds3_gather_for_generation": "DeepSpeed ZeRO-3",
-    "log_multimodal": "vision-language models",
 }
 
 # Fields of TrainingArguments that would change the meaning of a run but have none here.

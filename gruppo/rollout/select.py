@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 
 from gruppo.errors import ConfigError
 from gruppo.policy.modes import autocast_dtype
+from gruppo.policy.unwrap import inner_model
 from gruppo.rollout import builtin
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.continuous import ContinuousBatchingBackend
@@ -26,13 +27,16 @@ def choose_backend(
     mixed_precision: str = "no",
     needed: bool = True,
     entropies: bool = False,
+    images: bool = False,
 ) -> RolloutBackend:
     """The backend that the config asks for; "auto" takes the built-in engine, or says why it cannot.
 
     `policy` returns the module to sample from; `mixed_precision` is accelerate's word for how it is trained. `needed`
     is False in runs whose completions come from elsewhere: then "auto" does not try the engine. `entropies` asks for
-    the entropy at each token, from a backend that can give it.
+    the entropy at each token, from a backend that can give it. `images` says that prompts may have some.
     """
+    if images:
+        reject_blind_backends(args)
     if args.samples_with_vllm:
         from gruppo.rollout.vllm.choose import vllm_backend
 
@@ -46,7 +50,8 @@ def choose_backend(
             autocast_dtype=autocast_dtype(mixed_precision),
         )
     if args.rollout_backend == "builtin" or (args.rollout_backend == "auto" and needed):
-        reasons = sharded(args) or builtin.why_not(policy(), config, autocast_dtype=autocast_dtype(mixed_precision))
+        reasons = sharded(args) or (blind(policy()) if images else [])
+        reasons = reasons or builtin.why_not(policy(), config, autocast_dtype=autocast_dtype(mixed_precision))
         if not reasons:
             return builtin.BuiltinBackend(
                 policy,
@@ -74,6 +79,25 @@ def _report(args: Any, reasons: str) -> None:
             f"The built-in engine cannot sample here: {reasons}. transformers does; rollout_backend='transformers' "
             "asks for it without this message."
         )
+
+
+def reject_blind_backends(args: Any) -> None:
+    """Raise for a backend that was asked for by name and that cannot be given images."""
+    for asked, name in (
+        (args.use_transformers_continuous_batching, "use_transformers_continuous_batching=True"),
+        (args.use_vllm, "use_vllm=True"),
+        (args.rollout_backend == "vllm", "rollout_backend='vllm'"),
+    ):
+        if asked:
+            raise ConfigError(
+                f"{name} cannot sample for a processor, whose prompts may have images: only transformers' generate "
+                "is given them. Set rollout_backend='transformers', or pass the tokenizer to train on text."
+            )
+
+
+def blind(model: Any) -> list[str]:
+    """Why the built-in engine cannot sample where prompts may have images."""
+    return [f"prompts of {type(inner_model(model)).__name__} may have images, which it is not given"]
 
 
 def sharded(args: Any) -> list[str]:

@@ -203,9 +203,7 @@ class Collecting(Overlapping):
 
     def to_tensors(self, rollouts: Sequence[Rollout]) -> TrainBatch:
         """Padded tensors; rows that did not end by themselves are masked if the config asks for it."""
-        batch = collate(
-            rollouts, self.processing_class.pad_token_id, self.accelerator.device, self.args.pad_to_multiple_of
-        )
+        batch = collate(rollouts, self._tokenizer.pad_token_id, self.accelerator.device, self.args.pad_to_multiple_of)
         truncated = [not rollout.completion.stop.ended for rollout in rollouts]
         batch.truncated = torch.tensor(truncated, dtype=torch.bool, device=self.accelerator.device)
         self._note_age(batch, [rollout.completion.sampled_at for rollout in rollouts])
@@ -272,14 +270,16 @@ class Collecting(Overlapping):
         numbers, columns = self._gather_user_logs(generation)
         means = {name: sum(values) / len(values) for name, values in numbers.items()}
         self.metrics.add(self.mode, means, {name: len(values) for name, values in numbers.items()})
-        texts = [(rollout.prompt.text, rollout.output) for rollout in rollouts]
+        keeps = self._tracks_images
+        texts = [(r.prompt.shown, r.output, list(r.prompt.images) if keeps else []) for r in rollouts]
         texts = gather_object(texts) if self.accelerator.num_processes > 1 else texts
         self.completion_logs[self.mode].extend(
-            [prompt for prompt, _ in texts],
-            [output for _, output in texts],
+            [prompt for prompt, _, _ in texts],
+            [output for _, output, _ in texts],
             {name: rewards_NR[:, i].tolist() for i, name in enumerate(names)},
             advantages.advantages_B.tolist(),
             columns,
+            [images for _, _, images in texts],
         )
 
     def _gather_user_logs(self, generation: Scored) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:

@@ -47,7 +47,7 @@ class Overlapping(Sampling):
         if (place := self._next_place()) is None:
             return
         rows = self.rows_ahead(*place)
-        prompts = self.prompt_encoder(rows, tokenize=self._prompt_ids)
+        prompts = self.prompt_encoder(rows, tokenize=self._tokenize_prompts)
         key = self._noise_of((self._place[0], *place))
         own = self._rows_in_batch(len(rows))
         ids = [list(prompt.ids) for prompt in prompts]

@@ -209,6 +209,7 @@ SET_SHARED: dict[str, Any] = {
     "ref_model_mixup_alpha": 0.9,
     "ref_model_sync_steps": 7,
     "log_completions": True,
+    "log_multimodal": False,
     "num_completions_to_print": 5,
     "log_unique_prompts": True,
     "max_tokens_per_micro_batch": 5000,
@@ -303,7 +304,6 @@ WITH_VLLM = {*COLOCATE, *SERVER, *CORRECTION, "vllm_tensor_parallel_size"}
 # A value other than the default for every field that has to wait for its feature.
 WAITING: dict[str, Any] = {
     "ds3_gather_for_generation": False,
-    "log_multimodal": False,
 }
 
 
