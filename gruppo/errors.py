@@ -9,6 +9,7 @@
     RunLockedError(RuntimeError) another process writes into the same output folder
     AuditError(RuntimeError)     a check of every update found something that would spoil the run silently
     ParityError(RuntimeError)    the fast path of an update differs from the slow one by more than rounding
+    ProcessLostError(RuntimeError) another process of the run died or failed, and this one cannot go on without it
     SandboxError(RuntimeError)   this machine cannot confine model-written code as asked; raised at construction
     ToolError(RuntimeError)      a tool call failed in a way that the model is told and training goes on
 
@@ -27,6 +28,7 @@ __all__ = [
     "DataError",
     "PackingError",
     "ParityError",
+    "ProcessLostError",
     "RewardError",
     "RolloutError",
     "RunLockedError",
@@ -69,6 +71,10 @@ class AuditError(RuntimeError):
 
 class ParityError(RuntimeError):
     """The fast path of an update differs from the slow one by more than rounding."""
+
+
+class ProcessLostError(RuntimeError):
+    """Another process of the run died or failed."""
 
 
 class SandboxError(RuntimeError):

@@ -27,6 +27,8 @@ _GROUP = 2
 _CHECKPOINTED = 2
 # Of free memory: allocators leave gaps.
 _UPDATE_SHARE = 0.8
+# Of free memory: weights that are gathered for a rollout, if they stay afterwards, and if they do not.
+_KEPT_SHARE, _FREED_SHARE = 0.3, 0.6
 # Blocks of logits and of their gradients in the fused head.
 _HEAD_WORKSPACE = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
 
@@ -239,11 +241,31 @@ def batch_buckets(rows: int) -> list[int]:
 
 
 def training_bytes(parameters: Any) -> int:
-    """Gradients and two optimizer moments of parameters that are trained, if they are not allocated yet."""
+    """Gradients and two optimizer moments of parameters that are trained, if they are not allocated yet.
+
+    Of parameters that are spread over processes, this one's share.
+    """
     trained = [p for p in parameters if p.requires_grad]
     if any(p.grad is not None for p in trained):
         return 0
-    return 3 * sum(p.numel() * p.element_size() for p in trained)
+    held = [p.to_local() if hasattr(p, "to_local") else p for p in trained]
+    return 3 * sum(p.numel() * p.element_size() for p in held)
+
+
+def plan_whole_weights(weights_bytes: int, free_bytes: int) -> str | None:
+    """What becomes of weights that one process gathers for a rollout: "keep" them for the next one, or "free" them.
+
+    Kept, they leave most of what is free to activations and to keys and values; freed, they share it with the latter
+    only. None: they do not fit.
+
+    Example:
+        plan_whole_weights(14e9, 80e9) == "keep"
+        plan_whole_weights(14e9, 30e9) == "free"
+        plan_whole_weights(14e9, 20e9) is None
+    """
+    if weights_bytes <= _KEPT_SHARE * free_bytes:
+        return "keep"
+    return "free" if weights_bytes <= _FREED_SHARE * free_bytes else None
 
 
 def free_memory(device: Any) -> int:

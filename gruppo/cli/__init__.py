@@ -28,6 +28,13 @@ def evaluate(argv: list[str]) -> int:
     return run_evaluation(argv)
 
 
+def train(argv: list[str]) -> int:
+    """Train from one YAML file, on one process or on several (--launch ddp, fsdp2, zero2, zero3)."""
+    from gruppo.cli.train import main as run_training
+
+    return run_training(argv)
+
+
 def vllm_serve(argv: list[str]) -> int:
     """Start a vLLM server for trainers with vllm_mode="server"."""
     from gruppo.rollout.vllm.serve import main as start_server
@@ -38,6 +45,7 @@ def vllm_serve(argv: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "eval": evaluate,
+    "train": train,
     "vllm-serve": vllm_serve,
 }
 

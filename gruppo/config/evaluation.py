@@ -61,9 +61,3 @@ def check_benchmarks(config: Any) -> None:
         kinds = BENCHMARK_SETTINGS[key]
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ConfigError(f"eval_benchmarks_settings[{key!r}]={value!r} must be {WORDS[kinds]}.")
-    plugin = getattr(config, "deepspeed_plugin", None)
-    if config.world_size > 1 and (config.fsdp or (plugin is not None and plugin.zero_stage == 3)):
-        raise ConfigError(
-            "eval_benchmarks cannot work with weights that are spread over processes (FSDP, ZeRO-3): each process "
-            "samples its own share of the problems. Evaluate the checkpoints instead."
-        )

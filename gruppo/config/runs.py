@@ -30,3 +30,13 @@ class RunConfig:
     max_bad_updates: int = option(
         5, "Updates in a row whose loss or gradient is not finite, all of them skipped, before the run stops."
     )
+    process_timeout: float | None = option(
+        20.0,
+        "With several processes: seconds without a sign of life after which one on another host counts as dead and "
+        "the others stop (on the same host it is noticed at once); None does not watch.",
+    )
+    stop_timeout: float | None = option(
+        300.0,
+        "With several processes, which finish the update under way before they save: seconds after SIGTERM or SIGINT "
+        "within which it must have ended; else the run ends unsaved, with code 74. None waits.",
+    )

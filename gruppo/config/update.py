@@ -21,6 +21,11 @@ class UpdateConfig:
     fused_layers: bool = option(
         True, "With packed rows: norms, and on a GPU rotary embeddings and gated MLPs, in fewer kernels."
     )
+    balance_processes: bool = option(
+        True,
+        "With packed rows and several processes: run rows where there is least to do, so that none waits long for the "
+        "others; False runs them where they were sampled.",
+    )
     skip_zero_advantage: bool = option(True, "Leave rows that cannot change the update out of it.")
     reuse_sampling_logps: bool = option(
         True,

@@ -18,11 +18,6 @@ logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=type[Any])
 
-# Fields whose feature is not built yet, and what they wait for. A value other than the default raises.
-NOT_YET = {
-    "ds3_gather_for_generation": "DeepSpeed ZeRO-3",
-}
-
 # Fields of TrainingArguments that would change the meaning of a run but have none here.
 MEANINGLESS = {
     "label_smoothing_factor": "there are no labels to smooth",
@@ -85,16 +80,6 @@ def in_range(
         raise ConfigError(f"{name}={value!r} must be at least {low}.")
     if high is not None and value > high:
         raise ConfigError(f"{name}={value!r} must be at most {high}.")
-
-
-def check_not_yet(config: Any) -> None:
-    """Raise for a field that is set although its feature is not built yet."""
-    for f in fields(config):
-        if f.name in NOT_YET and getattr(config, f.name) != f.default:
-            raise NotImplementedError(
-                f"{f.name}={getattr(config, f.name)!r}: {NOT_YET[f.name]} is not available yet; leave `{f.name}` "
-                f"at its default ({f.default!r})."
-            )
 
 
 def check_inherited(config: Any) -> None:
@@ -197,16 +182,8 @@ def check_eval_batches(config: Any) -> None:
 def check_dynamic_sampling(config: Any) -> None:
     in_range(config, "max_resample_rounds", 1)
     default = next(f.default for f in fields(config) if f.name == "max_resample_rounds")
-    if not config.dynamic_sampling:
-        if config.max_resample_rounds != default:
-            raise ConfigError(f"max_resample_rounds={config.max_resample_rounds} needs dynamic_sampling=True.")
-        return
-    plugin = getattr(config, "deepspeed_plugin", None)
-    if config.world_size > 1 and (config.fsdp or (plugin is not None and plugin.zero_stage == 3)):
-        raise ConfigError(
-            "dynamic_sampling=True cannot work with weights that are spread over processes (FSDP, ZeRO-3): all of "
-            "them sample together, but only some have groups to replace. Set dynamic_sampling=False."
-        )
+    if not config.dynamic_sampling and config.max_resample_rounds != default:
+        raise ConfigError(f"max_resample_rounds={config.max_resample_rounds} needs dynamic_sampling=True.")
 
 
 def check_objective(config: Any) -> None:
@@ -236,6 +213,10 @@ def check_run(config: Any) -> None:
     one_of(config, "record", ("all", "metrics", "off"))
     one_of(config, "audit", ("error", "warn", "off"))
     in_range(config, "max_bad_updates", 1)
+    if config.process_timeout is not None:
+        in_range(config, "process_timeout", 5, LONGEST_WAIT)
+    if config.stop_timeout is not None:
+        in_range(config, "stop_timeout", 1, LONGEST_WAIT)
     names = {"*", *(f.name for f in fields(config))}
     for name in config.resume_allow_changes or []:
         if name.partition(".")[0] not in names | set(BEYOND_SETTINGS):

@@ -56,8 +56,10 @@ class Engine:
         plan: RolloutPlan | None = None,
         fuse: bool = True,
         graphs: bool = True,
+        reserved: Callable[[], int] | None = None,
     ):
         self.policy = policy
+        self.reserved = reserved  # bytes that training will take of what is free now, if not what the model says
         self.autocast_dtype = autocast_dtype
         self.tokenizer = tokenizer
         self.context_length = context_length
@@ -201,7 +203,7 @@ class Engine:
         """The budgets that this call would like, within what is free or in our own pool."""
         free = free_memory(device) + (0 if self._runner is None else self._runner.pool.held_bytes)
         if self.plan is None:  # later the optimizer has what it needs
-            free -= training_bytes(model.parameters())
+            free -= training_bytes(model.parameters()) if self.reserved is None else self.reserved()
         # In later turns each completion has a prefix of its own: a pool that grew then would lose what is kept.
         prefixes = [[prompt.prefix_length] * (len(prompt.owed) if self._in_turns else 1) for prompt in work.runnable]
         return plan_rollout(

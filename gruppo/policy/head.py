@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from gruppo.algo.logprobs import entropy_from_logits, selective_log_softmax
 from gruppo.kernels.head import Head, head_scores
 from gruppo.policy.float32_head import Float32Head
+from gruppo.policy.sharding import own_class
 from gruppo.policy.unwrap import inner_model
 
 # Tokens whose logits exist at once where the head is a module that only it knows how to run.
@@ -46,7 +47,7 @@ class ModelHead:
     def linear(self) -> Head | None:
         """The head as one matrix; None if something else is in its place, such as an adapter."""
         module = self._active
-        if type(module) not in (nn.Linear, Float32Head):
+        if own_class(module) not in (nn.Linear, Float32Head):
             return None
         return Head(module.weight, module.bias, self.scale, self.softcap)
 

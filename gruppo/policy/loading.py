@@ -46,7 +46,8 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
     kwargs["dtype"] = resolve_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype", "float32"))
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     processes = getattr(getattr(args, "distributed_state", None), "distributed_type", None)
-    if processes in (DistributedType.MULTI_GPU, DistributedType.DEEPSPEED) or not torch.cuda.is_available():
+    several = (DistributedType.MULTI_GPU, DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if processes in several or not torch.cuda.is_available():
         kwargs["device_map"] = None
     else:
         kwargs.setdefault("device_map", "auto")
@@ -175,6 +176,17 @@ def has_learned_positions(model: PreTrainedModel) -> bool:
 def copy_as_reference(model: PreTrainedModel) -> PreTrainedModel:
     """A frozen copy of the policy as it is now, without loading anything a second time."""
     reference = copy.deepcopy(model)
+    return reference.requires_grad_(False).eval()
+
+
+def load_again(model: PreTrainedModel, args: Any) -> PreTrainedModel:
+    """The model as it was loaded, frozen: for a reference of weights that cannot be copied."""
+    if not model_name(model):
+        raise ConfigError(
+            "beta > 0 needs a reference. Under ZeRO-3 it is loaded again, but the model was not loaded from a name or "
+            "folder. Pass it by name, or set beta=0."
+        )
+    reference = load_policy(model_name(model), args)
     return reference.requires_grad_(False).eval()
 
 

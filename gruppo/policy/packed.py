@@ -22,6 +22,7 @@ from gruppo.policy.head import ModelHead, Scores
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.packing import PackedRows
 from gruppo.policy.routing import Routing, routing_of
+from gruppo.policy.sharding import is_spread
 from gruppo.policy.unwrap import inner_model
 
 ATTENTION_NAME = "gruppo_packed"
@@ -87,6 +88,11 @@ class PackedPolicy:
             )
         if len(caught) != 1:
             raise PackingError(f"{type(inner_model(model)).__name__} calls its head {len(caught)} times, not once.")
+        if hasattr(next(head.module.parameters(), None), "full_tensor"):
+            raise PackingError(
+                "The head's weights are spread over processes again when its scores are due. accelerate 1.15 leaves "
+                "them gathered until the backward pass; use that, or set packed_update=False."
+            )
         hidden = caught[0].squeeze(0)
         if hidden.requires_grad:
             hidden.register_hook(partial(_check_active, inner_model(model).config))
@@ -97,11 +103,17 @@ class PackedPolicy:
         )
         return scores, output
 
+    def learn(self, model: nn.Module) -> None:
+        """Find out which layers can be fused, before the model is spread over processes."""
+        self._layer_swaps(inner_model(model))
+
     def _layer_swaps(self, model: Any) -> list[Swap]:
         if not self.fused_layers:
             return []
         parameters = [id(parameter) for parameter in model.parameters()]
         known, swaps = self._fused.get(id(model), (None, []))
+        if is_spread(model):  # its layers can be tried only while they are whole, see `learn`
+            return swaps
         if known != parameters:
             dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
             if self.autocast_dtype is not None:

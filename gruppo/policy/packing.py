@@ -146,6 +146,15 @@ class Packer:
         ).to(self.device)
 
 
+def idle_pack(device: torch.device) -> PackedRows:
+    """A pack of one prompt of one token and a completion of two, for a pass in which nothing is to be done."""
+    ids = torch.zeros((1, 2), dtype=torch.long, device=device)
+    ones = torch.ones_like(ids)
+    batch = TrainBatch(prompt_ids=ids[:, :1], prompt_mask=ones[:, :1], completion_ids=ids, completion_mask=ones)
+    (pack,) = Packer(batch).packs([0], budget=8)
+    return pack
+
+
 def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
 

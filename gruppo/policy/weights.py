@@ -10,17 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
 from gruppo.policy.quantised import is_quantised
+from gruppo.policy.sharding import full_value, is_spread, plain_name
 from gruppo.policy.unwrap import inner_model
 
-__all__ = ["check_copyable", "is_sharded", "named_weights"]
-
-# Parts of names that wrappers around a module add.
-WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+__all__ = ["check_copyable", "named_weights"]
 
 Walk = Iterator[tuple[str, Tensor]]
 
@@ -40,7 +37,7 @@ def named_weights(model: Any) -> Walk:
     rename = _checkpoint_names(inner)
     walk = _adapted(inner) if is_peft_model(_bare(model)) else _tensors(inner)
     for name, tensor in walk:
-        plain = _without_wrappers(name)
+        plain = plain_name(name)
         yield from ((plain, tensor),) if rename is None else rename(plain, tensor)
 
 
@@ -60,11 +57,6 @@ def check_copyable(model: Any) -> None:
     if is_peft_model(bare):
         _check_adapters(bare, inner)
     _check_tied(inner)
-
-
-def is_sharded(model: Any) -> bool:
-    """Whether no process alone has all weights."""
-    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
 
 
 def _bare(model: Any) -> Any:
@@ -93,19 +85,13 @@ def _check_tied(inner: Any) -> None:
 # ---- names
 
 
-def _without_wrappers(name: str) -> str:
-    for part in WRAPPERS:
-        name = name.replace(part, "")
-    return name
-
-
 def _checkpoint_names(inner: Any) -> Callable[[str, Tensor], Walk] | None:
     """How transformers saves what it holds under other names (fused experts, say); None where names are the same."""
     from transformers.core_model_loading import revert_weight_conversion
 
     if not hasattr(inner, "save_pretrained"):
         return None
-    here = {_without_wrappers(name): torch.empty(p.shape, device="meta") for name, p in inner.named_parameters()}
+    here = {plain_name(name): torch.empty(p.shape, device="meta") for name, p in inner.named_parameters()}
     here = {name: tensor for name, tensor in here.items() if ".base_layer." not in name}
     saved = revert_weight_conversion(inner, here)
     if saved.keys() == here.keys():
@@ -123,28 +109,15 @@ def _checkpoint_names(inner: Any) -> Callable[[str, Tensor], Walk] | None:
 def _tensors(module: nn.Module, prefix: str = "") -> Walk:
     """Parameters, and buffers that are saved with them."""
     for name, parameter in module.named_parameters(prefix.removesuffix(".")):
-        yield name, whole(parameter)
+        yield name, full_value(parameter)
     for path, owner in module.named_modules():
         for name, buffer in _saved_buffers(owner):
-            yield f"{prefix}{path}{'.' if path else ''}{name}", whole(buffer)
+            yield f"{prefix}{path}{'.' if path else ''}{name}", full_value(buffer)
 
 
 def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     skipped = module._non_persistent_buffers_set
     return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None and name not in skipped]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor of all processes together."""
-    if isinstance(tensor, DTensor):
-        full: Tensor = tensor.full_tensor().detach()
-        return full
-    if hasattr(tensor, "ds_id"):  # of DeepSpeed ZeRO-3: empty until it is gathered, and emptied again
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach().clone()
-    return tensor.detach()
 
 
 # ---- adapters
@@ -178,7 +151,7 @@ def _check_adapters(bare: Any, inner: Any) -> None:
             )
         if isinstance(module, layer_class) and not hasattr(module, "merge"):
             raise ConfigError(f"{name}: a {type(module).__name__} cannot be merged into the weights that vLLM holds.")
-    if is_sharded(inner):
+    if is_spread(inner):
         raise ConfigError(
             "Adapters on weights that are spread over processes (FSDP, ZeRO-3) cannot be merged for vLLM. Keep the "
             "whole model on every process, or train all weights."
@@ -209,7 +182,7 @@ def _adapted(inner: nn.Module) -> Walk:
             for name, tensor in own:
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield f"{prefix}{name}", whole(tensor)
+                    yield f"{prefix}{name}", full_value(tensor)
 
 
 @contextmanager

@@ -162,6 +162,16 @@ class RewardRunner:
         """Whether some reward is an async function."""
         return any(is_async(function) for function in self.functions)
 
+    @property
+    def in_step(self) -> bool:
+        """Whether some reward waits, inside, for the other processes."""
+        return any(hasattr(function, "keep_up") for function in self.functions)
+
+    def keep_up(self) -> None:
+        """For a process without completions: take part in what the others do."""
+        for function in self.functions:
+            _keep_up(function)
+
     def close(self) -> None:
         """End all workers; the next call starts new ones."""
         for pool in self._pools.values():
@@ -231,6 +241,7 @@ class RewardRunner:
         texts = (batch.prompts, batch.completions, self.chat_template_kwargs)
         budget = token_budget(self.device)
         scores = score_completions(model, tokenizer, *texts, tokens=budget, device=self.device)
+        _keep_up(model)
         outcomes = [
             Outcome(Kind.FAILURE, error=clip(score)) if isinstance(score, str) else read_value(score, name, i, 0)
             for i, score in enumerate(scores)
@@ -284,6 +295,12 @@ class RewardRunner:
                 f"of the baseline. The first one: prompt {shorten(batch.prompts[i])}, completion "
                 f"{shorten(batch.completions[i])}, columns {shorten(dict(batch.rows[i]))}."
             )
+
+
+def _keep_up(function: Any) -> None:
+    """A model whose weights are spread over processes makes as many passes in each."""
+    if hasattr(function, "keep_up"):
+        function.keep_up()
 
 
 def ask_in_process(function: Any, name: str, arguments: Arguments) -> Reply:

@@ -1,13 +1,14 @@
 """What a rollout backend is: something that answers sample requests."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from gruppo.engine.noise import derive_key
 from gruppo.engine.settings import filters, merged_config
+from gruppo.policy.sharding import WholeWeights, ready
 from gruppo.policy.unwrap import inner_model
 from gruppo.types import Completion, SampleRequest, Vision
 
@@ -23,6 +24,9 @@ class RolloutBackend:
     config: Any
     policy: Callable[[], Any] | None = None  # returns the module that is sampled from; None where there is none here
     weights_version: int | None = None  # of the weights that the last call sampled from; None: not known
+    whole: WholeWeights | None = None  # where the weights that are trained are spread over processes
+    together = False  # every process must call `sample` as often as the others, with something to ask for
+    _is_ready = False
     pause: Callable[[], None] = staticmethod(lambda: None)  # called now and then while sampling; may raise to end it
     clock: Callable[[], Any] = staticmethod(lambda: None)  # another value after each update of the weights
     context_length: int | None = None  # tokens of prompt and completion that it has room for; None: the model's
@@ -43,6 +47,22 @@ class RolloutBackend:
     def begin(self, requests: Sequence[SampleRequest]) -> Any:
         """Ask for the same without waiting for it, where another program samples; see `vllm.inflight.InFlight`."""
         raise NotImplementedError(f"{type(self).__name__} samples in this process.")
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """In here weights that are spread over processes are at hand; all processes enter it together.
+
+        `sample` enters it by itself, so this is for calls that not every process makes.
+        """
+        if self._is_ready:
+            yield
+            return
+        self._is_ready = True
+        try:
+            with ready(self.whole, self.release):
+                yield
+        finally:
+            self._is_ready = False
 
     def turns(self) -> AbstractContextManager[None]:
         """A block of calls in which completions are gone on with: prompt, completion and what answered it.

@@ -14,6 +14,7 @@ from gruppo.engine.settings import SamplingSettings, merged_config, unsupported
 from gruppo.engine.support import trial, unsupported_model
 from gruppo.plan import RolloutPlan
 from gruppo.policy.loading import context_length, has_learned_positions
+from gruppo.policy.sharding import WholeWeights
 from gruppo.policy.unwrap import inner_model
 from gruppo.rollout.base import RolloutBackend
 from gruppo.types import Completion, SampleRequest, StopReason
@@ -24,12 +25,16 @@ def why_not(model: Any, config: GenerationConfig, *, autocast_dtype: torch.dtype
 
     If nothing is known to be missing, a trial of a few tokens is compared with the model's own forward pass.
     """
-    inner = inner_model(model)
-    reasons = unsupported(merged_config(config, getattr(inner, "generation_config", None))) + unsupported_model(model)
-    if reasons:
+    if reasons := missing(model, config):
         return reasons
     failure = trial(model, autocast_dtype=autocast_dtype)
     return [failure] if failure else []
+
+
+def missing(model: Any, config: GenerationConfig) -> list[str]:
+    """What is known to keep the engine from it, without a trial."""
+    inner = inner_model(model)
+    return unsupported(merged_config(config, getattr(inner, "generation_config", None))) + unsupported_model(model)
 
 
 class BuiltinBackend(RolloutBackend):
@@ -47,15 +52,19 @@ class BuiltinBackend(RolloutBackend):
         tokenizer: Any = None,
         autocast_dtype: torch.dtype | None = None,
         entropies: bool = False,
+        whole: WholeWeights | None = None,
+        reserved: Callable[[], int] | None = None,
     ):
-        self.policy = policy
+        self.policy, self.whole = policy, whole
         self.config = config
         self.stop_ids = tuple(sorted(stop_ids))
         self.entropies = entropies
         model = inner_model(policy())
         # Rotary positions go on past the length that the config names, as they do in transformers; learned ones end.
         context = context_length(model) if has_learned_positions(model) else None
-        self.engine = Engine(policy, autocast_dtype=autocast_dtype, tokenizer=tokenizer, context_length=context)
+        self.engine = Engine(
+            policy, autocast_dtype=autocast_dtype, tokenizer=tokenizer, context_length=context, reserved=reserved
+        )
 
     def metrics(self) -> dict[str, float]:
         """How well the engine was used, from its counters."""
@@ -91,8 +100,11 @@ class BuiltinBackend(RolloutBackend):
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order."""
         self.engine.pause = self.pause
-        completions = self.engine.sample(requests, self._settings(), entropies=self.entropies)
-        self.weights_version = self.engine.weights_version
+        with self.ready():
+            if self.whole is not None and self.whole.decision == "free":
+                self.engine.graphs = False  # they would be captured anew for every rollout
+            completions = self.engine.sample(requests, self._settings(), entropies=self.entropies)
+        self.weights_version = self.engine.weights_version if self.whole is None else self.whole.version
         return [self._ended_by_padding(completion) for completion in completions]
 
     def _settings(self) -> SamplingSettings:

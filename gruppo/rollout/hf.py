@@ -20,6 +20,7 @@ from gruppo.data.collate import pad
 from gruppo.data.vision import TYPES, model_inputs
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.modes import sampling_mode
+from gruppo.policy.sharding import WholeWeights
 from gruppo.policy.unwrap import forward_arguments, inner_model, is_noisy, makes_positions, position_ids
 from gruppo.rollout.base import RolloutBackend, stop_strings, with_limits_of
 from gruppo.rollout.vllm.requests import EXTRA, in_two
@@ -107,16 +108,24 @@ class TransformersBackend(RolloutBackend):
         tokenizer: Any = None,
         pad_to_multiple_of: int | None = None,
         share_prefill: bool = True,
+        whole: WholeWeights | None = None,
+        together: bool = False,
     ):
+        self.whole = whole
         self.policy = policy  # called anew each time: wrapping for training replaces the module
         self.config = config
         self.stop_ids = set(stop_ids)
         self.tokenizer = tokenizer  # only stop strings need it
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.share_prefill = share_prefill
+        self.together = together  # the weights are spread: processes make their passes in step
+        self.share_prefill = share_prefill and not together  # one more pass, where a process has siblings
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order."""
+        with self.ready():
+            return self._sample(requests)
+
+    def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         if not requests:
             return []
         policy = self.policy()
@@ -133,7 +142,11 @@ class TransformersBackend(RolloutBackend):
             if cache is None:  # else the images have been seen
                 settings |= self._seen(policy, requests, ids, owner)
             sequences = policy.generate(
-                input_ids=ids[owner], attention_mask=mask[owner], past_key_values=cache, **settings
+                input_ids=ids[owner],
+                attention_mask=mask[owner],
+                past_key_values=cache,
+                **settings,
+                **({"synced_gpus": True} if self.together else {}),
             )
         if len(sequences) != len(owner):
             raise RolloutError(f"generate returned {len(sequences)} sequences for {len(owner)} prompts.")

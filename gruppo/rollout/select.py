@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import GenerationConfig
 
 from gruppo.errors import ConfigError
 from gruppo.policy.modes import autocast_dtype
+from gruppo.policy.sharding import Sharding, WholeWeights, is_spread
 from gruppo.policy.unwrap import inner_model
 from gruppo.rollout import builtin
 from gruppo.rollout.base import RolloutBackend
@@ -15,6 +17,16 @@ from gruppo.rollout.continuous import ContinuousBatchingBackend
 from gruppo.rollout.hf import TransformersBackend
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a run samples from weights that are spread over processes."""
+
+    kind: Sharding
+    whole: WholeWeights | None  # all of them, for the time of a rollout; None: the processes sample in step
+    reserved: Callable[[], int]  # bytes that training will take on this process
+    from_main: Callable[[Any], Any]  # what the main process has
 
 
 def choose_backend(
@@ -27,16 +39,17 @@ def choose_backend(
     mixed_precision: str = "no",
     needed: bool = True,
     entropies: bool = False,
+    spread: Spread | None = None,
     images: bool = False,
 ) -> RolloutBackend:
     """The backend that the config asks for; "auto" takes the built-in engine, or says why it cannot.
 
     `policy` returns the module to sample from; `mixed_precision` is accelerate's word for how it is trained. `needed`
     is False in runs whose completions come from elsewhere: then "auto" does not try the engine. `entropies` asks for
-    the entropy at each token, from a backend that can give it. `images` says that prompts may have some.
+    the entropy at each token, from a backend that can give it. `spread` is for weights that no process has all of.
+    `images` says that prompts may have some.
     """
-    if images:
-        reject_blind_backends(args)
+    _check_asked(args, spread, images)
     if args.samples_with_vllm:
         from gruppo.rollout.vllm.choose import vllm_backend
 
@@ -49,22 +62,57 @@ def choose_backend(
             settings=args.transformers_continuous_batching_config,
             autocast_dtype=autocast_dtype(mixed_precision),
         )
+    whole = None if spread is None else spread.whole
+    sampled = policy if whole is None else lambda: whole.module
     if args.rollout_backend == "builtin" or (args.rollout_backend == "auto" and needed):
-        reasons = sharded(args) or (blind(policy()) if images else [])
-        reasons = reasons or builtin.why_not(policy(), config, autocast_dtype=autocast_dtype(mixed_precision))
+        # A spread model computes in the type that it is gathered in.
+        dtype = autocast_dtype(mixed_precision) if spread is None else None
+        reasons = blind(policy()) if images else _against_builtin(policy, config, dtype, spread)
         if not reasons:
             return builtin.BuiltinBackend(
-                policy,
+                sampled,
                 config,
                 stop_ids=stop_ids,
                 tokenizer=tokenizer,
-                autocast_dtype=autocast_dtype(mixed_precision),
+                autocast_dtype=dtype,
                 entropies=entropies,
+                whole=whole,
+                reserved=None if spread is None else spread.reserved,
             )
         _report(args, "; ".join(reason.rstrip(".") for reason in reasons))
     return TransformersBackend(
-        policy, config, stop_ids=stop_ids, tokenizer=tokenizer, pad_to_multiple_of=args.pad_to_multiple_of
+        sampled,
+        config,
+        stop_ids=stop_ids,
+        tokenizer=tokenizer,
+        pad_to_multiple_of=args.pad_to_multiple_of,
+        whole=whole,
+        together=spread is not None and whole is None,
     )
+
+
+def _check_asked(args: Any, spread: Spread | None, images: bool) -> None:
+    """Raise for a backend that was asked for by name and that cannot sample in this run."""
+    if images:
+        reject_blind_backends(args)
+    if args.use_transformers_continuous_batching and spread is not None:
+        raise ConfigError(
+            f"use_transformers_continuous_batching=True cannot sample from weights that are spread over processes "
+            f"({spread.kind.value}). Set it to False."
+        )
+
+
+def _against_builtin(policy: Callable[[], Any], config: Any, dtype: Any, spread: Spread | None) -> list[str]:
+    """Why the built-in engine cannot sample; where processes differ in what they hold, the main one knows."""
+    if spread is None:
+        return builtin.why_not(policy(), config, autocast_dtype=dtype)
+    if spread.whole is None:
+        return [f"ds3_gather_for_generation=False leaves the weights spread ({spread.kind.value})"]
+    model = policy()
+    # Under ZeRO-3 there is nothing to try a few tokens with yet.
+    reasons = builtin.missing(model, config) if is_spread(model) else builtin.why_not(model, config)
+    found: list[str] = spread.from_main(reasons)
+    return found
 
 
 def _report(args: Any, reasons: str) -> None:
@@ -98,13 +146,3 @@ def reject_blind_backends(args: Any) -> None:
 def blind(model: Any) -> list[str]:
     """Why the built-in engine cannot sample where prompts may have images."""
     return [f"prompts of {type(inner_model(model)).__name__} may have images, which it is not given"]
-
-
-def sharded(args: Any) -> list[str]:
-    """Why no single process has the weights to sample from, if that is so."""
-    plugin = getattr(args, "deepspeed_plugin", None)
-    if getattr(args, "fsdp", None):
-        return ["FSDP spreads the weights over processes"]
-    if plugin is not None and plugin.zero_stage == 3:
-        return ["DeepSpeed ZeRO-3 spreads the weights over processes"]
-    return []

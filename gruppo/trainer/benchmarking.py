@@ -8,12 +8,14 @@ import logging
 from importlib import import_module
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers import Trainer
 
 from gruppo.config.hints import nearest
 from gruppo.config.validate import check_eval_batches
 from gruppo.errors import ConfigError
 from gruppo.rollout.base import RolloutBackend
+from gruppo.trainer.presence import Presence
 from gruppo.trainer.state import RandomState
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class Benchmarking(Trainer):
     benchmarks: Any = None  # gruppo.evaluation.callback.TrainingBenchmarks
     backend: RolloutBackend
     control: Any
+    presence: Presence
     _eval_prefix: str
     _found: dict[str, float] | None = None  # by the benchmarks of the evaluation under way
     _found_prefix = ""
@@ -96,14 +99,26 @@ class Benchmarking(Trainer):
             self.optimizer.eval()
         generators, budgets = RandomState.now(), self.backend.state_dict()
         try:
-            self.backend.refresh()
-            found = self.benchmarks.run(self.backend, self.accelerator.process_index, self.accelerator.num_processes)
+            with self.backend.ready():
+                self.backend.refresh()
+                with self.presence.during("running benchmarks"):
+                    found = self.benchmarks.run(
+                        self.backend,
+                        self.accelerator.process_index,
+                        self.accelerator.num_processes,
+                        self._gather_shares,
+                    )
         finally:
             generators.restore()
             if budgets is not None and self.backend.state_dict() != budgets:
                 self.backend.load_state_dict(budgets)
                 self.backend.release()  # what was made for other budgets
         return {f"{prefix}_{name}": value for name, value in found.items()}
+
+    def _gather_shares(self, own: list[Any]) -> list[Any]:
+        with self.presence.waiting():
+            shares: list[Any] = gather_object(own)
+        return shares
 
     def _report(self, found: dict[str, float], prefix: str) -> dict[str, float]:
         """As Trainer does for a set of prompts."""

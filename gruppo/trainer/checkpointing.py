@@ -301,7 +301,8 @@ class Checkpointing(Watching):
     def _disk_is_full(self, part: Callable[[], Any], folder: Path) -> bool:
         """Do a part of the saving; whether it ended because the disk is full."""
         try:
-            part()
+            with self.presence.during("saving"):
+                part()
         except (OSError, RuntimeError, SafetensorError) as error:
             if not checkpoints.is_disk_full(error, folder):
                 raise

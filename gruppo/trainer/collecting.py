@@ -38,7 +38,11 @@ class Collecting(Overlapping):
     @torch.no_grad()
     def collect(self, rows: Sequence[Row]) -> TrainBatch:
         """Sample a completion for each row, score it, and compare it with its group."""
-        self._refresh_sampler()
+        with self.backend.ready():
+            self._refresh_sampler()
+            return self._collect(rows)
+
+    def _collect(self, rows: Sequence[Row]) -> TrainBatch:
         generation = self._sample_and_score(rows)
         if self.mode == "train" and self.args.dynamic_sampling:
             self._replace_groups_without_spread(generation)

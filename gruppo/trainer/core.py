@@ -31,14 +31,14 @@ from gruppo.algo.recipes import Recipe
 from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
 from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError
-from gruppo.policy import adapters, loading
+from gruppo.policy import loading
 from gruppo.policy.modes import autocast_dtype
 from gruppo.policy.routing import router_coefficient
 from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import generation_config
 from gruppo.rollout.select import choose_backend
-from gruppo.trainer import arguments, setup, tooling
+from gruppo.trainer import arguments, setup, spreading, tooling
 from gruppo.trainer.auditing import Audits
 from gruppo.trainer.benchmarking import Benchmarking, load_benchmarks
 from gruppo.trainer.completions import CompletionLog, start_hub_uploads
@@ -47,7 +47,8 @@ from gruppo.trainer.ledger import make_ledger
 from gruppo.trainer.metrics import MetricStore
 from gruppo.trainer.names import KnownNames
 from gruppo.trainer.planning import UpdatePlanner
-from gruppo.trainer.profiling import Timings
+from gruppo.trainer.presence import presence_of
+from gruppo.trainer.profiling import Stopwatch, Timings
 from gruppo.trainer.resuming import Resuming
 from gruppo.trainer.stopping import Stopper
 from gruppo.trainer.unused import Parts, check_unused
@@ -136,12 +137,15 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
     def _make_run_state(self, rewards: tuple[list[Any], list[Any], Tensor], rollout_func: Any) -> None:
         """Everything that needs the accelerator, which exists once Trainer is initialised."""
         args = self.args
+        self.sharding = spreading.find_sharding(self)
+        setup.recompute_by_default(self)
         self.model.add_model_tags(["gruppo", self.algorithm])
         self._changed: dict[str, float] = {}
         self.recipe = self.make_recipe()
         self.loss_settings = self.make_loss_settings()
         self.mode = "train"
         self.timings = Timings()
+        self._stopwatch = Stopwatch(self.accelerator.device)
         self.metrics = MetricStore(self.accelerator)
         self.entropy_control = EntropyControl.from_args(args)
         self.completion_logs = {mode: CompletionLog(args.generation_batch_size) for mode in ("train", "eval")}
@@ -151,20 +155,25 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._update_seconds = 0.0
 
         self.stopper = Stopper(enabled=args.save_on_signal, alone=self.accelerator.num_processes == 1)
+        self.presence = presence_of(args, lambda: self.state.global_step + 1, lambda: self.stopper.waited)
         self.audits = Audits(args.audit, args.max_bad_updates, self._note_finding)
         self._make_rewards(rewards)
         check_unused(
             args, Parts(self.toolset is not None, self.reward_runner.has_workers, self.reward_runner.has_async)
         )
         self._extra_columns, self._extra_metrics = {}, {}
-        self.ref_model = self._make_reference()
+        self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
+        self.packed = setup.packed_policy(self)
+        self.ref_model = spreading.make_reference(self)
         self._make_sampler(rollout_func)
         if self.benchmarks is not None:
             self.benchmarks.bind(self.backend, self._tokenizer)
-        self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
-        self.packed = setup.packed_policy(self)
         self.planner = UpdatePlanner(
-            args, lambda: self.accelerator.unwrap_model(self.model), self.packed, lambda: self.backend.release()
+            args,
+            lambda: self.accelerator.unwrap_model(self.model),
+            self.packed,
+            lambda: self.backend.release(),
+            agree=(lambda plan: spreading.agreed(self.accelerator, plan)) if self.sharding.spread else None,
         )
         self.ledger = make_ledger(self.accelerator, self.model, autocast_dtype(self.accelerator.mixed_precision))
         self._hub_uploads = None
@@ -196,6 +205,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             mixed_precision=self.accelerator.mixed_precision,  # a launcher may have set it, not the config
             needed=rollout_func is None or self.toolset is not None,
             entropies=args.skip_zero_advantage,  # of rows that the update leaves out
+            spread=spreading.make_spread(self, needed=rollout_func is None or self.toolset is not None),
             images=self.prompt_encoder.takes_images,
         )
         if rollout_func is None or self.toolset is not None:
@@ -203,20 +213,10 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.backend.pause = self.stopper.check
         self.backend.clock = lambda: self.state.global_step
         self.tool_loop = self._make_tool_loop()
+        spreading.reject_together(self)
 
     def _note_finding(self, finding: Any) -> None:
         self.record_event("audit", check=finding.check, message=finding.message, values=finding.values)
-
-    def _make_reference(self) -> nn.Module | None:
-        """A frozen copy of the policy as it is now; none without KL, and none with adapters (see policy/adapters)."""
-        if self.args.beta == 0 or adapters.is_peft_model(self.model):
-            return None
-        reference = self.accelerator.prepare_model(loading.copy_as_reference(self.model), evaluation_mode=True)
-        if self.args.sync_ref_model:
-            from gruppo.trainer.callbacks import SyncRefModelCallback
-
-            self.add_callback(SyncRefModelCallback(ref_model=reference, accelerator=self.accelerator))
-        return reference
 
     def make_recipe(self) -> Recipe:
         """The row of the recipe table that the config describes."""
@@ -295,7 +295,8 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             self._queue.clear()  # of an epoch that was stopped early
         if not self._queue:
             self._sampling_anew = phase > 0
-            rows = self.rows_of(generation, anew=phase > 0) if isinstance(step, int) else step
+            with self.presence.during("reading prompts"):
+                rows = self.rows_of(generation, anew=phase > 0) if isinstance(step, int) else step
             place = (self._epoch, generation) if isinstance(step, int) else (self.state.global_step, position)
             with self._at((self._earlier_runs, *place)):
                 slices = self._collect_slices(rows)
@@ -355,7 +356,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             self.mode = previous
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self._in_mode("eval"):
+        with self.presence.watching(), self._in_mode("eval"):
             return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

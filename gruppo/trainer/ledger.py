@@ -152,6 +152,11 @@ class Ledger:
         """Seconds of the update's passes, in parts or at once; a single pass cannot be timed without a wait for it."""
         self._update.seconds += seconds
 
+    @property
+    def update_tokens(self) -> int:
+        """Tokens that went through the model in the passes of the update."""
+        return self._update.prompt + self._update.completion
+
     def metrics(self) -> dict[str, float]:
         """Of the update that just ended, which is then forgotten. Keys about a phase are missing if it did nothing."""
         rollout, update = self._rollout, self._update

@@ -21,22 +21,29 @@ class UpdatePlanner:
     """Makes the plan with the first rows and keeps it; turns gradient checkpointing on if the plan says so.
 
     `policy` returns the bare model, `packed` is how it runs packed rows, `release` frees what sampling holds between
-    rollouts.
+    rollouts, and `agree` makes one plan of those of all processes, where they must run their passes in step.
     """
 
     def __init__(
-        self, args: Any, policy: Callable[[], nn.Module], packed: PackedPolicy | None, release: Callable[[], None]
+        self,
+        args: Any,
+        policy: Callable[[], nn.Module],
+        packed: PackedPolicy | None,
+        release: Callable[[], None],
+        agree: Callable[[UpdatePlan], UpdatePlan] | None = None,
     ):
         self.args = args
         self.policy = policy
         self.packed = packed
         self.release = release
+        self.agree = agree
         self.in_force: UpdatePlan | None = None
         self._longest = 1  # tokens of the longest row that may come
 
     def plan(self, batch: TrainBatch) -> UpdatePlan:
         if self.in_force is None:
-            self._apply(self._make(batch))
+            plan = self._make(batch)
+            self._apply(plan if self.agree is None else self.agree(plan))
         assert self.in_force is not None
         return self.in_force
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 
 class Timings:
     """Seconds and number of calls per phase, summed over the run.
@@ -21,6 +23,46 @@ class Timings:
     def add(self, name: str, seconds: float) -> None:
         self.seconds[name] += seconds
         self.calls[name] += 1
+
+
+class Stopwatch:
+    """Seconds between a start and a stop on the device, which need not be waited for in between.
+
+    Example:
+        watch.start()
+        …                 # work is given to the device
+        watch.stop()
+        …                 # something that waits for the device
+        watch.take()      # how long it worked, since the last call
+    """
+
+    def __init__(self, device: torch.device):
+        self.on_cuda = device.type == "cuda"
+        self._begun: Any = None
+        self._ended: Any = None
+
+    def start(self) -> None:
+        self._begun, self._ended = self._now(), None
+
+    def stop(self) -> None:
+        self._ended = self._now()
+
+    def take(self) -> float:
+        begun, ended = self._begun, self._ended
+        self._begun = self._ended = None
+        if begun is None or ended is None:
+            return 0.0
+        if not self.on_cuda:
+            return float(ended - begun)
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1000
+
+    def _now(self) -> Any:
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from gruppo.data.probing import inner_tokenizer
 from gruppo.policy.loading import model_name as name_of
+from gruppo.policy.sharding import Sharding
 from gruppo.rollout.base import RolloutBackend
 from gruppo.runs.record import RunRecorder
 from gruppo.trainer.auditing import Audits
@@ -23,6 +24,7 @@ from gruppo.trainer.completions import (
 from gruppo.trainer.entropy import EntropyControl
 from gruppo.trainer.metrics import MetricStore
 from gruppo.trainer.planning import UpdatePlanner
+from gruppo.trainer.presence import Presence
 from gruppo.trainer.stopping import Stopper
 
 
@@ -39,6 +41,8 @@ class Reporting(Trainer):
     planner: UpdatePlanner
     stopper: Stopper
     audits: Audits
+    presence: Presence
+    sharding: Sharding
     recorder: RunRecorder | None = None  # while a run is under way
     _record_seconds = 0.0  # spent on the record since the last update
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_model
 from gruppo.errors import AuditError, CheckpointError, RunLockedError
 from gruppo.policy.adapters import is_peft_model, reload_trained_adapter, same_dtypes
 from gruppo.policy.loading import is_saved_under_other_names, load_converted_weights
+from gruppo.policy.sharding import REPLICATED
 from gruppo.runs import checkpoints
 from gruppo.runs.lock import RunLock
 from gruppo.runs.record import RunRecorder, recorded_run
@@ -40,7 +41,8 @@ class Resuming(Checkpointing):
             self._settings_now = self._settings()
             checkpoint = self._choose(resume_from_checkpoint)
             try:
-                output = super().train(checkpoint, *args, **kwargs)
+                with self.presence.watching():
+                    output = super().train(checkpoint, *args, **kwargs)
             except StopRequested:
                 self._save_boundary()
             except BaseException as error:
@@ -233,6 +235,10 @@ class Resuming(Checkpointing):
         for callback in self.callback_handler.callbacks:
             if hasattr(callback, "read_state"):
                 callback.read_state(folder)
+
+    @property
+    def _replicated(self) -> bool:
+        return self.accelerator.distributed_type in REPLICATED
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         policy = self.accelerator.unwrap_model(model or self.model)

@@ -1,6 +1,7 @@
 """From rollouts to rewards of all processes."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from gruppo.rewards.runner import RewardInputs, RewardRunner, RewardSettings, Sc
 from gruppo.trainer.breaker import RewardBreaker, RewardCounts, kinds_from_values
 from gruppo.trainer.metrics import gather_rows, raised_together
 from gruppo.trainer.scoring import Scoring
+from gruppo.trainer.spreading import prepare_reward_model
 from gruppo.types import Rollout
 
 
@@ -40,7 +42,7 @@ class Rewarding(Scoring):
         self.reward_weights = weights.to(self.accelerator.device)
         self.reward_runner = RewardRunner(
             [
-                self.accelerator.prepare_model(f.eval(), evaluation_mode=True) if is_reward_model(f) else f
+                prepare_reward_model(self.accelerator, self.sharding, f.eval()) if is_reward_model(f) else f
                 for f in functions
             ],
             self.reward_func_names,
@@ -102,7 +104,8 @@ class Rewarding(Scoring):
         """Hook: rewards (N, R) gathered from all processes, NaN where a function abstained or failed."""
         none = torch.zeros(0, len(self.reward_func_names), device=self.accelerator.device)
         scores = Scores(none, none.to(torch.int8), None)
-        with raised_together(self.accelerator, RewardError), self.timer("_calculate_rewards"):
+        together = nullcontext() if self.reward_runner.in_step else raised_together(self.accelerator, RewardError)
+        with together, self.timer("_calculate_rewards"), self.presence.during("asking the rewards"):
             if prompts:  # else all replacements of this round are on other processes
                 scores = self.reward_runner.score(
                     RewardInputs(inputs, prompts, completions, completion_ids_list),
@@ -110,6 +113,8 @@ class Rewarding(Scoring):
                     log_extra=self._log_completion_extra,
                     log_metric=self._log_metric,
                 )
+            else:
+                self.reward_runner.keep_up()
         self._reward_steps = scores.steps
         # No process tells another that a reward failed: it is part of what all of them gather.
         self._reward_kinds_NR = gather_rows(self.accelerator, scores.kinds_BR)

@@ -24,7 +24,7 @@ from gruppo.trainer.ledger import Ledger
 from gruppo.trainer.metrics import gather_rows
 from gruppo.trainer.resampling import runs
 from gruppo.trainer.rewarding import Rewarding
-from gruppo.trainer.tooling import reject_sharding
+from gruppo.trainer.tooling import reject_shared_engines
 from gruppo.types import Completion, Message, Prompt, Rollout, SampleRequest, StopReason
 
 Row = Mapping[str, Any]
@@ -78,7 +78,8 @@ class Sampling(Rewarding):
         start = time.perf_counter()
         started = Started(rows) if self.toolset is None else self.toolset.start(rows, self.mode)
         with nullcontext() if self.tool_loop is None else self.backend.turns():
-            prompts, completions, extras = self._first_turn(started.rows)
+            with self.presence.during("sampling"):
+                prompts, completions, extras = self._first_turn(started.rows)
             if self.tool_loop is None:
                 ids = [completion.ids for completion in completions]
                 outputs = decode(self._tokenizer, prompts, ids, self.eos_token_ids)
@@ -261,7 +262,7 @@ class Sampling(Rewarding):
     def _make_tool_loop(self) -> ToolLoop | None:
         if self.toolset is None or not self.toolset.functions:
             return None
-        reject_sharding(self.args, self.accelerator.distributed_type)
+        reject_shared_engines(self.args)
         encoder = self.prompt_encoder
         room = [length for length in (encoder.context_length, self.backend.context_length) if length is not None]
         suffix = SuffixTokens(self.processing_class, encoder.chat_template, encoder.chat_template_kwargs)
@@ -280,7 +281,8 @@ class Sampling(Rewarding):
     def _summed(self, numbers: Sequence[int]) -> list[int]:
         """Each number added up over all processes."""
         local = torch.tensor(list(numbers), device=self.accelerator.device)
-        summed: list[int] = self.accelerator.reduce(local, reduction="sum").tolist()
+        with self.presence.waiting():
+            summed: list[int] = self.accelerator.reduce(local, reduction="sum").tolist()
         return summed
 
     def _read_turn(self, episode: Episode) -> Message:
@@ -304,14 +306,16 @@ class Sampling(Rewarding):
             Episode(prompt.ids, tools, [completion])
             for prompt, completion, tools in zip(prompts, completions, started.tools, strict=True)
         ]
-        loop.run(episodes, self._next_turn)
+        with self.presence.during("running tools"):
+            loop.run(episodes, self._next_turn)
         self._turn = None
         self._tool_counts = self._count_tools(loop, episodes)
         return [episode.completion for episode in episodes], [episode.messages for episode in episodes]
 
     def _next_turn(self, turn: Turn) -> list[Completion]:
         self._turn, self._requests_made = turn, 0
-        return self._sample(turn.prompt_ids)
+        with self.presence.during("sampling"):
+            return self._sample(turn.prompt_ids)
 
     def _count_tools(self, loop: ToolLoop, episodes: Sequence[Episode]) -> dict[str, float]:
         """Calls, failures, turns and seconds, of all processes."""

@@ -17,12 +17,14 @@ from gruppo.policy.head import Scores
 from gruppo.policy.logprobs import score_routed_tokens, score_tokens
 from gruppo.policy.modes import sampling_mode
 from gruppo.policy.packed import PackedPolicy
-from gruppo.policy.packing import PackedRows, Packer
+from gruppo.policy.packing import PackedRows, Packer, idle_pack
 from gruppo.policy.routing import Routing
+from gruppo.policy.sharding import reshard
 from gruppo.trainer.feeding import Feeding
 from gruppo.trainer.metrics import gather_rows, ratio_metrics
 from gruppo.trainer.parity import check_parity, enforce
 from gruppo.trainer.profiling import profiling_context
+from gruppo.trainer.spreading import can_check_parity
 from gruppo.types import TrainBatch
 
 T = TypeVar("T")
@@ -56,9 +58,15 @@ class Scoring(Feeding):
         due = last is None or (interval and now - last >= interval)
         if self.packed is None or interval is None or not due:
             return
-        with torch.enable_grad():
+        model = self.accelerator.unwrap_model(self.model)
+        if self.sharding.spread:
+            if not can_check_parity(self):
+                return
+            assert self.backend.whole is not None
+            model = self.backend.whole.module  # for the time of a rollout
+        with torch.enable_grad(), self.presence.during("checking parity"):
             report = check_parity(
-                self.accelerator.unwrap_model(self.model),
+                model,
                 self.packed,
                 batch,
                 temperature=self.temperature,
@@ -87,7 +95,7 @@ class Scoring(Feeding):
 
     def _with_memory(self, run: Callable[[], T]) -> T:
         """What `run` returns; in smaller packs if memory is short."""
-        while self.packed is not None:
+        while self.packed is not None and not self.sharding.spread:  # there, the others are in the same pass
             try:
                 return run()
             except torch.OutOfMemoryError:
@@ -172,7 +180,7 @@ class Scoring(Feeding):
     def _frozen_logps(self, model: nn.Module, batch: TrainBatch, packs: Sequence[PackedRows] | None) -> Tensor:
         """Log-probs in evaluation mode: the distribution that was sampled from, without dropout."""
         bare = self.accelerator.unwrap_model(model) if model is self.model else model
-        with sampling_mode(model):
+        with sampling_mode(model), self.presence.during("computing log-probs"):
             if packs is None:
                 return self._score(bare, batch, batch_size=self._forward_rows)[0]
             return self._score_packs(bare, batch, packs)[0]
@@ -191,6 +199,22 @@ class Scoring(Feeding):
         plan = self.planner.plan(batch)
         return Packer(batch).packs(rows, plan.tokens, plan.group_tokens)
 
+    def _most(self, passes: int) -> int:
+        """The passes that every process makes, where all must make as many: spread weights are gathered in each."""
+        if not self.sharding.spread:
+            return passes
+        return int(self.accelerator.gather(torch.tensor([passes], device=self.accelerator.device)).max())
+
+    def _idle(self, model: nn.Module, passes: int) -> None:
+        """Passes for the sake of the others; with gradients, which are all 0."""
+        assert self.packed is not None
+        for _ in range(passes):
+            scores = self.packed.score(model, idle_pack(self.accelerator.device))
+            if torch.is_grad_enabled():
+                self.accelerator.backward(scores.logps.sum() * 0.0)
+        if self.sharding.spread and not torch.is_grad_enabled():
+            reshard(model)
+
     def _whole_packs(self, batch: TrainBatch) -> list[PackedRows]:
         """All rows, packed with every token: what a router is to place evenly."""
         plan = self.planner.plan(batch)
@@ -204,8 +228,10 @@ class Scoring(Feeding):
         In packs of whole rows the load-balancing loss as well.
         """
         assert self.packed is not None
+        idle = self._most(len(packs)) - len(packs)
         with self.timer("_get_per_token_logps_and_entropies"), self.packed.active(model):
             found = [self._scores_of(model, pack, entropy=entropy) for pack in packs]
+            self._idle(model, idle)
         scores, routings = [score for score, _ in found], [routing for _, routing in found if routing is not None]
         router_loss = sum(routings[1:], routings[0]).loss() if routings else None
 

@@ -25,6 +25,7 @@ HARMLESS = {
     *("reward_workers", "reward_concurrency", "reward_retries", "worker_env", "max_parallel_tools"),
     *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
     *("vllm_request_timeout", "vllm_group_port"),
+    *("process_timeout", "stop_timeout"),
     *("per_device_eval_batch_size", "num_generations_eval", "parallelism_config", "accelerator_config"),
 }
 HARMLESS_PREFIXES = (

@@ -22,9 +22,11 @@ from gruppo.policy.modes import autocast_dtype, has_reentrant_checkpoints
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.quantised import narrow_adapters, reject_full_training
 from gruppo.policy.routing import check_router, router_coefficient
+from gruppo.policy.sharding import REPLICATED
 from gruppo.policy.support import why_not_packed, why_not_routed
 from gruppo.policy.unwrap import forward_arguments, inner_model
 from gruppo.trainer import tooling
+from gruppo.trainer.metrics import from_main
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +73,8 @@ PADDED_HOOKS = (
     "_prepare_inputs",
 )
 
-# Every process holds the whole model, so that a forward pass of one process needs no other.
-REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+# Where packed rows were tried.
+KNOWN = (*REPLICATED, DistributedType.FSDP)
 
 
 def overridden(trainer: Any, names: Sequence[str]) -> list[str]:
@@ -89,8 +91,11 @@ def against_packing(trainer: Any) -> list[str]:
         reasons.append(f"prompts of {model} may have images, which packed rows do not know")
     if hooks := overridden(trainer, PADDED_HOOKS):
         reasons.append(f"{type(trainer).__name__} overrides {', '.join(hooks)}, which sees padded rows")
-    if trainer.accelerator.distributed_type not in REPLICATED:
-        reasons.append(f"{trainer.accelerator.distributed_type.value} spreads the model over processes")
+    kind = trainer.accelerator.distributed_type
+    if kind is DistributedType.DEEPSPEED:
+        reasons.append("DeepSpeed takes a step of its own after each backward pass")
+    elif kind not in KNOWN:
+        reasons.append(f"{kind.value} was not tried with anything else")
     if args.torch_compile:
         reasons.append("torch_compile=True compiles the model for rows of their own")
     elif compiled_modules(trainer.model):
@@ -122,6 +127,8 @@ def packed_policy(trainer: Any) -> PackedPolicy | None:
     reasons = against_packing(trainer) or why_not_packed(model, policy)
     if not reasons and trainer.router_aux_loss_coef:
         reasons = why_not_routed(model, policy)
+    if trainer.sharding.spread:  # some launchers give only the main process weights to try
+        reasons = from_main(trainer.accelerator, reasons)
     if not reasons:
         return policy
     if args.max_tokens_per_micro_batch is not None:
@@ -183,10 +190,6 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
         )
     if args.disable_dropout:
         loading.disable_dropout_in_model(policy)
-    state = args.distributed_state
-    if args.gradient_checkpointing is None and state and state.distributed_type not in REPLICATED:
-        # No plan knows what such a process holds: recompute, as before plans.
-        policy.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
     return policy
 
 
@@ -224,6 +227,13 @@ def reject_frozen(policy: Any) -> None:
         else "Set requires_grad of those weights that are to be trained, or pass a peft_config."
     )
     raise ConfigError(f"No weight of the model is trainable: there is nothing to train. {how}")
+
+
+def recompute_by_default(trainer: Any) -> None:
+    """Under DeepSpeed no plan knows what a process holds: gradient checkpointing is on unless it is turned off."""
+    args = trainer.args
+    if args.gradient_checkpointing is None and trainer.accelerator.distributed_type is DistributedType.DEEPSPEED:
+        trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
 
 
 def check_datasets(train: Any, evaluation: Any, args: Any, encoder: PromptEncoder, rollout_func: Any) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,7 @@ class Stopper:
     def __init__(self, *, enabled: bool, alone: bool):
         self.enabled, self.alone = enabled, alone
         self.requested: signal.Signals | None = None
+        self._requested_at = 0.0
         self._may_abandon = False
 
     @contextmanager
@@ -59,7 +61,7 @@ class Stopper:
     def _note(self, number: int, frame: Any) -> None:
         if self.requested is not None:
             os._exit(128 + number)
-        self.requested = signal.Signals(number)
+        self.requested, self._requested_at = signal.Signals(number), time.monotonic()
         # Not logging, whose lock the interrupted code may hold.
         print(
             f"{self.requested.name}: the run is saved and then ends. A second signal ends it at once.",
@@ -69,7 +71,13 @@ class Stopper:
 
     def request(self) -> None:
         """Stop because another process was asked to."""
-        self.requested = self.requested or signal.SIGTERM
+        if self.requested is None:
+            self.requested, self._requested_at = signal.SIGTERM, time.monotonic()
+
+    @property
+    def waited(self) -> float:
+        """Seconds since this process was asked to stop; 0 if it was not."""
+        return 0.0 if self.requested is None else time.monotonic() - self._requested_at
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from accelerate.utils import DistributedType
 from datasets import Dataset
 
 from gruppo.data.prompts import require_conversation, sample_rows
@@ -17,7 +16,6 @@ from gruppo.data.templates import (
     supports_tool_calling,
 )
 from gruppo.errors import ConfigError, DataError
-from gruppo.rollout.select import sharded
 from gruppo.tools.environments import COLUMN
 from gruppo.tools.toolset import Toolset
 
@@ -36,17 +34,10 @@ def make_toolset(tools: Any, environment_factory: Any, args: Any) -> Toolset | N
     return toolset
 
 
-def reject_sharding(args: Any, distributed_type: DistributedType) -> None:
+def reject_shared_engines(args: Any) -> None:
     """Raise where processes must sample together but would not all be asked to."""
-    if args.world_size == 1 or args.max_tool_calling_iterations == 0:
-        return
-    if sharded(args) or distributed_type is DistributedType.FSDP:
-        raise ConfigError(
-            "Tools cannot work with weights that are spread over processes (FSDP, ZeRO-3): all of them sample "
-            "together, but only some have a turn to go on with. Keep the whole model on every process, or set "
-            "max_tool_calling_iterations=0."
-        )
-    if (size := getattr(args, "vllm_tensor_parallel_size", 1)) > 1:
+    size = getattr(args, "vllm_tensor_parallel_size", 1)
+    if args.world_size > 1 and args.max_tool_calling_iterations != 0 and size > 1:
         raise ConfigError(
             f"Tools cannot work with vllm_tensor_parallel_size={size}: the processes of an "
             "engine sample together, but only some have a turn to go on with. Use vllm_tensor_parallel_size=1 or "

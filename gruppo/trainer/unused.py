@@ -67,6 +67,12 @@ TABLE = (
         raises=True,
     ),
     Needs(
+        ("stop_timeout",),
+        lambda args, parts: args.save_on_signal and args.process_timeout is not None,
+        "save_on_signal is off, or process_timeout is None",
+        raises=True,
+    ),
+    Needs(
         ("reward_retries", "reward_concurrency"),
         lambda args, parts: parts.async_rewards,
         "no reward is an async function",

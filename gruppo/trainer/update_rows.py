@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -31,7 +30,9 @@ class Update:
     logps_BT: Tensor
     entropy_BT: Tensor
     ran_B: Tensor  # bool
+    tokens_B1: Tensor  # (B, 1): the loss tokens of the micro-batch that each row belongs to
     thresholds: list[Tensor | None] = field(default_factory=list)  # of entropy, per micro-batch
+    costs: list[int] = field(default_factory=list)  # tokens that each process had to run, before any were exchanged
     routing: dict[int, Routing] = field(default_factory=dict)  # of a mixture of experts, by micro-batch
     passes: list[tuple[PackedRows, bool]] = field(default_factory=list)  # packs that were run, and if with a backward
 
@@ -46,9 +47,13 @@ class Update:
         entropy_BT = torch.zeros(shape, dtype=dtype, device=device)
         if batch.engine_entropies is not None:
             entropy_BT = batch.engine_entropies * batch.loss_mask_BT
+        micro_batches = [slice(a, b) for a, b in pairwise(bounds)]
+        mask_BT = batch.loss_mask_BT
+        tokens = [mask_BT[part].sum().expand(part.stop - part.start) for part in micro_batches]
         return cls(
             batch=batch,
-            micro_batches=[slice(a, b) for a, b in pairwise(bounds)],
+            micro_batches=micro_batches,
+            tokens_B1=torch.cat(tokens)[:, None].to(logps_BT.dtype),
             size=size,
             logps_BT=logps_BT,
             entropy_BT=entropy_BT,
@@ -94,9 +99,16 @@ class Update:
                 backward=backward,
             )
 
-    @cached_property
-    def tokens_B1(self) -> Tensor:
-        """(B, 1): the loss tokens of the micro-batch that each row belongs to."""
-        mask_BT = self.batch.loss_mask_BT
-        tokens = [mask_BT[part].sum().expand(part.stop - part.start) for part in self.micro_batches]
-        return torch.cat(tokens)[:, None].to(self.logps_BT.dtype)
+
+def enter_padded(batch: TrainBatch, ledger: Ledger, now: int) -> None:
+    """Put a micro-batch of padded rows, run in one pass before which there were `now` updates, into the ledger."""
+    prompts, completions = (mask.sum(1).tolist() for mask in (batch.prompt_mask, batch.completion_mask))
+    ledger.ran(
+        prompts=prompts,
+        completions=completions,
+        scored=sum(completions),
+        padding_tokens=batch.prompt_ids.numel() + batch.completion_ids.numel() - sum(prompts) - sum(completions),
+        zero_advantage=batch.zero_advantage_B.tolist(),
+        truncated=None if batch.truncated is None else batch.truncated.tolist(),
+        stale=None if batch.sampled_at is None else (batch.sampled_at < now).tolist(),
+    )

@@ -29,11 +29,12 @@ from gruppo.plan import UpdatePlan
 from gruppo.policy.inplace import without_collection
 from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.unwrap import inner_model, is_noisy
-from gruppo.trainer.metrics import gather_rows, value_stat
+from gruppo.trainer.balancing import Work, exchange_rows, straggler_report
+from gruppo.trainer.metrics import any_process, gather_rows, value_stat
+from gruppo.trainer.profiling import Stopwatch
 from gruppo.trainer.routing import RouterLoss
 from gruppo.trainer.scoring import ScoresAndLoss
-from gruppo.trainer.setup import REPLICATED
-from gruppo.trainer.update_rows import Update
+from gruppo.trainer.update_rows import Update, enter_padded
 from gruppo.types import TrainBatch
 
 DRIFT = "sampling/sampling_logp_difference"
@@ -53,6 +54,8 @@ class Updating(RouterLoss):
     _update_seconds: float  # so far, of rollout and passes
     _pass_seconds = 0.0  # of the passes alone
     _sending_gradients = False
+    _stopwatch: Stopwatch  # of the update's own work, up to where the others are waited for
+    _costs: Sequence[int] = ()  # tokens that each process had to run, before rows were exchanged
     _means_at_hand: Mapping[str, float | None] = MappingProxyType({})  # of the update that just ended
 
     @property
@@ -95,42 +98,57 @@ class Updating(RouterLoss):
         if isinstance(model, DistributedDataParallel):
             # A decoder's buffers are constants, and a process that repeats a forward pass would send them alone.
             model.broadcast_buffers = False
+        work = exchange_rows(self, update, self._moving_rows(update))
         while True:
             self._sending_gradients = False
             try:
                 update.passes.clear()
                 update.routing.clear()
-                with self.packed.active(model), without_collection(), self.timer("compute_loss"):
-                    self._run_packs(model, update)
+                busy = self.presence.during("updating")
+                with self.packed.active(model), without_collection(), self.timer("compute_loss"), busy:
+                    self._run_packs(model, update, work)
                 self._maybe_empty_cache()
-                return self._note_update(update)
+                if work is not None:
+                    work.bring_home(self.accelerator)
+                return self._note_update(update, work)
             except torch.OutOfMemoryError:
-                if self.accelerator.num_processes > 1 and self._sending_gradients:
-                    raise  # the other processes wait for this one's gradients
+                if self.accelerator.num_processes > 1 and (self._sending_gradients or self.sharding.spread):
+                    raise  # the other processes wait for this one
             self.planner.shrink()  # not in the handler: the traceback would keep what must be freed
             model.zero_grad()
 
-    def _run_packs(self, model: nn.Module, update: Update) -> None:
-        packer = update.packer(share=not is_noisy(model, inner_model(model)), whole=self.aux_loss_enabled)
+    def _run_packs(self, model: nn.Module, update: Update, work: Work | None = None) -> None:
+        share = not is_noisy(model, inner_model(model))
+        packer = update.packer(share=share, whole=self.aux_loss_enabled)
         plan = self.planner.plan(update.batch)
         moving = self._moving_rows(update)
         self._score_skipped_rows(model, update, packer, plan)
         units = self._units(update, moving)
+        if work is not None:
+            update = work.run
+            update.passes.clear()
+            packer, units = update.packer(share=share), [(None, list(range(len(update.batch))))]
+        self._stopwatch.start()
         for micro_batch, rows in units:
             packs = packer.packs(rows, plan.tokens, plan.group_tokens)
-            if micro_batch is not None and len(packs) > 1:
+            most = self._most(len(packs))
+            if micro_batch is not None and most > 1:
                 # The threshold is that of the whole micro-batch: its entropies must be known before its loss is. The
                 # processes agree on it in the first pack's loss, however many packs each has. So it is with routers.
                 self._score_without_gradient(model, update, packs, micro_batch)
             for pack in packs:
                 self.stopper.check()
                 last = pack is packs[-1] and rows is units[-1][1]
-                # Gradients travel between processes once, with the last pack.
-                with nullcontext() if last else self.accelerator.no_sync(model):
+                # Gradients travel between processes once, with the last pack. Spread ones are added up where they
+                # belong after each: nobody has room for all of them.
+                with nullcontext() if last or self.sharding.spread else self.accelerator.no_sync(model):
                     with self.compute_loss_context_manager():
                         loss = self._pack_loss(model, pack, update, micro_batch)
                     self._sending_gradients = last
+                    if last:
+                        self._stopwatch.stop()  # then the others are waited for
                     self.accelerator.backward(loss)
+            self._idle(model, most - len(packs))
 
     def _maybe_empty_cache(self) -> None:
         steps = self.args.torch_empty_cache_steps
@@ -190,10 +208,11 @@ class Updating(RouterLoss):
 
     def _score_skipped_rows(self, model: nn.Module, update: Update, packer: Packer, plan: UpdatePlan) -> None:
         """Entropies of rows that are not run, for the metrics, where the sampler did not give them."""
-        if update.batch.engine_entropies is not None:
+        known = update.batch.engine_entropies is not None
+        if known and not (self.sharding.spread and any_process(self.accelerator, not known)):
             return
         skipped_B = ~self._can_move(update.batch) & update.batch.loss_mask_BT.any(1)
-        rows = skipped_B.nonzero()[:, 0].tolist()
+        rows = [] if known else skipped_B.nonzero()[:, 0].tolist()
         self._score_without_gradient(model, update, packer.packs(rows, plan.tokens, plan.group_tokens))
 
     @torch.no_grad()
@@ -201,13 +220,14 @@ class Updating(RouterLoss):
         self, model: nn.Module, update: Update, packs: Sequence[PackedRows], micro_batch: int | None = None
     ) -> None:
         # Not through the wrapper: its forward may communicate, and not every process has such rows.
-        bare = self.accelerator.unwrap_model(model)
+        bare, idle = self.accelerator.unwrap_model(model), self._most(len(packs)) - len(packs)
         for pack in packs:
             scores, routing = self._scores_of(bare, pack, entropy=True)
             update.add_routing(micro_batch, routing)
             update.keep(pack, pack.padded(scores.logps), pack.padded(_required(scores.entropies)))
+        self._idle(bare, idle)
 
-    def _note_update(self, update: Update) -> Tensor:
+    def _note_update(self, update: Update, work: Work | None) -> Tensor:
         """The metrics and the loss (0-d) of the update's nominal micro-batches, from the scores of the packs.
 
         Not the sum of the packs' losses: a row that is not run may have a share that has no gradient.
@@ -220,7 +240,9 @@ class Updating(RouterLoss):
             router_loss = update.routing[i].loss() if i in update.routing else None
             loss += self._with_router_loss(output.loss, router_loss) * self.accelerator.num_processes
             self._defer_stats(batch, update.logps_BT[part], output, update.ran_B[part])
-        update.enter(self.ledger, self.state.global_step)
+        for rows in (update,) if work is None else (update, work.run):
+            rows.enter(self.ledger, self.state.global_step)
+        self._costs = update.costs
         return loss
 
     # ---- padded rows
@@ -232,7 +254,7 @@ class Updating(RouterLoss):
         if return_outputs:
             raise ValueError("return_outputs=True is not supported: the loss comes from sampled completions.")
         self._size = num_items_in_batch if isinstance(num_items_in_batch, UpdateSize) else self.update_size([inputs])
-        with self.timer("compute_loss"):
+        with self.timer("compute_loss"), self.presence.during("updating"):
             return self._compute_loss(model, inputs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -244,21 +266,8 @@ class Updating(RouterLoss):
         output = self._policy_loss(batch, logps_BT, entropy_BT, threshold, self._size)
         self._defer_stats(batch, logps_BT, output)
         if self.mode == "train":
-            self._note_padded_rows(batch)
+            enter_padded(batch, self.ledger, self.state.global_step)
         return self._with_router_loss(output.loss, router_loss) * self.accelerator.num_processes
-
-    def _note_padded_rows(self, batch: TrainBatch) -> None:
-        """Enter a micro-batch in the ledger."""
-        prompts, completions = (mask.sum(1).tolist() for mask in (batch.prompt_mask, batch.completion_mask))
-        self.ledger.ran(
-            prompts=prompts,
-            completions=completions,
-            scored=sum(completions),
-            padding_tokens=batch.prompt_ids.numel() + batch.completion_ids.numel() - sum(prompts) - sum(completions),
-            zero_advantage=batch.zero_advantage_B.tolist(),
-            truncated=None if batch.truncated is None else batch.truncated.tolist(),
-            stale=None if batch.sampled_at is None else (batch.sampled_at < self.state.global_step).tolist(),
-        )
 
     def _score_for_loss(self, model: nn.Module, batch: TrainBatch) -> ScoresAndLoss:
         """Log-probs and entropies of the micro-batch; rows that cannot move the update are run without a graph."""
@@ -270,7 +279,7 @@ class Updating(RouterLoss):
             return self._score(model, batch, compute_entropy=True, compute_aux_loss=True)
         moving_B = self._can_move(batch)
         moving_B[0] |= ~moving_B.any()
-        if moving_B.all() or not torch.is_grad_enabled() or not self._replicated:
+        if moving_B.all() or not torch.is_grad_enabled() or self.sharding.spread:
             return self._score(model, batch, compute_entropy=True)
         moving = self._score(model, batch.rows(moving_B), compute_entropy=True)
         with torch.no_grad():
@@ -282,10 +291,6 @@ class Updating(RouterLoss):
             torch.cat([_required(a), _required(b)])[back] for a, b in zip(moving[:2], still[:2], strict=True)
         )
         return logps_BT, entropy_BT, None
-
-    @property
-    def _replicated(self) -> bool:
-        return self.accelerator.distributed_type in REPLICATED
 
     # ---- the loss and its statistics
 
@@ -381,6 +386,8 @@ class Updating(RouterLoss):
         means = self.metrics.flush("train")  # waits for the device
         waited = time.perf_counter() - start
         self.ledger.took(self._pass_seconds + waited)
+        if self.accelerator.num_processes > 1:
+            self.metrics.add("train", straggler_report(self, self._costs))
         self.metrics.add("train", self.ledger.metrics() | {"step_time": self._update_seconds + waited})
         self._update_seconds = self._pass_seconds = 0.0
         self._means_at_hand = self._audited_means(means)

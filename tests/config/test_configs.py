@@ -17,10 +17,8 @@ from transformers import HfArgumentParser, TrainingArguments
 import gruppo
 from gruppo.config.base import own_fields
 from gruppo.config.deprecated import ALIASES
-from gruppo.config.evaluation import check_benchmarks
 from gruppo.config.grpo import GRPOConfig
 from gruppo.config.rloo import RLOOConfig
-from gruppo.config.validate import NOT_YET
 from gruppo.errors import ConfigError
 from tests.helpers import base_args
 
@@ -105,6 +103,7 @@ SHARED = {
     "fused_head": True,
     "fused_layers": True,
     "skip_zero_advantage": True,
+    "balance_processes": True,
     "reuse_sampling_logps": True,
     "parity_check": "first",
     "dynamic_sampling": False,
@@ -124,6 +123,8 @@ SHARED = {
     "record": "all",
     "resume_allow_changes": None,
     "save_on_signal": True,
+    "process_timeout": 20.0,
+    "stop_timeout": 300.0,
     "audit": "warn",
     "max_bad_updates": 5,
     "eval_benchmarks": None,
@@ -216,6 +217,7 @@ SET_SHARED: dict[str, Any] = {
     "fused_head": False,
     "fused_layers": False,
     "skip_zero_advantage": False,
+    "balance_processes": False,
     "reuse_sampling_logps": False,
     "parity_check": "every:7",
     "dynamic_sampling": True,
@@ -235,6 +237,9 @@ SET_SHARED: dict[str, Any] = {
     "record": "metrics",
     "resume_allow_changes": ["learning_rate"],
     "save_on_signal": False,
+    "ds3_gather_for_generation": False,
+    "process_timeout": 60.0,
+    "stop_timeout": 60.0,
     "audit": "error",
     "max_bad_updates": 2,
     "eval_benchmarks": ["gsm8k:200", "cmath"],
@@ -300,11 +305,6 @@ CORRECTION: dict[str, Any] = {
 # Needs a server and the correction, so it is set by itself.
 AHEAD: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "async_rollouts": 1}
 WITH_VLLM = {*COLOCATE, *SERVER, *CORRECTION, "vllm_tensor_parallel_size"}
-
-# A value other than the default for every field that has to wait for its feature.
-WAITING: dict[str, Any] = {
-    "ds3_gather_for_generation": False,
-}
 
 
 def having(names: Iterable[str]) -> list[tuple[type, str]]:
@@ -449,27 +449,12 @@ def test_a_copy_does_not_warn_again():
         assert replace(made).log_unique_prompts is True
 
 
-# ---- features that are not there yet
-
-
-def test_every_waiting_field_is_in_the_table():
-    assert WAITING.keys() == NOT_YET.keys()
-
-
-@pytest.mark.parametrize(("config", "name"), having(WAITING))
-def test_a_waiting_field_says_so(config, name):
-    with pytest.raises(NotImplementedError, match=f"^{name}=.*leave `{name}` at its default"):
-        config(**QUIET, **{name: WAITING[name]})
-    with pytest.raises(NotImplementedError, match=f"^{name}="):
-        parse(config, QUIET | {name: WAITING[name]})
-
-
 # ---- the command line
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_tables_cover_every_field(config):
-    covered = {*SET[config], *ALONE, *WAITING, *ALIASES, *WITH_VLLM, *AHEAD}
+    covered = {*SET[config], *ALONE, *ALIASES, *WITH_VLLM, *AHEAD}
     assert set(own_fields(config)) <= covered
     defaults = INHERITED | DEFAULTS[config]
     same = [name for name, value in SET[config].items() if defaults[name] == value]
@@ -625,14 +610,6 @@ def test_benchmarks_that_cannot_be_meant(given, message):
         GRPOConfig(**QUIET, **given)
 
 
-def test_benchmarks_need_the_whole_model_in_each_process(monkeypatch):
-    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: 2))
-    sharded = GRPOConfig(**QUIET, eval_benchmarks=["gsm8k"])
-    sharded.fsdp = True  # setting it at construction would need a launcher
-    with pytest.raises(ConfigError, match="eval_benchmarks cannot work with weights that are spread over processes"):
-        check_benchmarks(sharded)
-
-
 def test_evaluation_batches_matter_only_where_there_may_be_a_set():
     """Benchmarks have no groups."""
     odd = {"eval_strategy": "steps", "eval_steps": 1, "num_generations": 6, "per_device_train_batch_size": 6}
@@ -702,7 +679,7 @@ def test_every_field_is_read_outside_the_config(config):
     for through, name in properties:
         assert through in read
         read.add(name)
-    assert set(own_fields(config)) - read - NOT_YET.keys() - ALIASES.keys() == set()
+    assert set(own_fields(config)) - read - ALIASES.keys() == set()
 
 
 def test_a_bound_that_is_infinite_is_none() -> None:

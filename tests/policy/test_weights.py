@@ -14,7 +14,8 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from gruppo.errors import ConfigError
-from gruppo.policy.weights import is_sharded, named_weights
+from gruppo.policy.sharding import is_spread
+from gruppo.policy.weights import named_weights
 from tests.helpers import tiny_gpt2, tiny_model
 from tests.processes import run_together
 
@@ -196,7 +197,7 @@ def test_weights_of_zero3_are_gathered_one_by_one(monkeypatch: pytest.MonkeyPatc
     walked = dict(named_weights(model))
     assert gathered == list(range(len(whole)))
     assert all(torch.equal(walked[name], whole[name]) for name in whole)
-    assert is_sharded(model)
+    assert is_spread(model)
 
 
 @pytest.mark.medium
@@ -214,7 +215,7 @@ def main(folder: Path) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    assert is_sharded(model)
+    assert is_spread(model)
     walked = dict(named_weights(model))
     assert walked.keys() == whole.keys()
     assert all(torch.equal(walked[name], whole[name]) for name in whole)

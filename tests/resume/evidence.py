@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 # Keys that a clock is read for: `time`, `step_time`, `train_runtime`, `rollout/seconds`, `ledger/seconds/prompt`,
-# `train_steps_per_second`, `rollout/tokens_per_second`, `update/mfu`, `profiling/…`. Not `rewards/x/timeouts`. And
-# `train_loss`, which Trainer means to be the mean over the updates of one call of train().
-BY_THE_CLOCK = re.compile(r"(^|_|/)(time|runtime|seconds|mfu)($|/)|per_second$|^profiling/|^train_loss$")
+# `train_steps_per_second`, `rollout/tokens_per_second`, `update/mfu`, `profiling/…`, `balance/slowest_rank`. Not
+# `rewards/x/timeouts`. And `train_loss`, which Trainer means to be the mean over the updates of one call of train().
+BY_THE_CLOCK = re.compile(r"(^|_|/)(time|runtime|seconds|mfu)($|/)|per_second$|^profiling/|^train_loss$|^balance/s")
 
 
 def timeless(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,13 @@ from tests.trainer.scripted import make_trainer, rows_in_order, two_process_batc
 
 RANK = int(os.environ.get("RANK", "0"))
 BUDGETS = (30, 1000)  # tokens in a pack, by process
+SPREAD = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["MixtralDecoderLayer"]}}
+WAYS = {
+    "packed": (True, {}),
+    "padded": (False, {}),
+    "packed, spread": (True, SPREAD),
+    "padded, spread": (False, SPREAD),
+}
 
 
 def policy(seed: int, dtype: torch.dtype) -> Any:
@@ -24,13 +31,13 @@ def policy(seed: int, dtype: torch.dtype) -> Any:
     return model
 
 
-def update(folder: Path, processes: int, *, packed: bool) -> tuple[dict[str, torch.Tensor], float]:
+def update(folder: Path, processes: int, *, packed: bool, **more: Any) -> tuple[dict[str, torch.Tensor], float]:
     """The change of every weight and the loss that was logged."""
     budget = BUDGETS[RANK] if packed and processes > 1 else None
     settings = {"packed_update": packed, "max_tokens_per_micro_batch": budget, "router_aux_loss_coef": 3.0}
     before, scripted.policy = scripted.policy, policy
     try:
-        trainer = make_trainer("bnpo", folder, **two_process_batches("bnpo", processes), **settings)
+        trainer = make_trainer("bnpo", folder, **two_process_batches("bnpo", processes), **settings, **more)
     finally:
         scripted.policy = before
     with rows_in_order("bnpo"):
@@ -38,5 +45,5 @@ def update(folder: Path, processes: int, *, packed: bool) -> tuple[dict[str, tor
 
 
 def main(folder: Path) -> None:
-    for packed in (True, False):
-        torch.save(update(folder, 2, packed=packed), folder / f"{packed}.{RANK}.pt")
+    for name, (packed, spread) in WAYS.items():
+        torch.save(update(folder, 2, packed=packed, **spread), folder / f"{name}.{RANK}.pt")

@@ -11,6 +11,7 @@ from torch import Tensor
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.trainer import core
 from tests.helpers import base_args, in_double, length_reward, prompts, scripted_completion, tiny_model, tiny_tokenizer
+from tests.spread import as_on_gpus, set_weights, weights_of
 
 G = 4
 
@@ -59,6 +60,13 @@ class ScriptedRLOO(RLOOTrainer):
         return scripted_rollout(texts, self)["completion_ids"], None
 
 
+def lora() -> Any:
+    """Both of its matrices are random, so that both have a gradient."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+
+
 def policy(seed: int, dtype: torch.dtype) -> Any:
     model = tiny_model(seed=seed)
     return in_double(model) if dtype == torch.float64 else model.to(dtype)
@@ -71,6 +79,8 @@ def make_trainer(
     dtype: torch.dtype = torch.float64,
     subclass: Any = None,
     reward: Any = length_reward,
+    rollout: Any = None,
+    adapter: bool = False,
     **kw: Any,
 ) -> Any:
     """A trainer for one SGD update with learning rate 1 and no clipping."""
@@ -91,6 +101,8 @@ def make_trainer(
     )
     is_rloo = recipe == "rloo"
     config = (RLOOConfig if is_rloo else GRPOConfig)(**settings)
+    if config.fsdp:
+        as_on_gpus()
     trainer_class = subclass or (ScriptedRLOO if is_rloo else GRPOTrainer)
     rows = config.generation_batch_size // G
     model = policy(3, dtype)
@@ -100,21 +112,23 @@ def make_trainer(
         args=config,
         train_dataset=prompts(rows),
         processing_class=tiny_tokenizer(),
-        **({} if is_rloo else {"rollout_func": scripted_rollout}),
+        peft_config=lora() if adapter else None,
+        **({} if is_rloo else {"rollout_func": rollout or scripted_rollout}),
     )
     if trainer.ref_model is not None:
         # A reference that is not the policy, so that the KL has a gradient from the first update on.
-        trainer.ref_model.load_state_dict(policy(4, dtype).state_dict())
+        set_weights(trainer.ref_model, policy(4, dtype).state_dict())
     return trainer
 
 
 def update_of(trainer: Any) -> dict[str, Tensor]:
     """Train, and return by how much each weight moved."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    before = {name: weight.clone() for name, weight in weights_of(model).items() if name in trained}
     trainer.train()
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return {name: before[name] - weight.detach() for name, weight in model.named_parameters()}
+    after = weights_of(trainer.accelerator.unwrap_model(trainer.model))
+    return {name: before[name] - after[name] for name in before}
 
 
 def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

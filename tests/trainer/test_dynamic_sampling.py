@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import transformers
 from torch.utils.data import DataLoader
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from gruppo.config.validate import check_dynamic_sampling
 from gruppo.data.sampler import RepeatSampler
 from gruppo.errors import ConfigError
 from gruppo.rollout.base import RolloutBackend, group_requests
@@ -602,20 +600,6 @@ def test_settings_that_cannot_be_meant(config: Any, settings: dict[str, Any], me
         config(**base_args(tmp_path, **settings))
     assert config(**base_args(tmp_path, dynamic_sampling=True, max_resample_rounds=1)).max_resample_rounds == 1
     assert config(**base_args(tmp_path)).max_resample_rounds == 4
-
-
-@pytest.mark.parametrize(
-    ("fsdp", "processes", "works"), [("full_shard", 2, False), ("full_shard", 1, True), ("", 2, True)]
-)
-def test_weights_that_are_spread_over_processes(
-    fsdp: str, processes: int, works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = GRPOConfig(**base_args(tmp_path, dynamic_sampling=True))
-    config.fsdp = fsdp
-    monkeypatch.setattr(GRPOConfig, "world_size", processes)
-    with nullcontext() if works else pytest.raises(ConfigError, match="spread over processes"):
-        check_dynamic_sampling(config)
-    assert config.dynamic_sampling
 
 
 def test_a_loader_of_ones_own_has_no_next_prompts(tmp_path: Path) -> None:

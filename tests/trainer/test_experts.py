@@ -176,11 +176,10 @@ def test_checkpointing(packed: bool, adapter: bool, policies: Policies, tmp_path
         policies.monkeypatch.setattr(scripted, "policy", lambda seed, dtype: with_adapter(plain(seed, dtype)))
     settings = {"router_aux_loss_coef": COEFFICIENT, "packed_update": packed}
     kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    saving, trainer = update("grpo", tmp_path, **settings, **kwargs)
+    saving, _ = update("grpo", tmp_path, **settings, **kwargs)
     plainly, _ = update("grpo", tmp_path, **settings)
-    trained = {name for name, weight in trainer.model.named_parameters() if weight.requires_grad}
-    assert (trained == set(saving)) != adapter
-    assert relative_difference({n: plainly[n] for n in trained}, {n: saving[n] for n in trained}) < 1e-9
+    assert all("lora" in name for name in saving) == adapter
+    assert relative_difference(plainly, saving) < 1e-9
 
 
 def with_adapter(model: Any) -> Any:
@@ -248,12 +247,12 @@ def test_two_processes(policies: Policies, tmp_path: Path) -> None:
     run_together(2, two_processes.__name__, tmp_path)
     policies.use("mixtral")
     alone, logged = two_processes.update(tmp_path, 1, packed=False)
-    for packed in (True, False):
-        (zero, said), (one, _) = (torch.load(tmp_path / f"{packed}.{rank}.pt") for rank in (0, 1))
+    for way in two_processes.WAYS:
+        (zero, said), (one, _) = (torch.load(tmp_path / f"{way}.{rank}.pt") for rank in (0, 1))
         assert said == pytest.approx(logged, rel=1e-6)
         for name, change in alone.items():
-            assert torch.equal(zero[name], one[name]), name
-            assert (zero[name] - change).norm() <= 1e-9 * change.norm(), name
+            assert torch.equal(zero[name], one[name]), (way, name)
+            assert (zero[name] - change).norm() <= 1e-9 * change.norm(), (way, name)
 
 
 def test_config_takes_the_coefficient(tmp_path: Path) -> None:

@@ -4,21 +4,18 @@ import asyncio
 import json
 import os
 import time
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from accelerate.utils import DistributedType
 
 from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.data.templates import add_response_schema
 from gruppo.errors import ConfigError, DataError
 from gruppo.rollout.base import RolloutBackend
-from gruppo.trainer.tooling import reject_sharding, tool_metrics
+from gruppo.trainer.tooling import tool_metrics
 from gruppo.types import Completion, StopReason
 from tests.data.imitations import HERMES, QWEN2_5, byte_tokenizer
 from tests.helpers import prompts, tiny_model
@@ -399,33 +396,6 @@ def test_named_templates_of_no_use(tmp_path: Path, named: dict[str, str]) -> Non
     tokenizer.chat_template = named
     with pytest.raises(ConfigError, match=r"neither `tool_use` nor `default`|does not show tool calls"):
         make(tmp_path, tokenizer=tokenizer, model=tiny_model(vocab_size=len(tokenizer)), arguments={"tools": [add]})
-
-
-@pytest.mark.parametrize(
-    ("change", "works"),
-    [
-        ({}, True),
-        ({"fsdp": "full_shard"}, False),
-        ({"kind": DistributedType.FSDP}, False),
-        ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, False),
-        ({"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, True),
-        ({"fsdp": "full_shard", "world_size": 1}, True),
-        ({"fsdp": "full_shard", "max_tool_calling_iterations": 0}, True),
-    ],
-)
-def test_weights_that_are_spread_over_processes(change: dict[str, Any], works: bool) -> None:
-    settings = {"world_size": 2, "max_tool_calling_iterations": None, "fsdp": "", "kind": DistributedType.MULTI_GPU}
-    args = SimpleNamespace(**{**settings, **change})
-    with nullcontext() if works else pytest.raises(ConfigError, match="spread over processes"):
-        reject_sharding(args, args.kind)
-
-
-def test_a_trainer_with_such_weights_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make(tmp_path, worked_example, arguments={"tools": [add]})
-    monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    trainer.args.fsdp = "full_shard"
-    with pytest.raises(ConfigError, match="spread over processes"):
-        trainer._make_tool_loop()
 
 
 BAD_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}<assistant>"

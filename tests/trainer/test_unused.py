@@ -32,6 +32,10 @@ RAISED: list[tuple[dict[str, Any], str]] = [
     ({"reward_retries": 5}, "no reward is an async function"),
     ({"reward_concurrency": 5}, "no reward is an async function"),
 ]
+RAISED_BESIDE_OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"stop_timeout": 60.0, "save_on_signal": False}, "save_on_signal is off"),
+    ({"stop_timeout": 60.0, "process_timeout": None}, "process_timeout is None"),
+]
 READ: list[dict[str, Any]] = [
     {},
     {"loss_type": "vespo", "vespo_k_pos": 4.0},
@@ -42,6 +46,7 @@ READ: list[dict[str, Any]] = [
     {"use_bias_correction_kl": False, "beta": 0.1},
     {"scale_rewards": "none"},
     *(settings for settings, _ in RAISED),
+    {"stop_timeout": 60.0},
 ]
 
 
@@ -54,7 +59,7 @@ def test_a_setting_without_effect_is_named(
     assert [named in record.message for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize(("settings", "named"), RAISED, ids=lambda each: str(each))
+@pytest.mark.parametrize(("settings", "named"), [*RAISED, *RAISED_BESIDE_OTHERS], ids=lambda each: str(each))
 def test_one_of_this_library_is_refused(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=named):
         check_unused(GRPOConfig(**base_args(tmp_path, **settings)), Parts())

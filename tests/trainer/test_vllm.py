@@ -18,7 +18,7 @@ from gruppo.rollout.vllm import client as client_module
 from gruppo.rollout.vllm import transfer
 from gruppo.rollout.vllm.colocate import VLLMColocateBackend
 from gruppo.rollout.vllm.server import VLLMServerBackend
-from gruppo.trainer.tooling import reject_sharding
+from gruppo.trainer.tooling import reject_shared_engines
 from gruppo.types import SampleRequest
 from tests.helpers import base_args, length_reward, prompts
 from tests.processes import run_together
@@ -361,7 +361,7 @@ def test_engines_that_are_shared_by_processes_cannot_have_tools() -> None:
         world_size=2, max_tool_calling_iterations=None, fsdp=None, samples_with_vllm=True, vllm_tensor_parallel_size=2
     )
     with pytest.raises(ConfigError, match="Tools cannot work with vllm_tensor_parallel_size=2"):
-        reject_sharding(args, None)  # type: ignore[arg-type]
+        reject_shared_engines(args)
 
 
 # ---- several processes

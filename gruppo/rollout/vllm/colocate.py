@@ -16,8 +16,9 @@ from accelerate import PartialState
 
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.loading import context_length, model_name
+from gruppo.policy.sharding import is_spread
 from gruppo.policy.unwrap import inner_model
-from gruppo.policy.weights import is_sharded, named_weights
+from gruppo.policy.weights import named_weights
 from gruppo.rollout.vllm.base import VLLMBackend
 from gruppo.rollout.vllm.requests import Answer, Ask, engine_answers
 from gruppo.rollout.vllm.versions import check_version
@@ -99,7 +100,7 @@ class VLLMColocateBackend(VLLMBackend):
 
     @property
     def collective(self) -> bool:
-        return self.settings.tensor_parallel_size > 1 or is_sharded(self.policy())
+        return self.settings.tensor_parallel_size > 1 or is_spread(self.policy())
 
     # ---- weights
 

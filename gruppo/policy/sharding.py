@@ -1,0 +1,291 @@
+"""Weights that are spread over processes: how that is recognised, and how a process comes to hold all of them.
+
+Under FSDP2 and DeepSpeed ZeRO-3 a process holds a share of every weight, and each forward pass of one process is a
+conversation of all. A sampler runs thousands of passes, as many as its longest completion has tokens, which no two
+processes have alike. So before a rollout every process gathers the weights into a module of its own.
+"""
+
+import copy
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from gruppo.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Every process holds the whole model, and accelerate leaves it as it is.
+REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+# Parts of names that wrappers around a layer add.
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+class Sharding(Enum):
+    """Who holds the weights: every process all of them, or a share."""
+
+    NONE = "none"
+    FSDP2 = "FSDP2"
+    ZERO3 = "DeepSpeed ZeRO-3"
+
+    @property
+    def spread(self) -> bool:
+        return self is not Sharding.NONE
+
+
+def sharding_of(accelerator: Any) -> Sharding:
+    """How the weights of a run are held. FSDP of the first kind raises.
+
+    Asked once the accelerator exists: a launcher may have chosen, not the config.
+    """
+    kind = accelerator.distributed_type
+    if kind is DistributedType.FSDP:
+        if accelerator.state.fsdp_plugin.fsdp_version != 2:
+            raise ConfigError(
+                "FSDP1 (fsdp_version: 1) flattens weights, which nothing here can work with. Set `fsdp_version: 2` "
+                "under `fsdp_config` of the accelerate config, or fsdp_config={'version': 2} of the training "
+                "arguments; recipes/accelerate/fsdp2.yaml is a config that works."
+            )
+        return Sharding.FSDP2
+    if kind is DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage == 3:
+        return Sharding.ZERO3
+    return Sharding.NONE
+
+
+def shard_reference(accelerator: Any, sharding: Sharding, model: nn.Module) -> nn.Module:
+    """A frozen model, spread over the processes as the policy is; left whole where that is whole."""
+    if sharding is Sharding.FSDP2:
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        return fsdp2_prepare_model(accelerator, model)  # type: ignore[no-any-return]
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        return _with_deepspeed(accelerator, model)
+    return accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
+
+
+def _with_deepspeed(accelerator: Any, model: nn.Module) -> nn.Module:
+    """A model without an optimizer under the policy's DeepSpeed config; below stage 3 there is nothing to spread."""
+    import deepspeed
+
+    config = inference_config(accelerator.state.deepspeed_plugin.deepspeed_config, _hidden_size(model))
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.eval()
+    return engine  # type: ignore[no-any-return]
+
+
+def inference_config(training: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:
+    """The DeepSpeed config of a model that is not trained: no optimizer, no schedule, and stage 3 or 0.
+
+    Example:
+        inference_config({"zero_optimization": {"stage": 2}, "optimizer": {…}}, 64)
+        -> {"zero_optimization": {"stage": 0}}
+    """
+    config = {name: copy.deepcopy(value) for name, value in training.items() if name not in ("optimizer", "scheduler")}
+    zero = {k: v for k, v in (config.get("zero_optimization") or {}).items() if k != "offload_optimizer"}
+    if zero.get("stage") != 3:
+        zero = {"stage": 0}
+    elif hidden_size is not None:
+        zero |= {
+            "reduce_bucket_size": hidden_size * hidden_size,
+            "stage3_param_persistence_threshold": 10 * hidden_size,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        }
+    return config | {"zero_optimization": zero}
+
+
+def _hidden_size(model: Any) -> int | None:
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    sizes = getattr(config, "hidden_sizes", None)
+    size: int | None = max(sizes) if sizes else getattr(config.get_text_config(), "hidden_size", None)
+    return size
+
+
+def own_class(module: nn.Module) -> type:
+    """The class of a module; FSDP2 puts one of its own in front of it."""
+    kind = type(module)
+    return kind.__mro__[2] if is_fsdp_module(module) else kind
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has loaded it, nothing is
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether parameters of the model are shares of something larger."""
+    return any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters()) or any(
+        is_fsdp_module(module) for module in model.modules()
+    )
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What this process holds of a parameter."""
+    to_local = getattr(parameter, "to_local", None)
+    held: Tensor = parameter.detach() if to_local is None else to_local().detach()
+    return held
+
+
+def compute_dtype(accelerator: Any, sharding: Sharding) -> torch.dtype | None:
+    """The type in which a spread model computes, if it is not that of its weights: FSDP2 casts what it gathers."""
+    if sharding is not Sharding.FSDP2:
+        return None
+    policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+    dtype: torch.dtype | None = getattr(policy, "param_dtype", None)
+    return dtype
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of what a forward pass without a backward pass has left gathered."""
+    for module in model.modules():
+        if is_fsdp_module(module):
+            module.reshard()  # type: ignore[operator]
+
+
+class WholeWeights:
+    """All weights of a spread model, in a module of this process alone.
+
+    Make it while the model is still whole: it copies the model's form. `source` returns the model as it is trained.
+    Between rollouts the weights are kept, or given back (`drop`), as `plan` says, which is asked with their size
+    before they are first gathered. All processes call `refresh` together. `clock` changes with each update: there are
+    optimizers that write weights without a note in their versions.
+
+    Example:
+        whole = WholeWeights(model, lambda: trainer.model, dtype=torch.bfloat16, device=device)
+        whole.refresh()
+        whole.module(input_ids)  # without a word to the other processes
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: Callable[[], nn.Module],
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        clock: Callable[[], int] = lambda: 0,
+    ):
+        self.source, self.device, self.clock = source, device, clock
+        self.module = _form_of(model, dtype)
+        self.version: int | None = None  # of the weights that were gathered last
+        self._gathered_at: int | None = None
+        self.plan: Callable[[int], str] = lambda size: "keep"
+        self.decision: str | None = None
+        # Where each parameter is: a tied one is in several places.
+        owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in self.module.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append((module, name))
+        self._places = {name: owners[id(parameter)] for name, parameter in self.module.named_parameters()}
+
+    def _put(self, name: str, device: torch.device | str) -> nn.Parameter:
+        """A parameter of the same kind there, without values."""
+        (module, own), *_ = places = self._places[name]
+        before = module.get_parameter(own)
+        made = nn.Parameter(torch.empty_like(before, device=device), requires_grad=before.requires_grad)
+        for module, own in places:
+            setattr(module, own, made)
+        return made
+
+    @property
+    def bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+
+    @property
+    def is_held(self) -> bool:
+        return all(not p.is_meta for p in self.module.parameters())
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Gather the weights, if they have been written since."""
+        source = self.source()
+        reshard(source)
+        version = sum(parameter._version for parameter in source.parameters())
+        if self.is_held and (version, self.clock()) == (self.version, self._gathered_at):
+            return
+        if self.decision is None:
+            self.decision = self.plan(self.bytes)
+        parameters = {plain_name(name): parameter for name, parameter in source.named_parameters()}
+        for name, target in list(self.module.named_parameters()):
+            if target.is_meta:
+                target = self._put(name, self.device)
+            target.copy_(full_value(parameters[name], target.dtype))
+        for buffer in self.module.buffers():
+            buffer.data = buffer.data.to(self.device)
+        self.version, self._gathered_at = version, self.clock()
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        for name in self._places:
+            self._put(name, "meta")
+
+
+def full_value(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A parameter as a whole; all processes ask for it together. It is cast first: less may have to travel."""
+    dtype = dtype or parameter.dtype
+    if hasattr(parameter, "full_tensor"):
+        cast: Any = parameter.detach().to(dtype)
+        value: Tensor = cast.full_tensor()
+        return value
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().to(dtype, copy=True)
+    return parameter.detach()
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model as it was before wrappers."""
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def _form_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """A copy of a model whose parameters have shapes and types but no values."""
+
+    def empty(parameter: nn.Parameter) -> nn.Parameter:
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        return nn.Parameter(torch.empty(shape, dtype=kind, device="meta"), requires_grad=parameter.requires_grad)
+
+    memo: dict[int, Any] = {id(parameter): empty(parameter) for parameter in model.parameters()}
+    for module in model.modules():  # what a user changes during a run must be seen here too
+        if getattr(module, "generation_config", None) is not None:
+            memo[id(module.generation_config)] = module.generation_config
+    return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def ready(whole: WholeWeights | None, before_drop: Callable[[], None]) -> Iterator[None]:
+    """In here the whole weights are those of the model; `before_drop` lets go of what refers to them."""
+    if whole is None:
+        yield
+        return
+    whole.refresh()
+    try:
+        yield
+    finally:
+        if whole.decision == "free":
+            before_drop()
+            whole.drop()
+
+
+def describe(whole: WholeWeights, sharding: Sharding, facts: Mapping[str, Any]) -> str:
+    """What is done, for the log."""
+    size = whole.bytes / 2**30
+    kept = (
+        "kept between rollouts" if facts["decision"] == "keep" else "freed after each (decoding runs without graphs)"
+    )
+    return (
+        f"{sharding.value}: for a rollout every process gathers the whole weights ({size:.2f} GiB, of "
+        f"{facts['free'] / 2**30:.2f} GiB that the fullest process has free); they are {kept}."
+    )

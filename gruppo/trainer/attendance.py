@@ -1,0 +1,131 @@
+"""What processes that train together say of themselves, and who of them counts as lost."""
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+PATIENCE = 30.0  # seconds of waiting after which it is said, once, whom one waits for
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a process says of itself.
+
+    Example:
+        Line(host="a", pid=17, place="…", beat=3, phase="sampling", seconds=2.5, update=7)
+        str(…) == "sampling in update 7"
+    """
+
+    host: str
+    pid: int
+    place: str  # where process numbers mean the same: a host, or a container on it
+    beat: int = 0
+    phase: str = ""  # "": between two phases, waiting for the others or about to
+    seconds: float = 0.0  # in this phase, or since the last one
+    update: int = 0
+    stopping: float = 0.0  # seconds since a signal asked it to stop
+    state: str = "here"  # or "left", or "failed"
+    said: str = ""  # its error
+
+    @classmethod
+    def here(cls) -> "Line":
+        return cls(host=platform.node(), pid=os.getpid(), place=_place())
+
+    def __str__(self) -> str:
+        return f"{self.phase or 'waiting for the others'} in update {self.update}"
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process has ended, as far as can be seen from here."""
+        return self.place == _place() and not _is_alive(self.pid)
+
+
+def _place() -> str:
+    """Two processes with the same answer know each other's numbers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # not Linux: only silence tells
+        return f"{platform.node()}/{os.getpid()}"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:  # nobody can say
+        return True
+    return state not in ("Z", "X")
+
+
+class Register:
+    """The lines of several processes as they come in, and what follows from them.
+
+    Example, process 1 was last heard of 21 seconds ago:
+        register = Register(silence=20, deadline=1800)
+        register.note(1, line, now=0.0)
+        register.lost(now=21.0) == "process 1 (pid 17 on a) died, or its host did: nothing was heard of it for 21 s, …"
+    """
+
+    def __init__(self, *, silence: float, deadline: float, stop_within: float | None = None):
+        self.silence, self.deadline, self.stop_within = silence, deadline, stop_within
+        self.lines: dict[int, Line] = {}
+        self._heard: dict[int, float] = {}  # when a line last changed, by the clock of the reader
+
+    def note(self, process: int, line: Line, now: float) -> None:
+        if self.lines.get(process) != line:
+            self.lines[process], self._heard[process] = line, now
+
+    def lost(self, now: float) -> str | None:
+        """The first process that the others cannot go on without, and why; None if all are well."""
+        for process, line in sorted(self.lines.items(), key=lambda item: item[1].state != "failed"):
+            if (reason := self._wrong(process, line, now)) is not None:
+                return reason
+        return None
+
+    def _wrong(self, process: int, line: Line, now: float) -> str | None:
+        who, quiet = f"process {process} (pid {line.pid} on {line.host})", now - self._heard[process]
+        if line.state == "failed":
+            return f"process {process} failed: {line.said}, while {line}"
+        if line.state == "left":
+            return None
+        if line.is_gone:
+            return f"{who} died while {line}"
+        if quiet > self.silence and line.place != _place():
+            return f"{who} died, or its host did: nothing was heard of it for {quiet:.0f} s, while {line}"
+        if line.phase and line.seconds > self.deadline and self._waiting() > self.deadline:
+            return f"{who} did not come back within {self.deadline:.0f} s (ddp_timeout) from {line}, and others wait"
+        return None
+
+    def _waiting(self) -> float:
+        """For how long the one that waits longest has done so."""
+        return max(
+            (line.seconds for line in self.lines.values() if line.state == "here" and not line.phase), default=0
+        )
+
+    def overdue(self) -> str | None:
+        """Who keeps the run from ending, if it was asked to too long ago; what is being saved is waited for."""
+        here = {process: line for process, line in self.lines.items() if line.state == "here"}
+        waited = max((line.stopping for line in here.values()), default=0.0)
+        saves = any(line.phase == "saving" for line in here.values())
+        if self.stop_within is None or waited <= self.stop_within or saves:
+            return None
+        busy = [
+            f"process {process} ({line}, for {line.seconds:.0f} s)" for process, line in here.items() if line.phase
+        ]
+        return (
+            f"the run was asked to stop {waited:.0f} s ago (stop_timeout={self.stop_within:g}), and its update has "
+            f"not ended: {', '.join(busy) or 'all processes wait'}. Updates after the last checkpoint are lost"
+        )
+
+    def late(self) -> str | None:
+        """Whom the others have been waiting for longer than is usual."""
+        waited = self._waiting()
+        busy = [
+            f"process {process} ({line}, for {line.seconds:.0f} s)"
+            for process, line in sorted(self.lines.items())
+            if line.state == "here" and line.phase and line.seconds > PATIENCE
+        ]
+        return f"Waiting for {', '.join(busy)} since {waited:.0f} s." if busy and waited > PATIENCE else None

@@ -1,0 +1,191 @@
+"""Work by tokens: rows of an update go from processes that have many tokens to run to those that have few.
+
+Processes wait for each other at the end of every update, so it takes as long as the fullest of them. Completions
+differ in length, and rows that cannot move the weights are not run: with the rows that each process happened to
+sample, some have twice as much to do as others. Where a row is run changes no number but in rounding: the loss is a
+sum over all rows of all processes, divided by a size that all of them know. Metrics are made at home, where the scores
+come back to.
+
+    plan_moves         who gives what to whom
+    exchange_rows      does it; `Work` is what a process then runs
+    straggler_report   how uneven the processes were, for the logs
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from gruppo.data.collate import trim
+from gruppo.trainer.update_rows import Update
+from gruppo.types import TrainBatch
+
+OWN_WORK = ("sampling", "running tools", "asking the rewards", "computing log-probs")  # beside the update
+WORTHWHILE = 1.05  # the fullest process over the mean, up to which rows stay where they are
+
+
+class Move(NamedTuple):
+    """A unit of work that changes its process."""
+
+    source: int
+    unit: int  # which of the source's
+    target: int
+
+
+def plan_moves(costs: Sequence[Sequence[int]], worthwhile: float = WORTHWHILE) -> list[Move]:
+    """The moves that make the loads of processes about equal, given the cost of each one's units of work.
+
+    Again and again the fullest process gives the emptiest the unit that leaves them most alike. Every process computes
+    the same. None gives away what it was given, or its last unit.
+
+    Example, 15 tokens and 3 become 9 and 9:
+        plan_moves([[5, 6, 4], [3]]) == [Move(source=0, unit=1, target=1)]
+    """
+    loads = [sum(own) for own in costs]
+    left = [dict(enumerate(own)) for own in costs]
+    moves: list[Move] = []
+    if not sum(loads) or max(loads) * len(loads) <= worthwhile * sum(loads):
+        return moves
+    while True:
+        source, target = loads.index(max(loads)), loads.index(min(loads))
+        gap, own = loads[source] - loads[target], left[source]
+        fitting = [unit for unit, cost in own.items() if 0 < cost < gap]
+        if len(own) < 2 or not fitting:
+            return moves
+        unit = min(fitting, key=lambda unit: (abs(gap - 2 * own[unit]), unit))
+        cost = own.pop(unit)
+        loads[source], loads[target] = loads[source] - cost, loads[target] + cost
+        moves.append(Move(source, unit, target))
+
+
+def max_over_mean(values: Sequence[float]) -> float:
+    """1 if all are equal, 2 if one has twice the mean."""
+    total = sum(values)
+    return max(values) * len(values) / total if total else 1.0
+
+
+def units_of(batch: TrainBatch, rows: Sequence[int]) -> tuple[list[list[int]], list[int]]:
+    """Rows of one prompt that stay together, and the tokens of each such unit.
+
+    A prompt is run once for the rows it is shared by, so a group is cut only into parts in which the completions have
+    twice as many tokens as the prompt.
+    """
+    prompts, completions = batch.prompt_mask.sum(1).tolist(), batch.completion_mask.sum(1).tolist()
+    groups: dict[bytes, list[list[int]]] = {}
+    for row in rows:
+        key = batch.prompt_ids[row][batch.prompt_mask[row].bool()].cpu().numpy().tobytes()
+        parts = groups.setdefault(key, [[]])
+        if sum(completions[other] for other in parts[-1]) >= 2 * prompts[row] and parts[-1]:
+            parts.append([])
+        parts[-1].append(row)
+    units = [part for parts in groups.values() for part in parts]
+    return units, [prompts[unit[0]] + sum(completions[row] for row in unit) for unit in units]
+
+
+@dataclass
+class Work:
+    """The rows that this process runs in an update."""
+
+    home: Update
+    run: Update  # what is run: rows of the home first, then guests
+    kept: list[int]  # rows of the home, in the order in which they are run
+    guests: list[tuple[int, list[int], int]]  # in the order in which they are run: home process, rows there, width
+
+    @classmethod
+    def of(cls, accelerator: Any, update: Update, rows: Sequence[int]) -> "Work | None":
+        """After an exchange between all processes; None if all rows stay where they are."""
+        units, costs = units_of(update.batch, rows)
+        every: list[list[int]] = gather_object([costs])
+        moves = plan_moves(every)
+        update.costs = [sum(own) for own in every]
+        if not moves:
+            return None
+        process = accelerator.process_index
+        given = {move.unit: move.target for move in moves if move.source == process}
+        rows_for: dict[int, list[int]] = {}
+        for unit, target in given.items():
+            rows_for.setdefault(target, []).extend(units[unit])
+        parcels = [_parcel(update, process, members, target) for target, members in rows_for.items()]
+        arrived = [p for sent in gather_object([parcels]) for p in sent if p["target"] == process]
+        kept = [row for unit, members in enumerate(units) if unit not in given for row in members]
+        device = update.batch.completion_ids.device
+        batches = [update.batch.rows(torch.tensor(kept, device=device))]
+        batches += [TrainBatch.from_dict({k: v.to(device) for k, v in p["rows"].items()}) for p in arrived]
+        run = Update.of(batches, update.size)
+        run.tokens_B1 = torch.cat([update.tokens_B1[kept], *(p["tokens"].to(update.tokens_B1) for p in arrived)])
+        guests = [(p["source"], p["places"], p["rows"]["completion_ids"].shape[1]) for p in arrived]
+        return cls(update, run, kept, guests)
+
+    def bring_home(self, accelerator: Any) -> None:
+        """Give the scores of guests back, and take those of own rows that were run elsewhere."""
+        home, run = self.home, self.run
+        self._enter(self.kept, run.logps_BT[: len(self.kept)], run.entropy_BT[: len(self.kept)])
+        first, parcels = len(self.kept), []
+        for source, places, width in self.guests:
+            part = slice(first, first + len(places))
+            # Copies: with a view, all that it is a part of would travel.
+            scores = (run.logps_BT[part, :width].cpu().clone(), run.entropy_BT[part, :width].cpu().clone())
+            parcels.append((source, places, *scores))
+            first += len(places)
+        for sent in gather_object([parcels]):
+            for target, places, logps, entropies in sent:
+                if target == accelerator.process_index:
+                    self._enter(places, logps.to(home.logps_BT.device), entropies.to(home.logps_BT.device))
+
+    def _enter(self, rows: list[int], logps_bT: Tensor, entropy_bT: Tensor) -> None:
+        home = self.home
+        width = min(home.logps_BT.shape[1], logps_bT.shape[1])  # beyond it there is padding only
+        home.entropy_BT = home.entropy_BT.to(torch.promote_types(home.entropy_BT.dtype, entropy_bT.dtype))
+        home.logps_BT[rows, :width] = logps_bT[:, :width].to(home.logps_BT.dtype)
+        home.entropy_BT[rows, :width] = entropy_bT[:, :width].to(home.entropy_BT.dtype)
+        home.ran_B[rows] = True
+
+
+def _parcel(update: Update, source: int, rows: list[int], target: int) -> dict[str, Any]:
+    index = torch.tensor(rows, device=update.batch.completion_ids.device)
+    tensors = trim({k: v for k, v in update.batch.rows(index).to_dict().items() if v.dim()})
+    return {
+        "source": source,
+        "target": target,
+        "places": rows,
+        "rows": {name: value.cpu().contiguous() for name, value in tensors.items()},
+        "tokens": update.tokens_B1[index].cpu(),
+    }
+
+
+def exchange_rows(trainer: Any, update: Update, rows: Sequence[int]) -> Work | None:
+    """Even out the tokens that processes run; None where all rows stay at home."""
+    alone = trainer.accelerator.num_processes == 1 or not trainer.args.balance_processes
+    # The threshold of entropies, and the loss of routers, are those of a micro-batch as a whole.
+    if alone or trainer.entropy_share < 1 or trainer.aux_loss_enabled:
+        return None
+    with trainer.presence.waiting():
+        return Work.of(trainer.accelerator, update, rows)
+
+
+def straggler_report(trainer: Any, costs: Sequence[int]) -> dict[str, float]:
+    """How uneven the work of the processes was, once the device was waited for; `costs` are those of no exchange."""
+    phases = OWN_WORK if trainer.packed is not None else (*OWN_WORK, "updating")
+    busy = sum(trainer.presence.take_seconds(phase) for phase in phases) + trainer._stopwatch.take()
+    mine = torch.tensor([[trainer.ledger.update_tokens, busy]], dtype=torch.double, device=trainer.accelerator.device)
+    tokens, seconds = trainer.accelerator.gather(mine).T.tolist()
+    return spread_of(tokens, costs or tokens, seconds)
+
+
+def spread_of(tokens: Sequence[float], before: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
+    """How uneven the processes were, from what each had to run and how long it worked.
+
+    Example, two processes:
+        spread_of([60, 40], [80, 20], [3.0, 1.0])
+        -> {"balance/tokens_max_over_mean": 1.2, "balance/tokens_before": 1.6, "balance/seconds_max_over_mean": 1.5,
+            "balance/slowest_rank": 0}
+    """
+    return {
+        "balance/tokens_max_over_mean": max_over_mean(tokens),
+        "balance/tokens_before": max_over_mean(before),
+        "balance/seconds_max_over_mean": max_over_mean(seconds),
+        "balance/slowest_rank": float(max(range(len(seconds)), key=seconds.__getitem__)),
+    }

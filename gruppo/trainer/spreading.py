@@ -1,0 +1,221 @@
+"""A trainer whose weights are spread over processes: what it samples from, and what its processes agree on.
+
+find_sharding         who holds the weights
+make_spread           all weights on every process for the time of a rollout, or sampling in step
+reject_together       features in which only some processes sample, where they can only sample in step
+agreed                the plan of an update that all processes can follow
+"""
+
+import logging
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gruppo.errors import ConfigError
+from gruppo.plan import UpdatePlan, free_memory, plan_whole_weights, training_bytes
+from gruppo.policy import adapters, loading
+from gruppo.policy.quantised import is_quantised
+from gruppo.policy.sharding import (
+    Sharding,
+    WholeWeights,
+    compute_dtype,
+    describe,
+    is_spread,
+    shard_reference,
+    sharding_of,
+)
+from gruppo.rollout.select import Spread
+from gruppo.trainer.metrics import any_process, from_main
+
+logger = logging.getLogger(__name__)
+
+
+def find_sharding(trainer: Any) -> Sharding:
+    """Who holds the weights; raises where they cannot be spread and be what the config asks for."""
+    kind = sharding_of(trainer.accelerator)
+    if not kind.spread:
+        return kind
+    if trainer.prompt_encoder.takes_images:
+        raise NotImplementedError(
+            f"Prompts with images are not available under {kind.value}: a process without one would leave out passes "
+            "that the others wait for. Keep the whole model on every process (DDP), or pass the tokenizer."
+        )
+    if getattr(trainer.args, "cast_lm_head_to_fp32", False):
+        raise NotImplementedError(
+            f"cast_lm_head_to_fp32=True is not available under {kind.value}, which gathers all weights in one type; "
+            "set it to False."
+        )
+    if is_quantised(trainer.model):
+        raise NotImplementedError(
+            f"A quantised model is not available under {kind.value}: its weights cannot be gathered for sampling. "
+            "Keep the whole model on every process (DDP), or load it without quantization_config."
+        )
+    return kind
+
+
+def make_reference(trainer: Any) -> Any:
+    """A frozen copy of the policy as it is now; none without KL, and none with adapters (see policy/adapters)."""
+    args = trainer.args
+    if args.beta == 0 or adapters.is_peft_model(trainer.model):
+        return None
+    if args.sync_ref_model and trainer.sharding.spread:
+        raise NotImplementedError(
+            f"sync_ref_model=True is not available with weights that are spread over processes "
+            f"({trainer.sharding.value}); set it to False."
+        )
+    if is_spread(trainer.model):  # ZeRO-3 spreads a model as it is loaded, and nothing is left to copy
+        reference: Any = loading.load_again(trainer.model, args)
+    else:
+        reference = loading.copy_as_reference(trainer.model)
+    if trainer.packed is not None:
+        trainer.packed.learn(reference)
+    reference = shard_reference(trainer.accelerator, trainer.sharding, reference)
+    if args.sync_ref_model:
+        from gruppo.trainer.callbacks import SyncRefModelCallback
+
+        trainer.add_callback(SyncRefModelCallback(ref_model=reference, accelerator=trainer.accelerator))
+    return reference
+
+
+def prepare_reward_model(accelerator: Any, sharding: Sharding, model: Any) -> Any:
+    """On the device, and whole; under ZeRO-3, which spreads models as they are loaded, one that keeps in step."""
+    if sharding is not Sharding.ZERO3:
+        return accelerator.prepare_model(model, evaluation_mode=True)
+    return InStep(shard_reference(accelerator, sharding, model), accelerator)
+
+
+class InStep(nn.Module):
+    """A model with spread weights that processes call as often as they like, each with its own rows.
+
+    Before each pass all say whether they have one; who has none makes an idle pass (`keep_up`), until nobody has.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Any):
+        super().__init__()
+        self.model, self.accelerator = model, accelerator
+
+    def forward(self, **inputs: Any) -> Any:
+        self._busy(1)
+        return self.model(**inputs)
+
+    @torch.no_grad()
+    def keep_up(self) -> None:
+        one = torch.ones((1, 1), dtype=torch.long, device=self.accelerator.device)
+        while self._busy(0):
+            self.model(input_ids=one, attention_mask=one)
+
+    def _busy(self, own: int) -> int:
+        """How many processes have a pass to make."""
+        return int(self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), reduction="sum"))
+
+
+def make_spread(trainer: Any, *, needed: bool) -> Spread | None:
+    """How the run samples from its weights; None where every process has all of them.
+
+    They are gathered for the built-in engine, and under ZeRO-3 for `generate` as well; where they are is where
+    `rollout_backend="transformers"` under FSDP2 and ds3_gather_for_generation=False leave them.
+    """
+    kind, args, accelerator = trainer.sharding, trainer.args, trainer.accelerator
+    if kind is Sharding.NONE or args.samples_with_vllm:  # which holds a copy of its own
+        return None
+    gathers = args.ds3_gather_for_generation if kind is Sharding.ZERO3 else args.rollout_backend != "transformers"
+    whole = None
+    if needed and gathers:
+        _reject_offload(accelerator, kind)
+        whole = WholeWeights(
+            trainer.model,
+            lambda: accelerator.unwrap_model(trainer.model_wrapped),
+            dtype=compute_dtype(accelerator, kind),
+            device=accelerator.device,
+            clock=lambda: trainer.state.global_step,
+        )
+        whole.plan = lambda size: _plan(trainer, size)
+    return Spread(
+        kind,
+        whole,
+        reserved=lambda: training_bytes(trainer.model.parameters()),
+        from_main=lambda value: from_main(accelerator, value),
+    )
+
+
+def _reject_offload(accelerator: Any, kind: Sharding) -> None:
+    offloads = (
+        kind is Sharding.FSDP2 and type(accelerator.state.fsdp_plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
+    )
+    if offloads:
+        raise ConfigError(
+            "fsdp_offload_params: true keeps the weights in main memory, from where they cannot be gathered for the "
+            "built-in engine. Set it to false, or rollout_backend='transformers', which samples from them as they are."
+        )
+
+
+def _plan(trainer: Any, size: int) -> str:
+    """Keep the gathered weights between rollouts or free them after each; one answer for all processes."""
+    accelerator = trainer.accelerator
+    free = free_memory(accelerator.device) - training_bytes(trainer.model.parameters())
+    if accelerator.device.type == "cpu":  # which the processes of a host share
+        free //= int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    least = int(accelerator.gather(torch.tensor([max(free, 0)], device=accelerator.device)).min())
+    decision = plan_whole_weights(size, least)
+    if decision is None:
+        raise ConfigError(
+            f"Sampling needs all weights on every process, {size / 2**30:.1f} GiB, but the fullest process has "
+            f"{least / 2**30:.1f} GiB for them beside training. Sample from a vLLM server (use_vllm=True, "
+            "vllm_mode='server'), use more processes, or set rollout_backend='transformers', which samples from "
+            "spread weights and is slow."
+        )
+    if accelerator.is_main_process:
+        facts = {"decision": decision, "free": least}
+        logger.warning(describe(trainer.backend.whole, trainer.sharding, facts))
+        trainer.record_event("whole_weights", bytes=size, **facts)
+    return decision
+
+
+def can_check_parity(trainer: Any) -> bool:
+    """Whether a process can hold gradients of all weights for a moment; if not, it is said once."""
+    whole = trainer.backend.whole
+    short = whole is None or free_memory(trainer.accelerator.device) < 3 * whole.bytes
+    if not any_process(trainer.accelerator, short):
+        return True
+    if trainer._parity_checked_at is None and trainer.accelerator.is_main_process:
+        why = "which are not gathered here" if whole is None else "for which there is no room"
+        logger.warning(
+            f"No parity check under {trainer.sharding.value}: it needs all weights and their gradients on a process, "
+            f"{why}. Check a smaller model of the same kind on one process; parity_check='off' asks for none."
+        )
+    trainer._parity_checked_at = trainer.state.global_step
+    return False
+
+
+def reject_together(trainer: Any) -> None:
+    """Raise where processes can only sample in step, but would not all be asked to."""
+    args, backend = trainer.args, trainer.backend
+    if not backend.together or trainer.accelerator.num_processes == 1:
+        return
+    asked = {
+        "dynamic_sampling=True": args.dynamic_sampling and trainer.custom_rollout is None,
+        "eval_benchmarks": bool(args.eval_benchmarks),
+        "tools (max_tool_calling_iterations other than 0)": trainer.tool_loop is not None
+        and args.max_tool_calling_iterations != 0,
+    }
+    if found := [name for name, is_asked in asked.items() if is_asked]:
+        raise ConfigError(
+            f"{', '.join(found)} cannot work with weights that are spread over processes ({trainer.sharding.value}) "
+            f"and {_in_step(trainer.sharding)}: all processes sample together, but only some have something to ask."
+        )
+
+
+def _in_step(kind: Sharding) -> str:
+    if kind is Sharding.ZERO3:
+        return "not gathered for sampling. Set ds3_gather_for_generation=True"
+    return "sampled from by transformers. Set rollout_backend='builtin', which gathers them"
+
+
+def agreed(accelerator: Any, plan: UpdatePlan) -> UpdatePlan:
+    """The plan of the process with the least memory; to compute layers again is to gather them again, for all."""
+    mine = torch.tensor([plan.tokens, plan.group_tokens, -int(plan.checkpointing)], device=accelerator.device)
+    tokens, group_tokens, recomputed = accelerator.gather(mine[None]).amin(0).tolist()
+    return replace(plan, tokens=tokens, group_tokens=group_tokens, checkpointing=bool(recomputed))

@@ -1,0 +1,44 @@
+"""Models that FSDP2 spreads over processes on CPUs."""
+
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+FSDP2: dict[str, Any] = {
+    "fsdp": True,
+    "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+}
+
+
+def as_on_gpus() -> None:
+    """accelerate reads its FSDP settings where several GPUs train; torch itself shards on CPUs as well.
+
+    To be called between a config and its trainer: a config begins accelerate's state anew.
+    """
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """The weights as a whole, by name; all processes ask together."""
+    return {name: whole(weight) for name, weight in model.named_parameters()}
+
+
+def whole(tensor: Any) -> Tensor:
+    value: Tensor = tensor.detach()
+    return value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[no-any-return]
+
+
+def set_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Give whole weights to a model that may be spread."""
+    if any(hasattr(weight, "full_tensor") for weight in model.parameters()):
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    else:
+        model.load_state_dict(state)
+
+
+def is_spread(model: nn.Module) -> bool:
+    return all(isinstance(weight, torch.distributed.tensor.DTensor) for weight in model.parameters())

@@ -1,0 +1,95 @@
+"""Two processes, one of which dies, fails or sleeps at a moment of a run; run by test_presence.py."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gruppo.trainer import attendance
+from tests.helpers import length_reward
+from tests.trainer.scripted import make_trainer, scripted_rollout
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Mishap:
+    """Happens to one process, the second time that the moment comes; an error from then on."""
+
+    def __init__(self, moment: str, act: str, victim: int, seconds: float):
+        self.moment, self.act, self.victim, self.seconds = moment, act, victim, seconds
+        self.times = 0
+
+    def __call__(self, moment: str) -> None:
+        if moment != self.moment or self.victim != RANK:
+            return
+        self.times += 1
+        if self.times < 2 or (self.times > 2 and self.act in ("sleep", "signal")):
+            return
+        time.sleep(0.3)  # its line is written a moment later
+        if self.act == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.act == "raise":
+            raise ValueError("broken on purpose")
+        if self.act == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(self.seconds)
+
+
+class Benchmarks:
+    """In the place of `TrainingBenchmarks`: each process grades its share, and all gather."""
+
+    def __init__(self, mishap: Mishap):
+        self.mishap = mishap
+
+    def run(self, backend: Any, process: int, processes: int, gather: Any) -> dict[str, float]:
+        self.mishap("benchmark")
+        return {"share": float(len(gather([process])))}
+
+
+def main(folder: Path) -> None:
+    facts = json.loads((folder / "scenario.json").read_text())
+    attendance.PATIENCE = facts.pop("patience", attendance.PATIENCE)
+    if facts.pop("elsewhere", False):  # as if each process were on a host of its own
+        attendance._place = lambda: f"host {RANK}"
+    deadline = facts.pop("ddp_timeout", 1800)
+    mishap = Mishap(**facts)
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        mishap("rewards")
+        return length_reward(completions)
+
+    def rollout(prompts: list[Any], trainer: Any) -> Any:
+        mishap("sampling")
+        return scripted_rollout(prompts, trainer)
+
+    trainer = make_trainer(
+        "grpo",
+        folder / "run",
+        reward=reward,
+        dtype=torch.float32,
+        rollout=rollout,
+        parity_check="off",
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+        reward_on_error="raise" if mishap.act == "raise" else "abstain",
+        process_timeout=5.0,
+        stop_timeout=3.0,
+        ddp_timeout=deadline,
+        per_device_train_batch_size=4,
+    )
+    trainer.model.model.layers[0].register_forward_pre_hook(lambda *_: mishap("update"))
+    rows_of = trainer.rows_of
+    trainer.rows_of = lambda *args, **kw: (mishap("prompts"), rows_of(*args, **kw))[1]
+    write_parts = trainer._write_parts
+    trainer._write_parts = lambda *args: (mishap("checkpoint"), write_parts(*args))[1]
+    if mishap.moment == "benchmark":
+        trainer.benchmarks = Benchmarks(mishap)
+        trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 1
+        trainer.state.eval_steps = 1
+    trainer.train()
+    (folder / f"done{RANK}").write_text(str(trainer.state.global_step))

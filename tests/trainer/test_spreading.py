@@ -1,0 +1,155 @@
+"""What is decided where weights are spread over processes, without processes."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+
+from gruppo.errors import ConfigError
+from gruppo.plan import UpdatePlan, plan_whole_weights, training_bytes
+from gruppo.policy.sharding import Sharding, WholeWeights, sharding_of
+from gruppo.trainer.spreading import agreed, find_sharding, reject_together
+from tests.helpers import tiny_model
+
+
+def accelerator(kind: DistributedType, **state: Any) -> Any:
+    return SimpleNamespace(distributed_type=kind, state=SimpleNamespace(**state))
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "expected"),
+    [
+        (DistributedType.NO, {}, Sharding.NONE),
+        (DistributedType.MULTI_GPU, {}, Sharding.NONE),
+        (DistributedType.FSDP, {"fsdp_plugin": SimpleNamespace(fsdp_version=2)}, Sharding.FSDP2),
+        (DistributedType.DEEPSPEED, {"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, Sharding.NONE),
+        (DistributedType.DEEPSPEED, {"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, Sharding.ZERO3),
+    ],
+)
+def test_who_holds_the_weights(kind: DistributedType, state: dict[str, Any], expected: Sharding) -> None:
+    assert sharding_of(accelerator(kind, **state)) is expected
+    assert expected.spread == (expected is not Sharding.NONE)
+
+
+def test_the_first_kind_of_fsdp_is_refused_with_the_line_to_change() -> None:
+    with pytest.raises(ConfigError, match="fsdp_version: 2"):
+        sharding_of(accelerator(DistributedType.FSDP, fsdp_plugin=SimpleNamespace(fsdp_version=1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({}, None),
+        ({"dynamic_sampling": True}, "dynamic_sampling=True cannot work"),
+        ({"eval_benchmarks": ["gsm8k"]}, "eval_benchmarks cannot work"),
+        ({"tool_loop": object()}, "tools .* cannot work"),
+        ({"tool_loop": object(), "max_tool_calling_iterations": 0}, None),
+        ({"dynamic_sampling": True, "together": False}, None),
+        ({"dynamic_sampling": True, "custom_rollout": object()}, None),
+        ({"dynamic_sampling": True, "num_processes": 1}, None),
+        ({"dynamic_sampling": True, "sharding": Sharding.ZERO3}, "ds3_gather_for_generation=True"),
+    ],
+)
+def test_features_in_which_only_some_processes_sample(change: dict[str, Any], named: str | None) -> None:
+    facts = {
+        "dynamic_sampling": False,
+        "eval_benchmarks": None,
+        "max_tool_calling_iterations": None,
+        "tool_loop": None,
+        "custom_rollout": None,
+        "together": True,
+        "num_processes": 2,
+        "sharding": Sharding.FSDP2,
+        **change,
+    }
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(**facts),
+        backend=SimpleNamespace(together=facts["together"]),
+        accelerator=SimpleNamespace(num_processes=facts["num_processes"]),
+        tool_loop=facts["tool_loop"],
+        custom_rollout=facts["custom_rollout"],
+        sharding=facts["sharding"],
+    )
+    if named is None:
+        reject_together(trainer)
+    else:
+        with pytest.raises(ConfigError, match=named):
+            reject_together(trainer)
+
+
+def test_processes_agree_on_the_smallest_plan() -> None:
+    others = torch.tensor([[50, 900, 0], [70, 80, -1]])
+    together = SimpleNamespace(device="cpu", gather=lambda mine: torch.cat([mine, others]))
+    assert agreed(together, UpdatePlan(60, 100, checkpointing=False)) == UpdatePlan(50, 80, checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "free", "expected"),
+    [(30, 100, "keep"), (31, 100, "free"), (60, 100, "free"), (61, 100, None), (1, 0, None)],
+)
+def test_what_becomes_of_gathered_weights(size: int, free: int, expected: str | None) -> None:
+    assert plan_whole_weights(size, free) == expected
+
+
+def test_only_ones_own_share_of_gradients_is_counted() -> None:
+    class Share(torch.Tensor):
+        def to_local(self) -> Any:
+            return torch.zeros(3)
+
+    share = torch.zeros(6).as_subclass(Share).requires_grad_()
+    assert training_bytes([share]) == 3 * 3 * 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_whole_weights_follow_the_model_and_can_be_given_back(tied: bool) -> None:
+    model = tiny_model(seed=1, tie_word_embeddings=tied)
+    whole = WholeWeights(model, lambda: model, dtype=torch.bfloat16, device=torch.device("cpu"))
+    asked: list[int] = []
+    whole.plan = lambda size: asked.append(size) or "free"  # type: ignore[func-returns-value]
+    assert not whole.is_held
+    assert whole.bytes == 2 * sum(p.numel() for p in model.parameters())
+    whole.refresh()
+    first = whole.version
+    assert asked == [whole.bytes]
+    ids = torch.arange(7)[None]
+    assert torch.equal(whole.module(ids).logits, tiny_model(seed=1, tie_word_embeddings=tied).bfloat16()(ids).logits)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    whole.refresh()
+    assert whole.version != first
+    assert torch.equal(whole.module.lm_head.weight, model.lm_head.weight.bfloat16())
+    assert (whole.module.lm_head.weight is whole.module.model.embed_tokens.weight) == tied
+    whole.drop()
+    assert not whole.is_held
+    whole.refresh()
+    assert whole.is_held
+    assert asked == [whole.bytes], "it is planned once"
+    assert whole.module.generation_config is model.generation_config
+
+
+FULLY = accelerator(DistributedType.FSDP, fsdp_plugin=SimpleNamespace(fsdp_version=2))
+STAGE_3 = accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespace(zero_stage=3))
+
+
+@pytest.mark.parametrize(
+    ("has", "processes", "named"),
+    [
+        ({"cast"}, FULLY, "cast_lm_head_to_fp32=True is not available under FSDP2"),
+        ({"quantised"}, STAGE_3, "A quantised model is not available under DeepSpeed ZeRO-3"),
+        ({"images"}, FULLY, "Prompts with images are not available under FSDP2"),
+        ({"cast", "quantised", "images"}, accelerator(DistributedType.MULTI_GPU), None),
+        (set(), FULLY, None),
+    ],
+)
+def test_models_that_cannot_be_spread(has: set[str], processes: Any, named: str | None) -> None:
+    model = tiny_model()
+    model.is_quantized = "quantised" in has
+    parts = {
+        "args": SimpleNamespace(cast_lm_head_to_fp32="cast" in has),
+        "prompt_encoder": SimpleNamespace(takes_images="images" in has),
+    }
+    with nullcontext() if named is None else pytest.raises(NotImplementedError, match=named):
+        find_sharding(SimpleNamespace(accelerator=processes, model=model, **parts))
