@@ -116,6 +116,7 @@ class Completion:
     model_mask: Sequence[int] | None = None  # 1 = written by the model; None = all of it
     plain_logps: Sequence[float] | None = None  # under the tempered distribution, before top-k, top-p and the like
     entropies: Sequence[float] | None = None  # of that distribution, at each token
+    sampled_at: int | None = None  # updates that the sampler's weights had seen; None: those of now
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ class TrainBatch:
     engine_entropies: "Tensor | None" = None
     truncated: "Tensor | None" = None  # (B,) bool: completions that did not end by themselves
     sampled_at: "Tensor | None" = None  # (B,) the number of updates before they were sampled
+    scored_at: "Tensor | None" = None  # (B,) … before their old log-probs were computed; None: as many
     vision: "list[Vision | None] | None" = None  # of each row's prompt, with a processor
 
     def __len__(self) -> int:
@@ -243,6 +245,7 @@ LAYOUTS: dict[str, Layout] = {
     "engine_entropies": Layout(Span.COMPLETION, droppable=True),
     "truncated": Layout(Span.NONE),
     "sampled_at": Layout(Span.NONE),
+    "scored_at": Layout(Span.NONE),
     "vision": Layout(Span.LIST),
 }
 """The fields of TrainBatch; whatever cuts, pads or joins rows goes by this table."""

@@ -436,6 +436,21 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("vllm-memory", vllm(vllm_gpu_memory_utilization=1.5), "utilization=1.5 must be at most 1"),
         ("vllm-port", served(vllm_server_port=70000), "vllm_server_port=70000 must be at most 65535"),
         ("vllm-timeout", served(vllm_request_timeout=0), "vllm_request_timeout=0 must be greater than 0"),
+        ("async-two", served(async_rollouts=2), "async_rollouts=2 must be at most 1"),
+        ("async-negative", served(async_rollouts=-1), "async_rollouts=-1 must be at least 0"),
+        ("async-flag", served(async_rollouts=True), "async_rollouts=True must be"),
+        ("async-builtin", grpo(async_rollouts=1), "async_rollouts=1 .*set use_vllm=True and vllm_mode='server'"),
+        ("async-colocate", vllm(async_rollouts=1), "async_rollouts=1 .*set use_vllm=True and vllm_mode='server'"),
+        (
+            "async-uncorrected",
+            served(async_rollouts=1, vllm_importance_sampling_correction=False),
+            "async_rollouts=1 .*vllm_importance_sampling_correction=False would take for samples of now",
+        ),
+        (
+            "async-rloo",
+            rloo(async_rollouts=1, use_vllm=True, vllm_mode="server"),
+            "async_rollouts=1 .*RLOO has no correction",
+        ),
         ("vllm-server-field", vllm(vllm_server_port=9000), "vllm_server_port=9000 needs vllm_mode='server'"),
         (
             "vllm-colocate-field",

@@ -18,18 +18,14 @@ from gruppo.types import Vision
 
 
 class TokenScores(NamedTuple):
-    """Log-probs (B, T) of the sampled tokens and, if asked for, entropies (B, T) of their distributions."""
+    """Log-probs (B, T) of the sampled tokens and, if asked for, entropies (B, T) of their distributions.
+
+    Of a mixture of experts also its load-balancing loss (0-d), if that is asked for.
+    """
 
     logps_BT: Tensor
-    entropy_BT: Tensor | None
-
-
-class RoutedScores(NamedTuple):
-    """The same of a mixture of experts, and its load-balancing loss (0-d)."""
-
-    logps_BT: Tensor
-    entropy_BT: Tensor | None
-    router_loss: Tensor
+    entropy_BT: Tensor | None = None
+    router_loss: Tensor | None = None
 
 
 def score_tokens(
@@ -42,59 +38,32 @@ def score_tokens(
     batch_size: int | None = None,
     entropy: bool = False,
     entropy_gradient: bool = False,
+    router_loss: bool = False,
     vision: Sequence[Vision | None] | None = None,
 ) -> TokenScores:
     """Score the last `logits_to_keep` tokens of each row under the tempered distribution of the model.
 
-    Rows are run in pieces of at most `batch_size`. Positions that the mask excludes score exactly 0. `vision` is what
-    a processor made of the prompts, which end where those tokens begin.
+    Rows are run in pieces of at most `batch_size`. Positions that the mask excludes score exactly 0. `router_loss` is
+    over all tokens of the rows; of several pieces, their mean. `vision` is what a processor made of the prompts, which
+    end where those tokens begin.
     """
-    settings = (temperature, entropy, entropy_gradient)
-    return _in_pieces(model, input_ids, attention_mask, logits_to_keep, batch_size, settings, {}, vision)[0]
-
-
-def score_routed_tokens(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    logits_to_keep: int,
-    *,
-    temperature: float = 1.0,
-    batch_size: int | None = None,
-    entropy: bool = False,
-    entropy_gradient: bool = False,
-    vision: Sequence[Vision | None] | None = None,
-) -> RoutedScores:
-    """`score_tokens` and the load-balancing loss over all tokens of the rows; of several pieces, its mean."""
-    settings = (temperature, entropy, entropy_gradient)
-    asked = {"output_router_logits": True}
-    scores, losses = _in_pieces(model, input_ids, attention_mask, logits_to_keep, batch_size, settings, asked, vision)
-    return RoutedScores(scores.logps_BT, scores.entropy_BT, torch.stack(losses).mean())
-
-
-def _in_pieces(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    width: int,
-    batch_size: int | None,
-    settings: tuple[float, bool, bool],
-    asked: dict[str, Any],
-    vision: Sequence[Vision | None] | None,
-) -> tuple[TokenScores, list[Tensor]]:
-    """Scores, and the load-balancing loss of each piece if the model was asked for it."""
-    size = batch_size or len(input_ids)
+    size, width = batch_size or len(input_ids), logits_to_keep
+    asked = {"output_router_logits": True} if router_loss else {}
     scores, losses = [], []
     for i, (ids, mask) in enumerate(zip(input_ids.split(size), attention_mask.split(size), strict=True)):
         seen = {} if vision is None else _seen(model, vision[i * size : i * size + len(ids)], ids, mask, width)
         output = _run(model, ids, mask, width, asked | seen)
         tokens, counts = ids[:, -width:], mask[:, -width:].bool()
-        scores.append(_scores(output.logits[:, -width - 1 : -1], tokens, counts, *settings))
-        if asked:
+        logits = output.logits[:, -width - 1 : -1]
+        scores.append(_scores(logits, tokens, counts, temperature, entropy, entropy_gradient))
+        if router_loss:
             losses.append(own_router_loss(model, output))
-    logps_BT = torch.cat([score.logps_BT for score in scores])
     entropies = [score.entropy_BT for score in scores if score.entropy_BT is not None]
-    return TokenScores(logps_BT, torch.cat(entropies) if entropies else None), losses
+    return TokenScores(
+        torch.cat([score.logps_BT for score in scores]),
+        torch.cat(entropies) if entropies else None,
+        torch.stack(losses).mean() if losses else None,
+    )
 
 
 def _seen(

@@ -44,6 +44,10 @@ class RolloutBackend:
         """`count` completions for each request, flat and in order; the policy is left as it was found."""
         raise NotImplementedError
 
+    def begin(self, requests: Sequence[SampleRequest]) -> Any:
+        """Ask for the same without waiting for it, where another program samples; see `vllm.inflight.InFlight`."""
+        raise NotImplementedError(f"{type(self).__name__} samples in this process.")
+
     @contextmanager
     def ready(self) -> Iterator[None]:
         """In here weights that are spread over processes are at hand; all processes enter it together.

@@ -52,6 +52,7 @@ class Sampling(Rewarding):
     _turn: Turn | None = None  # … from the turn, if it is not the first, …
     _asked = False  # whether the rollout under way has come to the backend
     _requests_made = 0  # … and, where a hook asks several times, from which time it is
+    _seconds_ahead = 0.0  # that these rollouts took if they were asked for before
     _work: Mapping[str, Any] = MappingProxyType({})  # what the backend computed for these rollouts, for the ledger
     _tool_counts: Mapping[str, float] = MappingProxyType({})  # what tools did for these rollouts, on all processes
     _prompts: Sequence[Prompt] = ()  # of the rollout under way
@@ -72,7 +73,7 @@ class Sampling(Rewarding):
         if self.custom_rollout is None or self.tool_loop is not None:
             self._own_rows = self._rows_in_batch(len(rows)) if places is None else places
         self._attempt, self._requests_made, self._turn, self._work, self._asked = attempt, 0, None, {}, False
-        self._tool_counts = {}
+        self._tool_counts, self._seconds_ahead = {}, 0.0
         self._asked_elsewhere += self._place is None
         start = time.perf_counter()
         started = Started(rows) if self.toolset is None else self.toolset.start(rows, self.mode)
@@ -86,7 +87,7 @@ class Sampling(Rewarding):
                 completions, outputs = self._use_tools(self.tool_loop, prompts, completions, started)
         if self._asked:
             self.metrics.add(self.mode, self.backend.metrics())
-        self._note_sampling(prompts, completions, time.perf_counter() - start)
+        self._note_sampling(prompts, completions, self._seconds_ahead or time.perf_counter() - start)
         self.environments = started.environments or None
         return [
             Rollout(prompt, completions[i], outputs[i], {**extras[i], **started.extra(i)})
@@ -156,7 +157,7 @@ class Sampling(Rewarding):
         requests = self._requests(prompt_ids, vision or [None] * len(prompt_ids))
         self._requests_made, self._asked = self._requests_made + 1, True
         with self.timer(self.backend.timer):
-            completions = self.backend.sample(requests)
+            completions = self._draw(requests)
         work = self.backend.work([len(ids) for ids in prompt_ids], [len(c.ids) for c in completions])
         earlier = {name: value for name, value in self._work.items() if not isinstance(value, bool)}
         self._work = {name: value + earlier[name] if name in earlier else value for name, value in work.items()}
@@ -167,6 +168,9 @@ class Sampling(Rewarding):
         if self.backend.config.temperature != self.temperature:
             completions = [replace(completion, plain_logps=None, entropies=None) for completion in completions]
         return [replace(completion, logps=None) for completion in completions]
+
+    def _draw(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        return self.backend.sample(requests)
 
     def _from_copy(self, completions: list[Completion]) -> list[Completion]:
         """Log-probs of a copy of the policy become those of the sampler in the loss.
@@ -187,8 +191,8 @@ class Sampling(Rewarding):
 
     def _requests(self, prompt_ids: list[list[int]], vision: Sequence[Any]) -> list[SampleRequest]:
         place = self._place or (2**63, self._asked_elsewhere)
-        kind = (self.mode == "eval") + 2 * self._attempt
-        key, turn, size = [self.args.seed, kind, self._requests_made, *place], self._turn, self.group_size
+        key = self._noise_of(place, (self.mode == "eval") + 2 * self._attempt, self._requests_made)
+        turn, size = self._turn, self.group_size
         rows = self._own_rows if turn is None else [self._own_rows[row] for row in turn.rows]
         limits: Sequence[int | None] = [None] * len(prompt_ids) if turn is None else turn.limits
         if len(prompt_ids) != len(rows):  # a hook asks for rows of its own choice
@@ -208,6 +212,10 @@ class Sampling(Rewarding):
             for ids, seen, row, limit in zip(prompt_ids, vision, rows, limits, strict=True)
             for request in group_requests([ids], group_size=size, first_row=row, key=key, vision=[seen])
         ]
+
+    def _noise_of(self, place: Sequence[int], kind: int = 0, request: int = 0) -> list[int]:
+        """The key of the random numbers of a generation; those of training, asked for once, by default."""
+        return [self.args.seed, kind, request, *place]
 
     def _stop(self, completion_ids: Sequence[int]) -> StopReason:
         """Why completions ended whose maker did not say."""

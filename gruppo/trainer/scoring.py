@@ -14,7 +14,7 @@ from gruppo.data.prompts import PromptEncoder
 from gruppo.errors import ConfigError, ParityError
 from gruppo.policy.adapters import reference_policy
 from gruppo.policy.head import Scores
-from gruppo.policy.logprobs import score_routed_tokens, score_tokens
+from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.modes import sampling_mode
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import PackedRows, Packer, idle_pack
@@ -278,12 +278,10 @@ class Scoring(Feeding):
             "batch_size": batch_size,
             "entropy": compute_entropy,
             "entropy_gradient": self.entropy_control.enabled,
+            "router_loss": compute_aux_loss,
         }
-        rows = (model, input_ids, attention_mask, logits_to_keep)
         with self.timer("_get_per_token_logps_and_entropies"):
-            if compute_aux_loss:
-                return score_routed_tokens(*rows, **options)
-            return *score_tokens(*rows, **options), None
+            return score_tokens(model, input_ids, attention_mask, logits_to_keep, **options)
 
     def _only_vision(self, given: dict[str, Any], input_ids: Tensor) -> Any:
         """The hook's `vision`; a hook that forgets it, or passes image tensors instead, would score without images."""

@@ -73,6 +73,7 @@ SHARED = {
     "vllm_server_timeout": 240.0,
     "vllm_request_timeout": 600.0,
     "vllm_seed_requests": True,
+    "async_rollouts": 0,
     "vllm_group_port": 51216,
     "vllm_gpu_memory_utilization": 0.3,
     "vllm_max_model_length": None,
@@ -301,6 +302,8 @@ CORRECTION: dict[str, Any] = {
     "vllm_importance_sampling_clip_max": 2.0,
     "vllm_importance_sampling_clip_min": 0.1,
 }
+# Needs a server and the correction, so it is set by itself.
+AHEAD: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "async_rollouts": 1}
 WITH_VLLM = {*COLOCATE, *SERVER, *CORRECTION, "vllm_tensor_parallel_size"}
 
 
@@ -451,7 +454,7 @@ def test_a_copy_does_not_warn_again():
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_tables_cover_every_field(config):
-    covered = {*SET[config], *ALONE, *ALIASES, *WITH_VLLM}
+    covered = {*SET[config], *ALONE, *ALIASES, *WITH_VLLM, *AHEAD}
     assert set(own_fields(config)) <= covered
     defaults = INHERITED | DEFAULTS[config]
     same = [name for name, value in SET[config].items() if defaults[name] == value]
@@ -483,6 +486,12 @@ def test_fields_of_vllm_need_it(config, name):
     value = {**COLOCATE, **SERVER, **CORRECTION, "vllm_tensor_parallel_size": 2}[name]
     with pytest.raises(ConfigError, match=f"^{name}=.* needs use_vllm=True"):
         config(**QUIET, **{name: value})
+
+
+def test_a_generation_can_be_sampled_ahead():
+    parsed = parse(GRPOConfig, QUIET | AHEAD)
+    assert parsed == GRPOConfig(**QUIET, **AHEAD)
+    assert parsed.async_rollouts == 1
 
 
 def test_both_names_of_vllm_mean_it():
