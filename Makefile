@@ -3,6 +3,8 @@ PYTHON   ?= python3
 PIP_ARGS ?=
 VENV     := .venv
 BIN      := $(VENV)/bin
+# A process of several that a segmentation fault ended is run once more: gloo now and then has one (docs/scaling.md).
+RERUN    := --reruns 1 --only-rerun 'exit codes .*-11'
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -23,15 +25,15 @@ static: $(VENV)/.ready
 	$(BIN)/mypy
 
 fast: $(VENV)/.ready
-	$(BIN)/pytest -m "not slow and not medium" -n 2 -q
+	$(BIN)/pytest $(RERUN) -m "not slow and not medium" -n 2 -q
 
 check: static fast
 
 test: $(VENV)/.ready
-	$(BIN)/pytest -m "not slow" -n 2
+	$(BIN)/pytest $(RERUN) -m "not slow" -n 2
 
 test-slow: $(VENV)/.ready
-	$(BIN)/pytest -m slow -n 2 --summary=benchmarks/results/test_slow.json
+	$(BIN)/pytest $(RERUN) -m slow -n 2 --summary=benchmarks/results/test_slow.json
 
 # The oldest supported transformers, in an environment of its own.
 .venv-tf517/.ready: constraints-tf517.txt pyproject.toml
@@ -44,7 +46,7 @@ test-slow: $(VENV)/.ready
 COMPAT := cli config data demo engine evaluation/test_run.py policy rollout trainer rewards/test_models.py
 ALIKE := engine/test_kernels.py engine/test_sampling.py engine/test_turns.py trainer/test_audits.py
 test-compat: .venv-tf517/.ready
-	.venv-tf517/bin/pytest -m "not slow and not medium" -n 2 -q $(COMPAT:%=tests/%) tests/test_*.py \
+	.venv-tf517/bin/pytest $(RERUN) -m "not slow and not medium" -n 2 -q $(COMPAT:%=tests/%) tests/test_*.py \
 		$(ALIKE:%=--ignore=tests/%)
 
 # What we measure ourselves against lives in its own environment and is never a dependency.

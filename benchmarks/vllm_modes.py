@@ -4,9 +4,10 @@
     python benchmarks/vllm_modes.py --tiny                              (on a CPU against stand-ins, to try it)
 
 The same model, prompts, seed and settings, one process after another: the built-in engine, vLLM in the trainer's
-process (colocate), and a stock server on the same GPU that gets its weights by CUDA IPC (server). It is started
-and stopped here, with the flags of `gruppo vllm-serve`; its log is kept beside the result. The trainer of the server
-mode does not see vLLM's packages. A mode that fails or runs out of time is named in `failed`; the others still count.
+process (colocate), and a stock server on the same GPU that gets its weights by CUDA IPC (server; server-async samples
+the next generation while updates run). It is started and stopped here, with the flags of `gruppo vllm-serve`; its log
+is kept beside the result. The trainer of the server modes does not see vLLM's packages. A mode that fails or runs out
+of time is named in `failed`; the others still count.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from benchmarks import rollout_vllm
 from benchmarks.common import provenance
 
 RESULTS = Path(__file__).parent / "results"
-MODES = ("builtin", "colocate", "sleep", "server")
+MODES = ("builtin", "colocate", "sleep", "server", "server-async")
 WITH_VLLM = ("colocate", "sleep")  # in the trainer's process
 FIELDS: dict[str, Any] = {
     "per_device_train_batch_size": 32,
@@ -50,7 +51,15 @@ TINY: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
 }
-KEPT = ("step_time", "reward", "entropy", "completions/mean_length", "rollout/seconds", "rollout/sync_seconds")
+KEPT = (
+    "step_time",
+    "reward",
+    "entropy",
+    "completions/mean_length",
+    "rollout/seconds",
+    "rollout/sync_seconds",
+    "rollout/wait_seconds",
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,8 +88,9 @@ def config_fields(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     if mode == "builtin":
         return {"rollout_backend": "builtin"}
     fields: dict[str, Any] = {"use_vllm": True, "vllm_seed_requests": not options.no_seeds}
-    if mode == "server":
-        return fields | {"vllm_mode": "server", "vllm_server_port": options.port}
+    if mode.startswith("server"):
+        ahead = {"async_rollouts": 1} if mode == "server-async" else {}
+        return fields | {"vllm_mode": "server", "vllm_server_port": options.port} | ahead
     return fields | {"vllm_enable_sleep_mode": mode == "sleep"}
 
 
@@ -140,6 +150,8 @@ def summary(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "step_seconds": mean("step_time"),
         "rollout_seconds": mean("rollout/seconds"),
         "sync_seconds": mean("rollout/sync_seconds"),
+        "wait_seconds": mean("rollout/wait_seconds"),
+        "staleness": mean("sampling/staleness"),
         "reward_first": mean_of(values("reward")[:5]),
         "reward_last": mean_of(values("reward")[-5:]),
         "drift_mean": mean(f"{drift}/mean", 0),
@@ -258,8 +270,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     failed: dict[str, str] = {}
     for mode in options.modes.split(","):
         try:
-            if mode == "server":
-                with server(options, options.out.with_suffix(".vllm-serve.log")):
+            if mode.startswith("server"):
+                with server(options, options.out.with_suffix(f".{mode}.vllm-serve.log")):
                     records[mode] = run(mode, options, folder)
             else:
                 records[mode] = run(mode, options, folder)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("LAYOUTS", "Completion", "Layout", "Message", "Prompt", "Rollout", "SampleRequest", "Span", "StopReason"),
-    "TrainBatch",
+    *("TrainBatch", "Vision"),
 ]
 
 Message = dict[str, Any]
@@ -41,6 +41,18 @@ class StopReason(StrEnum):
         return self in (StopReason.EOS, StopReason.STOP_STRING)
 
 
+@dataclass(frozen=True, eq=False)
+class Vision:
+    """What a processor made of one prompt beside its tokens. Completions of the prompt share this object.
+
+    Example, of a Qwen2-VL prompt with one image of 2 by 2 patches, which take one token:
+        Vision({"pixel_values": (4, 96), "image_grid_thw": (1, 3)}, {"mm_token_type_ids": [0, 0, 1, 0, 0]})
+    """
+
+    pixels: "Mapping[str, Tensor]"  # one row, or several, for each image; none without images
+    types: "Mapping[str, Tensor]"  # (tokens of the prompt,): which of them stand for images
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One dataset row, ready to be sampled from.
@@ -50,9 +62,17 @@ class Prompt:
     """
 
     row: Mapping[str, Any]
-    text: str | list[Message]  # the `prompt` column: a string, or a conversation
+    text: str | list[Message]  # the `prompt` column: a string, or a conversation, with its images in it
     ids: Sequence[int]
     truncated: bool = False  # tokens were cut from the left to fit max_prompt_length
+    vision: Vision | None = None  # with a processor
+    images: Sequence[Any] = ()
+    stored: str | list[Message] | None = None  # the text as it is written to files; None: as it is
+
+    @property
+    def shown(self) -> str | list[Message]:
+        """The text without the images themselves."""
+        return self.text if self.stored is None else self.stored
 
     @property
     def is_conversation(self) -> bool:
@@ -75,6 +95,7 @@ class SampleRequest:
     first_sample: int = 0
     max_new_tokens: int | None = None  # this request's own limit, where it is below that of the settings
     turn: int = 0  # of a conversation with an environment: each draws other random numbers
+    vision: Vision | None = None  # of the prompt, with which the ids begin
 
     def limit(self, most: int) -> int:
         """Tokens that a completion may have, where the settings allow `most`."""
@@ -95,6 +116,7 @@ class Completion:
     model_mask: Sequence[int] | None = None  # 1 = written by the model; None = all of it
     plain_logps: Sequence[float] | None = None  # under the tempered distribution, before top-k, top-p and the like
     entropies: Sequence[float] | None = None  # of that distribution, at each token
+    sampled_at: int | None = None  # updates that the sampler's weights had seen; None: those of now
 
 
 @dataclass(frozen=True)
@@ -141,6 +163,8 @@ class TrainBatch:
     engine_entropies: "Tensor | None" = None
     truncated: "Tensor | None" = None  # (B,) bool: completions that did not end by themselves
     sampled_at: "Tensor | None" = None  # (B,) the number of updates before they were sampled
+    scored_at: "Tensor | None" = None  # (B,) … before their old log-probs were computed; None: as many
+    vision: "list[Vision | None] | None" = None  # of each row's prompt, with a processor
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -159,8 +183,8 @@ class TrainBatch:
         still: Tensor = (self.advantages == 0).reshape(len(self), -1).all(1)
         return still
 
-    def to_dict(self) -> "dict[str, Tensor]":
-        """The tensors that are there, by name."""
+    def to_dict(self) -> "dict[str, Any]":
+        """The tensors (and `vision`, a list) that are there, by name."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
     @classmethod
@@ -171,8 +195,18 @@ class TrainBatch:
 
     def rows(self, index: "Tensor | slice") -> "TrainBatch":
         """The rows at `index`; 0-d tensors are kept whole."""
-        picked = {name: value if value.dim() == 0 else value[index] for name, value in self.to_dict().items()}
-        return replace(self, **picked)
+        return replace(self, **{name: _rows(value, index) for name, value in self.to_dict().items()})
+
+
+def _rows(value: Any, index: "Tensor | slice") -> Any:
+    if not isinstance(value, list):
+        return value if value.dim() == 0 else value[index]
+    if isinstance(index, slice):
+        return value[index]
+    chosen = index.tolist()
+    if chosen and isinstance(chosen[0], bool):
+        return [row for row, keep in zip(value, chosen, strict=True) if keep]
+    return [value[place] for place in chosen]
 
 
 class Span(StrEnum):
@@ -182,6 +216,7 @@ class Span(StrEnum):
     PROMPT = "prompt"  # (B, tokens of the prompt), padded on the left
     COMPLETION = "completion"  # (B, T), padded on the right; or (B, 1), or (B,): one value for all tokens of a row
     BATCH = "batch"  # 0-d: one value for all rows
+    LIST = "list"  # no tensor: a list with an entry for each row, or None
 
 
 @dataclass(frozen=True)
@@ -210,5 +245,7 @@ LAYOUTS: dict[str, Layout] = {
     "engine_entropies": Layout(Span.COMPLETION, droppable=True),
     "truncated": Layout(Span.NONE),
     "sampled_at": Layout(Span.NONE),
+    "scored_at": Layout(Span.NONE),
+    "vision": Layout(Span.LIST),
 }
 """The fields of TrainBatch; whatever cuts, pads or joins rows goes by this table."""

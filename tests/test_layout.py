@@ -41,7 +41,7 @@ ALLOWED_FOR_TYPES = {"data": {"config"}}
 
 # The trainer itself is a chain; each link knows those before it.
 CHAIN = (
-    *("reporting", "feeding", "scoring", "rewarding", "sampling", "collecting", "routing", "updating"),
+    *("reporting", "feeding", "scoring", "rewarding", "sampling", "overlapping", "collecting", "routing", "updating"),
     *("watching", "checkpointing", "resuming", "core", "grpo", "rloo"),
 )
 

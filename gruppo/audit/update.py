@@ -176,13 +176,13 @@ def length_collapse(length: float, first: float) -> Finding | None:
 
 
 def stale_rows(oldest: int, allowed: int) -> Finding | None:
-    """Rows were sampled more updates ago than num_iterations and steps_per_generation explain."""
+    """Rows were sampled more updates ago than num_iterations, steps_per_generation and async_rollouts explain."""
     if oldest <= allowed:
         return None
     return Finding(
         "stale_rows",
-        f"The update trained on completions that were sampled {oldest} updates ago; num_iterations and "
-        f"steps_per_generation explain at most {allowed}. They are those of an older policy, and clipping does the "
-        "rest. Look at hooks that keep batches, and at how the run was resumed.",
+        f"The update trained on completions that were sampled {oldest} updates ago; num_iterations, "
+        f"steps_per_generation and async_rollouts explain at most {allowed}. They are those of an older policy, and "
+        "clipping does the rest. Look at hooks that keep batches, and at how the run was resumed.",
         {"oldest": float(oldest), "allowed": float(allowed)},
     )

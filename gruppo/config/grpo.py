@@ -38,4 +38,3 @@ class GRPOConfig(
         validate.check_vllm_correction(self)
         check_vllm(self)
         check_vespo(self)
-        validate.check_not_yet(self)

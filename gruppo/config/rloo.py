@@ -21,4 +21,3 @@ class RLOOConfig(RLOOObjectiveConfig, PolicyConfig):
         super()._validate()
         validate.check_rloo(self)
         check_vllm(self)
-        validate.check_not_yet(self)

@@ -18,11 +18,6 @@ logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=type[Any])
 
-# Fields whose feature is not built yet, and what they wait for. A value other than the default raises.
-NOT_YET = {
-    "log_multimodal": "vision-language models",
-}
-
 # Fields of TrainingArguments that would change the meaning of a run but have none here.
 MEANINGLESS = {
     "label_smoothing_factor": "there are no labels to smooth",
@@ -85,16 +80,6 @@ def in_range(
         raise ConfigError(f"{name}={value!r} must be at least {low}.")
     if high is not None and value > high:
         raise ConfigError(f"{name}={value!r} must be at most {high}.")
-
-
-def check_not_yet(config: Any) -> None:
-    """Raise for a field that is set although its feature is not built yet."""
-    for f in fields(config):
-        if f.name in NOT_YET and getattr(config, f.name) != f.default:
-            raise NotImplementedError(
-                f"{f.name}={getattr(config, f.name)!r}: {NOT_YET[f.name]} is not available yet; leave `{f.name}` "
-                f"at its default ({f.default!r})."
-            )
 
 
 def check_inherited(config: Any) -> None:

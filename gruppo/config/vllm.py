@@ -32,6 +32,9 @@ class VLLMConfig:
     vllm_seed_requests: bool = option(
         True, "Give every completion a seed of its own, so that a run can be repeated; False is faster in vLLM."
     )
+    async_rollouts: int = option(
+        0, "1: the server samples the next generation while the updates on this one run; 0: one after the other."
+    )
 
 
 @dataclass
@@ -84,6 +87,7 @@ SHAPING = tuple(name for name in OWN if name not in ("ignore_eos", "repetition_d
 
 def check_vllm(config: Any) -> None:
     """Every check of these fields; without vLLM none of them may be set."""
+    check_async_rollouts(config)
     changed = [f.name for f in fields(config) if f.name.startswith("vllm_") and getattr(config, f.name) != f.default]
     if not config.samples_with_vllm:
         if changed:
@@ -101,6 +105,30 @@ def check_vllm(config: Any) -> None:
     _check_mode(config, changed)
     _check_together(config)
     check_vllm_kwargs(config.generation_kwargs or {}, config.vllm_mode, config.vllm_structured_outputs_regex)
+
+
+def check_async_rollouts(config: Any) -> None:
+    """Sampling beside the updates needs a program beside the trainer, and a loss that knows who sampled."""
+    in_range(config, "async_rollouts", 0, 1)
+    if not config.async_rollouts:
+        return
+    if not config.samples_with_vllm or config.vllm_mode != "server":
+        raise ConfigError(
+            f"async_rollouts={config.async_rollouts} samples beside the updates, which only a server can do: set "
+            "use_vllm=True and vllm_mode='server', or async_rollouts=0."
+        )
+    corrects = getattr(config, "vllm_importance_sampling_correction", None)
+    if corrects is None:
+        raise ConfigError(
+            f"async_rollouts={config.async_rollouts} trains on samples of older weights, and RLOO has no correction "
+            "for those. Use GRPOConfig, or async_rollouts=0."
+        )
+    if not corrects:
+        raise ConfigError(
+            f"async_rollouts={config.async_rollouts} trains on samples of older weights, which "
+            "vllm_importance_sampling_correction=False would take for samples of now. Leave it on, or set "
+            "async_rollouts=0."
+        )
 
 
 def _check_mode(config: Any, changed: list[str]) -> None:

@@ -92,7 +92,10 @@ def collate(
         values = [getattr(rollout.completion, kind) for rollout in rollouts]
         if all(value is not None for value in values):
             setattr(batch, name, _ragged(values, 0.0, "right", torch.float32, multiple))
-    return replace(batch, **{name: tensor.to(device) for name, tensor in batch.to_dict().items()})
+    batch = replace(batch, **{name: tensor.to(device) for name, tensor in batch.to_dict().items()})
+    if any(rollout.prompt.vision is not None for rollout in rollouts):
+        batch.vision = [rollout.prompt.vision for rollout in rollouts]  # on the CPU, shared by the rows of a prompt
+    return batch
 
 
 def _known_logps(rollout: Rollout) -> list[float]:
@@ -120,8 +123,8 @@ def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     return TrainBatch(**joined)
 
 
-def _joined(name: str, layout: Layout, batches: Sequence[TrainBatch], widths: Mapping[Span, int]) -> Tensor | None:
-    """One field of all rows."""
+def _joined(name: str, layout: Layout, batches: Sequence[TrainBatch], widths: Mapping[Span, int]) -> Any:
+    """One field of all rows; None if no batch has it."""
     values = [getattr(batch, name) for batch in batches]
     known = [value for value in values if value is not None]
     span, absent = layout.span, layout.absent
@@ -129,6 +132,8 @@ def _joined(name: str, layout: Layout, batches: Sequence[TrainBatch], widths: Ma
         return None
     if span is Span.BATCH:
         return known[0]
+    if span is Span.LIST:
+        return [row for batch, value in zip(batches, values, strict=True) for row in value or [None] * len(batch)]
     own_widths = [batch.completion_ids.shape[1] for batch in batches]
     if len(known) < len(values):
         if absent is None:

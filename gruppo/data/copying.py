@@ -8,6 +8,7 @@ def copy_of(value: Any) -> Any:
     """A copy that shares nothing which can be changed.
 
     Rows and conversations are mostly dicts and lists of texts, for which this takes a fifth of `copy.deepcopy`'s time.
+    Images are shared: all rows of a group have the same ones, and copies would be their pixels over and over.
 
     Example:
         message = {"role": "user", "content": "2+2="}
@@ -20,4 +21,6 @@ def copy_of(value: Any) -> Any:
         return [copy_of(each) for each in value]
     if kind is dict:
         return {key: copy_of(each) for key, each in value.items()}
+    if any(base.__module__ == "PIL.Image" and base.__name__ == "Image" for base in kind.__mro__):
+        return value  # told by name: PIL need not be installed
     return copy.deepcopy(value)

@@ -8,7 +8,9 @@ from transformers import PreTrainedTokenizerBase
 from gruppo.errors import ConfigError, DataError
 from gruppo.types import Message, Prompt
 
-Tokenize = Callable[..., list[list[int]]]  # of prompts, and of `tools` where these differ from row to row
+# Token ids, images and `{"vision": …}` of prompts; without a processor the latter two are None and empty.
+Encoded = tuple[list[list[int]], list[list[Any]] | None, dict[str, Any]]
+Tokenize = Callable[..., Encoded]  # of prompts, and of `tools` where these differ from row to row
 Schemas = Sequence[Mapping[str, Any]]  # of tools, as chat templates want them
 
 # Arguments of apply_chat_template that are decided here, and why.
@@ -62,11 +64,12 @@ def read_prompt(row: Mapping[str, Any]) -> str | list[Message]:
 
 
 def reject_images(row: Mapping[str, Any]) -> None:
-    """Raise for rows that carry images, which text-only rollouts would silently ignore."""
+    """Raise for rows that carry images, which rollouts with a tokenizer would silently ignore."""
     for column in IMAGE_COLUMNS:
         if row.get(column) is not None:
-            raise NotImplementedError(
-                f"The dataset has images (column `{column}`): vision-language models are not available yet."
+            raise DataError(
+                f"The dataset has images (column `{column}`), but a tokenizer reads text only. Pass the processor of "
+                "a vision-language model as processing_class, or remove the column."
             )
 
 
@@ -85,6 +88,10 @@ class PromptEncoder:
 
     `tools` are shown in every conversation or, as a mapping, by the name in the row's `environment` column.
     """
+
+    takes_images = False
+    sample_size = 256  # rows of a dataset that are tried before a run
+    placeholders: frozenset[int] = frozenset()  # tokens that stand for images
 
     def __init__(
         self,
@@ -123,9 +130,20 @@ class PromptEncoder:
         distinct = {id(row): row for row in rows}
         encoded: dict[int, Prompt] = {}
         for tools, part in self._by_tools(list(distinct.values())):
-            ids = (tokenize or self.token_ids)([read_prompt(row) for row in part], **tools)
-            encoded |= {id(row): self._fit(row, i) for row, i in zip(part, ids, strict=True)}
+            texts = [self.read(row) for row in part]
+            ids, _, fields = (tokenize or self.encode)(texts, **tools)
+            visions = fields.get("vision") or [None] * len(part)
+            for row, text, row_ids, vision in zip(part, texts, ids, visions, strict=True):
+                encoded[id(row)] = self._fit(row, text, row_ids, vision)
         return [encoded[id(row)] for row in rows]
+
+    def read(self, row: Mapping[str, Any]) -> str | list[Message]:
+        """The prompt of a row as it is rendered."""
+        return read_prompt(row)
+
+    def encode(self, prompts: Sequence[str | list[Message]], tools: Schemas | None = None) -> Encoded:
+        """Token ids of prompts, images (None) and further fields (none)."""
+        return self.token_ids(prompts, **({} if tools is None else {"tools": tools})), None, {}
 
     def _by_tools(self, rows: list[Mapping[str, Any]]) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
         """Rows that are rendered together, and the tools to name for them."""
@@ -161,7 +179,7 @@ class PromptEncoder:
             texts |= {id(row): text for row, text in zip(part, shown, strict=True)}
         return [texts[id(row)] for row in rows]
 
-    def _render(self, chats: Sequence[Any], tools: Schemas | None, **how: bool) -> Any:
+    def _render(self, chats: Sequence[Any], tools: Schemas | None, **how: Any) -> Any:
         self._require_chat_template()
         return self.tokenizer.apply_chat_template(
             list(chats),
@@ -188,8 +206,7 @@ class PromptEncoder:
                 "`tokenizer.chat_template`, or use plain strings as prompts."
             )
 
-    def _fit(self, row: Mapping[str, Any], ids: list[int]) -> Prompt:
-        text = read_prompt(row)
+    def _fit(self, row: Mapping[str, Any], text: str | list[Message], ids: list[int], vision: Any = None) -> Prompt:
         if not ids:
             raise DataError(f"The prompt {text!r} has no tokens; there is nothing to continue.")
         length = len(ids)
@@ -222,14 +239,17 @@ def reject_reserved_columns(row: Mapping[str, Any]) -> None:
             )
 
 
-def check_prompts(rows: Sequence[Mapping[str, Any]], encoder: PromptEncoder | None) -> None:
+def check_prompts(
+    rows: Sequence[Mapping[str, Any]], encoder: PromptEncoder | None, *, takes_images: bool = False
+) -> None:
     """Read and encode some rows of a dataset, so that bad ones are found before the run starts.
 
     Without an encoder (a custom rollout function reads the prompts) they only have to be there.
     """
     for row in rows:
         require_prompt(row)
-        reject_images(row)
+        if not takes_images:
+            reject_images(row)
         reject_reserved_columns(row)
     if encoder is not None:
         encoder(rows)

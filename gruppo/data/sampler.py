@@ -172,6 +172,7 @@ class IterableStream:
     def _start_over(self) -> None:
         self._chunks_read = 0
         self._chunk: list[Row] = []
+        self._chunk_before: list[Row] = []  # a look ahead may reach into the next one
         self._passes = 0
         self._iterator: Iterator[Row] = iter(())
 
@@ -187,6 +188,8 @@ class IterableStream:
 
     def prompt(self, position: int) -> Row:
         number, place = divmod(position, self.prompts)
+        if number == self._chunks_read - 2:
+            return self._chunk_before[place]
         if number < self._chunks_read - 1:  # a resumed run goes back if the generation under way took more this time
             self._start_over()
         return self._read_to(number)[place]
@@ -194,7 +197,7 @@ class IterableStream:
     def _read_to(self, number: int) -> list[Row]:
         """Chunk `number`, or the last one if that is later; a resumed run reads past what it has seen."""
         while self._chunks_read <= number:
-            self._chunk = self._next_chunk()
+            self._chunk_before, self._chunk = self._chunk, self._next_chunk()
             self._chunks_read += 1
         return self._chunk
 
@@ -252,8 +255,16 @@ class PromptCursor:
     def take(self, groups: Sequence[int], places: Sequence[int]) -> list[Row]:
         """The next prompts, one for each of these groups, as rows at these places of the batch of all processes."""
         assert self._next is not None
-        position = {group: self._next + i for i, group in enumerate(groups)}
+        rows = self._read(self._next, groups, places)
         self._next += len(groups)
+        return rows
+
+    def peek(self, groups: Sequence[int], places: Sequence[int]) -> list[Row]:
+        """What `take` will give when the generation at hand is done, if no more of its groups are replaced."""
+        return self._read(self.consumed, groups, places)
+
+    def _read(self, first: int, groups: Sequence[int], places: Sequence[int]) -> list[Row]:
+        position = {group: first + i for i, group in enumerate(groups)}
         wanted = dict.fromkeys(place // self.group_size for place in places)
         read = {group: self.stream.prompt(position[group]) for group in wanted}
         return [read[place // self.group_size] for place in places]

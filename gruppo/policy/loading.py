@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
 from gruppo.policy.quantised import with_quantisation
@@ -82,8 +83,8 @@ def model_class(name: str, kwargs: dict[str, Any]) -> Any:
     return getattr(transformers, architectures[0], AutoModelForCausalLM)
 
 
-def load_tokenizer(processing_class: Any, model: PreTrainedModel, args: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer, padded on the left and with a pad token."""
+def load_processing_class(processing_class: Any, model: PreTrainedModel, args: Any) -> Any:
+    """The tokenizer or, of a vision-language model, the processor; padded on the left and with a pad token."""
     if processing_class is None:
         if not model_name(model):
             raise ConfigError(
@@ -98,22 +99,30 @@ def load_tokenizer(processing_class: Any, model: PreTrainedModel, args: Any) -> 
             padding_side="left",
             trust_remote_code=args.trust_remote_code,
         )
-    if isinstance(processing_class, ProcessorMixin):
-        raise NotImplementedError(
-            "processing_class is a multimodal processor: vision-language models are not available yet. "
-            "Pass a tokenizer to train on text."
-        )
-    if not isinstance(processing_class, PreTrainedTokenizerBase):
+    if not isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin):
         raise TypeError(
             f"processing_class must be a PreTrainedTokenizerBase or a ProcessorMixin, not {type(processing_class)}."
         )
-    if processing_class.eos_token_id is None:
+    tokenizer = inner_tokenizer(processing_class)
+    if tokenizer.eos_token_id is None:
         raise ConfigError(
             "The tokenizer has no end-of-sequence token, so no completion could ever end. Set `tokenizer.eos_token`."
         )
-    if processing_class.pad_token is None:
-        processing_class.pad_token = processing_class.eos_token
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
     return processing_class
+
+
+def placeholder_ids(model: Any) -> list[int]:
+    """Tokens in whose place a vision-language model puts what it sees; text must not contain them.
+
+    Example:
+        placeholder_ids(qwen2_vl) == [151655, 151656]  # <|image_pad|>, <|video_pad|>
+    """
+    names = (f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
+    found = (getattr(model.config, name, None) for name in names)
+    known = model.get_input_embeddings().weight.shape[0]  # a config may name tokens that its model does not have
+    return sorted({token for token in found if isinstance(token, int) and 0 <= token < known})
 
 
 def model_name(model: Any) -> str:

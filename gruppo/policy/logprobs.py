@@ -4,29 +4,28 @@ Padded rows, each with its own prompt, and a full vector of logits for every pos
 checked against, and what hooks of subclasses work with.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gruppo.algo.logprobs import entropy_from_logits, selective_log_softmax
+from gruppo.data.vision import model_inputs
 from gruppo.policy.routing import own_router_loss
-from gruppo.policy.unwrap import forward_arguments, position_ids
+from gruppo.policy.unwrap import forward_arguments, inner_model, makes_positions, position_ids
+from gruppo.types import Vision
 
 
 class TokenScores(NamedTuple):
-    """Log-probs (B, T) of the sampled tokens and, if asked for, entropies (B, T) of their distributions."""
+    """Log-probs (B, T) of the sampled tokens and, if asked for, entropies (B, T) of their distributions.
+
+    Of a mixture of experts also its load-balancing loss (0-d), if that is asked for.
+    """
 
     logps_BT: Tensor
-    entropy_BT: Tensor | None
-
-
-class RoutedScores(NamedTuple):
-    """The same of a mixture of experts, and its load-balancing loss (0-d)."""
-
-    logps_BT: Tensor
-    entropy_BT: Tensor | None
-    router_loss: Tensor
+    entropy_BT: Tensor | None = None
+    router_loss: Tensor | None = None
 
 
 def score_tokens(
@@ -39,61 +38,48 @@ def score_tokens(
     batch_size: int | None = None,
     entropy: bool = False,
     entropy_gradient: bool = False,
+    router_loss: bool = False,
+    vision: Sequence[Vision | None] | None = None,
 ) -> TokenScores:
     """Score the last `logits_to_keep` tokens of each row under the tempered distribution of the model.
 
-    Rows are run in pieces of at most `batch_size`. Positions that the mask excludes score exactly 0.
+    Rows are run in pieces of at most `batch_size`. Positions that the mask excludes score exactly 0. `router_loss` is
+    over all tokens of the rows; of several pieces, their mean. `vision` is what a processor made of the prompts, which
+    end where those tokens begin.
     """
-    settings = (temperature, entropy, entropy_gradient)
-    return _in_pieces(model, input_ids, attention_mask, logits_to_keep, batch_size, settings, {})[0]
-
-
-def score_routed_tokens(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    logits_to_keep: int,
-    *,
-    temperature: float = 1.0,
-    batch_size: int | None = None,
-    entropy: bool = False,
-    entropy_gradient: bool = False,
-) -> RoutedScores:
-    """`score_tokens` and the load-balancing loss over all tokens of the rows; of several pieces, its mean."""
-    settings = (temperature, entropy, entropy_gradient)
-    asked = {"output_router_logits": True}
-    scores, losses = _in_pieces(model, input_ids, attention_mask, logits_to_keep, batch_size, settings, asked)
-    return RoutedScores(scores.logps_BT, scores.entropy_BT, torch.stack(losses).mean())
-
-
-def _in_pieces(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    width: int,
-    batch_size: int | None,
-    settings: tuple[float, bool, bool],
-    asked: dict[str, Any],
-) -> tuple[TokenScores, list[Tensor]]:
-    """Scores, and the load-balancing loss of each piece if the model was asked for it."""
-    size = batch_size or len(input_ids)
+    size, width = batch_size or len(input_ids), logits_to_keep
+    asked = {"output_router_logits": True} if router_loss else {}
     scores, losses = [], []
-    for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
-        output = _run(model, ids, mask, width, asked)
+    for i, (ids, mask) in enumerate(zip(input_ids.split(size), attention_mask.split(size), strict=True)):
+        seen = {} if vision is None else _seen(model, vision[i * size : i * size + len(ids)], ids, mask, width)
+        output = _run(model, ids, mask, width, asked | seen)
         tokens, counts = ids[:, -width:], mask[:, -width:].bool()
-        scores.append(_scores(output.logits[:, -width - 1 : -1], tokens, counts, *settings))
-        if asked:
+        logits = output.logits[:, -width - 1 : -1]
+        scores.append(_scores(logits, tokens, counts, temperature, entropy, entropy_gradient))
+        if router_loss:
             losses.append(own_router_loss(model, output))
-    logps_BT = torch.cat([score.logps_BT for score in scores])
     entropies = [score.entropy_BT for score in scores if score.entropy_BT is not None]
-    return TokenScores(logps_BT, torch.cat(entropies) if entropies else None), losses
+    return TokenScores(
+        torch.cat([score.logps_BT for score in scores]),
+        torch.cat(entropies) if entropies else None,
+        torch.stack(losses).mean() if losses else None,
+    )
+
+
+def _seen(
+    model: nn.Module, vision: Sequence[Vision | None], ids: Tensor, mask: Tensor, width: int
+) -> dict[str, Tensor]:
+    """What the model is given of the images of some rows, whose prompts are padded on the left."""
+    ends = ids.shape[1] - width
+    starts = (ends - mask[:, :ends].sum(1)).tolist()
+    return model_inputs(vision, starts, ids.shape[1], device=ids.device, dtype=inner_model(model).dtype)
 
 
 def _run(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, width: int, asked: dict[str, Any]) -> Any:
     """What the model returns, with the logits of the last `width` + 1 positions at least."""
     accepted = forward_arguments(model)
     kwargs: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": False, **asked}
-    if "position_ids" in accepted:
+    if "position_ids" in accepted and not makes_positions(kwargs):
         kwargs["position_ids"] = position_ids(attention_mask)
     if "logits_to_keep" in accepted:
         # One more than the completion: its first token is predicted from the prompt's last position.

@@ -31,6 +31,11 @@ def reject_full_training(model: Any, peft_config: Any) -> None:
     """Packed weights have no gradient: a quantised model is trained through an adapter or not at all."""
     if not is_quantised(model):
         return
+    if is_four_bits_on_cpu(model):
+        raise ConfigError(
+            "bitsandbytes cannot train through 4-bit weights on a CPU: after sampling it keeps them in a layout "
+            "without gradients, and only warns. Train on a CUDA device, or use load_in_8bit=True."
+        )
     if compiled_modules(model):
         raise ConfigError("A quantised model was compiled, which peft cannot train. Pass it without torch.compile.")
     aware = getattr(getattr(inner_model(model), "hf_quantizer", None), "is_qat_trainable", False)
@@ -39,6 +44,12 @@ def reject_full_training(model: Any, peft_config: Any) -> None:
             f"The {type(inner_model(model)).__name__} is quantised, so its own weights cannot be trained. Pass a "
             "peft_config (LoRA), or load it without quantization_config."
         )
+
+
+def is_four_bits_on_cpu(model: Any) -> bool:
+    """Whether bitsandbytes holds weights in 4 bits in main memory."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    return "Linear4bit" in kinds and next(model.parameters()).device.type == "cpu"
 
 
 def narrow_adapters(model: Any) -> None:

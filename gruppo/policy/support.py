@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.loading import context_length, has_learned_positions
-from gruppo.policy.logprobs import score_routed_tokens
+from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.modes import arithmetic_dtype, sampling_mode, training_mode
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import Packer
@@ -135,7 +135,9 @@ def why_not_routed(model: nn.Module, policy: PackedPolicy) -> list[str]:
     (pack,) = Packer(batch, whole=True).packs(range(len(rows)), 10**9)
     precision = torch.autocast(ids.device.type, policy.autocast_dtype, enabled=policy.autocast_dtype is not None)
     with sampling_mode(model), precision:
-        expected = score_routed_tokens(model, ids, mask, batch.completion_ids.shape[1]).router_loss.item()
+        padded = score_tokens(model, ids, mask, batch.completion_ids.shape[1], router_loss=True)
+        assert padded.router_loss is not None
+        expected = padded.router_loss.item()
         try:
             with policy.active(model):
                 found = policy.score_routed(model, pack)[1].loss().item()

@@ -1,6 +1,7 @@
 """What a model is inside its wrappers."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,11 @@ from torch import Tensor, nn
 def position_ids(attention_mask: Tensor) -> Tensor:
     """Positions as if each row stood alone: padding on the left does not count."""
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def makes_positions(inputs: Mapping[str, Any]) -> bool:
+    """Whether the model makes positions of its own from these: those of an image are in a grid, not in a line."""
+    return "image_grid_thw" in inputs
 
 
 def inner_model(model: Any) -> Any:

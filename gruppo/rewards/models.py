@@ -166,7 +166,18 @@ def batches_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 
 
 def scored_text(tokenizer: Any, prompt: Any, completion: Any, chat_template_kwargs: dict[str, Any]) -> str:
-    """What a reward model reads: prompt and completion, through its own chat template if they are messages."""
+    """What a reward model reads: prompt and completion, through its own chat template if they are messages.
+
+    It reads text only: of contents in parts, their texts.
+    """
     if isinstance(prompt, str):
         return prompt + str(completion)
-    return str(tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **chat_template_kwargs))
+    messages = [_in_text(message) for message in (*prompt, *completion)]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **chat_template_kwargs))
+
+
+def _in_text(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "".join(str(part.get("text") or "") for part in content)}

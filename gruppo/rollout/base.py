@@ -3,13 +3,14 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from gruppo.engine.noise import derive_key
 from gruppo.engine.settings import filters, merged_config
 from gruppo.policy.sharding import WholeWeights, ready
 from gruppo.policy.unwrap import inner_model
-from gruppo.types import Completion, SampleRequest
+from gruppo.types import Completion, SampleRequest, Vision
 
 
 class RolloutBackend:
@@ -42,6 +43,10 @@ class RolloutBackend:
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order; the policy is left as it was found."""
         raise NotImplementedError
+
+    def begin(self, requests: Sequence[SampleRequest]) -> Any:
+        """Ask for the same without waiting for it, where another program samples; see `vllm.inflight.InFlight`."""
+        raise NotImplementedError(f"{type(self).__name__} samples in this process.")
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -100,25 +105,32 @@ class RolloutBackend:
 
 
 def group_requests(
-    prompt_ids: Sequence[Sequence[int]], *, group_size: int, first_row: int = 0, key: Sequence[int] = ()
+    prompt_ids: Sequence[Sequence[int]],
+    *,
+    group_size: int,
+    first_row: int = 0,
+    key: Sequence[int] = (),
+    vision: Sequence[Vision | None] | None = None,
 ) -> list[SampleRequest]:
     """The requests of one process's rows: one per group, or several where its rows are not of one prompt.
 
     The first row is row `first_row` of the batch of all processes, and each `group_size` rows of that are a group. Its
-    random numbers follow from `key` and its place in that batch, whichever process samples it.
+    random numbers follow from `key` and its place in that batch, whichever process samples it. `vision` is what a
+    processor made of each prompt.
 
     Example, the second of two processes, which begins inside a group:
         group_requests([[1, 2], [3], [3], [3]], group_size=3, first_row=2)
         -> [SampleRequest([1, 2], 1, noise_key=…, first_sample=2), SampleRequest([3], 3, noise_key=…)]
     """
     requests: list[SampleRequest] = []
-    for row, ids in enumerate(prompt_ids, first_row):
-        group, sample = divmod(row, group_size)
+    seen = [None] * len(prompt_ids) if vision is None else vision
+    for i, (ids, sight) in enumerate(zip(prompt_ids, seen, strict=True)):
+        group, sample = divmod(first_row + i, group_size)
         last = requests[-1] if requests else None
-        if last is not None and sample and list(last.prompt_ids) == list(ids):
-            requests[-1] = SampleRequest(last.prompt_ids, last.count + 1, last.noise_key, last.first_sample)
+        if last is not None and sample and list(last.prompt_ids) == list(ids) and last.vision is sight:
+            requests[-1] = replace(last, count=last.count + 1)
         else:
-            requests.append(SampleRequest(ids, 1, _noise_key(*key, group), sample))
+            requests.append(SampleRequest(ids, 1, _noise_key(*key, group), sample, vision=sight))
     return requests
 
 

@@ -1,7 +1,7 @@
 """Sampling with transformers' own `generate`."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +17,28 @@ from transformers import (
 )
 
 from gruppo.data.collate import pad
+from gruppo.data.vision import TYPES, model_inputs
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.modes import sampling_mode
 from gruppo.policy.sharding import WholeWeights
-from gruppo.policy.unwrap import forward_arguments, inner_model, is_noisy, position_ids
+from gruppo.policy.unwrap import forward_arguments, inner_model, is_noisy, makes_positions, position_ids
 from gruppo.rollout.base import RolloutBackend, stop_strings, with_limits_of
 from gruppo.rollout.vllm.requests import EXTRA, in_two
 from gruppo.types import Completion, SampleRequest, StopReason
 
 
-def generation_config(args: Any, *, pad_token_id: int, bos_token_id: int | None, stop_ids: Sequence[int]) -> Any:
-    """The sampling settings of a config; `generation_kwargs` override what has a field of its own."""
+def generation_config(
+    args: Any,
+    *,
+    pad_token_id: int,
+    bos_token_id: int | None,
+    stop_ids: Sequence[int],
+    never: Collection[int] = (),
+) -> Any:
+    """The sampling settings of a config; `generation_kwargs` override what has a field of its own.
+
+    `never` are tokens that no completion may have: those in whose place a model wants an image.
+    """
     settings = {
         "max_new_tokens": args.max_completion_length,
         "do_sample": True,
@@ -43,11 +54,15 @@ def generation_config(args: Any, *, pad_token_id: int, bos_token_id: int | None,
         "use_cache": True,
         "disable_compile": True,
     }
-    if not args.samples_with_vllm:
-        return GenerationConfig(**(settings | (args.generation_kwargs or {})))
-    fields, extra = in_two(args.generation_kwargs or {}, args.vllm_structured_outputs_regex)
-    config = GenerationConfig(**(settings | fields))
-    setattr(config, EXTRA, extra)
+    kwargs, extra = args.generation_kwargs or {}, None
+    if args.samples_with_vllm:
+        kwargs, extra = in_two(kwargs, args.vllm_structured_outputs_regex)
+    settings |= kwargs
+    if never:
+        settings["suppress_tokens"] = sorted({*never, *(settings.get("suppress_tokens") or ())})
+    config = GenerationConfig(**settings)
+    if extra is not None:
+        setattr(config, EXTRA, extra)
     return config
 
 
@@ -123,10 +138,13 @@ class TransformersBackend(RolloutBackend):
         owner = owner.to(device)  # the request that each row belongs to
         strings, settings = self._settings(ids.shape[1], with_limits_of(requests, self.config))
         with sampling_mode(policy):
+            cache = self._prefill(policy, requests, ids, mask, owner)
+            if cache is None:  # else the images have been seen
+                settings |= self._seen(policy, requests, ids, owner)
             sequences = policy.generate(
                 input_ids=ids[owner],
                 attention_mask=mask[owner],
-                past_key_values=self._prefill(policy, ids, mask, owner),
+                past_key_values=cache,
                 **settings,
                 **({"synced_gpus": True} if self.together else {}),
             )
@@ -142,6 +160,17 @@ class TransformersBackend(RolloutBackend):
         padding = sum(max(lengths, default=0) * len(lengths) - sum(lengths) for lengths in (prompts, completions))
         return {"padding_tokens": padding}
 
+    def _seen(
+        self, policy: Any, requests: Sequence[SampleRequest], ids: Tensor, owner: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """What the model is given of the images of each request or, with their owners, of each row."""
+        if all(request.vision is None for request in requests):
+            return {}
+        rows = [requests[i] for i in (range(len(requests)) if owner is None else owner.tolist())]
+        starts = [ids.shape[1] - len(row.prompt_ids) for row in rows]
+        dtype = inner_model(policy).dtype
+        return model_inputs([row.vision for row in rows], starts, ids.shape[1], device=ids.device, dtype=dtype)
+
     def _settings(self, prompt_width: int, config: Any) -> tuple[StopStrings | None, dict[str, Any]]:
         """Who watches for stop strings, if there are any, and the arguments of generate that say how to sample."""
         if not (wanted := stop_strings(config)):
@@ -151,12 +180,17 @@ class TransformersBackend(RolloutBackend):
         config.stop_strings = None
         return watch, {"generation_config": config, "stopping_criteria": StoppingCriteriaList([watch])}
 
-    def _prefill(self, policy: Any, ids: Tensor, mask: Tensor, owner: Tensor) -> Cache | None:
+    def _prefill(
+        self, policy: Any, requests: Sequence[SampleRequest], ids: Tensor, mask: Tensor, owner: Tensor
+    ) -> Cache | None:
         """Keys and values of every prompt but its last token, one copy per row; None lets generate do it all."""
         if len(owner) == len(ids) or ids.shape[1] < 2 or not self._can_share(policy):
             return None
-        cache = read_prompts(policy, ids[:, :-1], mask[:, :-1])
+        seen = self._seen(policy, requests, ids)
+        seen = {name: value[:, :-1] if name in TYPES else value for name, value in seen.items()}
+        cache = read_prompts(policy, ids[:, :-1], mask[:, :-1], seen)
         cache.batch_select_indices(owner)
+        share_positions(policy, owner, has_grid=makes_positions(seen))
         return cache
 
     def _can_share(self, policy: Any) -> bool:
@@ -183,18 +217,31 @@ class TransformersBackend(RolloutBackend):
         return Completion(ids, StopReason.EOS if ended else StopReason.LENGTH)
 
 
-def read_prompts(model: Any, ids: Tensor, mask: Tensor) -> DynamicCache:
-    """A cache after one forward pass over left-padded prompts."""
+def read_prompts(model: Any, ids: Tensor, mask: Tensor, seen: dict[str, Tensor]) -> DynamicCache:
+    """A cache after one forward pass over left-padded prompts and what the model sees of their images."""
     cache = DynamicCache(config=inner_model(model).config)
+    positions = {} if makes_positions(seen) else {"position_ids": position_ids(mask)}
     model(
         input_ids=ids,
         attention_mask=mask,
-        position_ids=position_ids(mask),
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **positions,
+        **seen,
     )
     return cache
+
+
+def share_positions(model: Any, owner: Tensor, *, has_grid: bool) -> None:
+    """Tell a model that keeps how far images have moved the positions of each row (Qwen-VL) which rows these are.
+
+    Without images (`has_grid` is False) none has moved, and what it keeps is of an earlier pass.
+    """
+    for module in inner_model(model).modules():
+        if hasattr(module, "rope_deltas"):
+            none = torch.zeros(len(owner), 1, dtype=torch.long, device=owner.device)
+            module.rope_deltas = module.rope_deltas[owner] if has_grid else none
 
 
 def can_continue_from_cache(model: Any) -> bool:

@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from gruppo.errors import ConfigError
 from gruppo.policy.modes import autocast_dtype
 from gruppo.policy.sharding import Sharding, WholeWeights, is_spread
+from gruppo.policy.unwrap import inner_model
 from gruppo.rollout import builtin
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.continuous import ContinuousBatchingBackend
@@ -39,19 +40,21 @@ def choose_backend(
     needed: bool = True,
     entropies: bool = False,
     spread: Spread | None = None,
+    images: bool = False,
 ) -> RolloutBackend:
     """The backend that the config asks for; "auto" takes the built-in engine, or says why it cannot.
 
     `policy` returns the module to sample from; `mixed_precision` is accelerate's word for how it is trained. `needed`
     is False in runs whose completions come from elsewhere: then "auto" does not try the engine. `entropies` asks for
     the entropy at each token, from a backend that can give it. `spread` is for weights that no process has all of.
+    `images` says that prompts may have some.
     """
+    _check_asked(args, spread, images)
     if args.samples_with_vllm:
         from gruppo.rollout.vllm.choose import vllm_backend
 
         return vllm_backend(args, policy, config, stop_ids=stop_ids, autocast_dtype=autocast_dtype(mixed_precision))
     if args.use_transformers_continuous_batching:
-        _reject_continuous(spread)
         return ContinuousBatchingBackend(
             policy,
             config,
@@ -64,7 +67,7 @@ def choose_backend(
     if args.rollout_backend == "builtin" or (args.rollout_backend == "auto" and needed):
         # A spread model computes in the type that it is gathered in.
         dtype = autocast_dtype(mixed_precision) if spread is None else None
-        reasons = _against_builtin(policy, config, dtype, spread)
+        reasons = blind(policy()) if images else _against_builtin(policy, config, dtype, spread)
         if not reasons:
             return builtin.BuiltinBackend(
                 sampled,
@@ -88,8 +91,11 @@ def choose_backend(
     )
 
 
-def _reject_continuous(spread: Spread | None) -> None:
-    if spread is not None:
+def _check_asked(args: Any, spread: Spread | None, images: bool) -> None:
+    """Raise for a backend that was asked for by name and that cannot sample in this run."""
+    if images:
+        reject_blind_backends(args)
+    if args.use_transformers_continuous_batching and spread is not None:
         raise ConfigError(
             f"use_transformers_continuous_batching=True cannot sample from weights that are spread over processes "
             f"({spread.kind.value}). Set it to False."
@@ -121,3 +127,22 @@ def _report(args: Any, reasons: str) -> None:
             f"The built-in engine cannot sample here: {reasons}. transformers does; rollout_backend='transformers' "
             "asks for it without this message."
         )
+
+
+def reject_blind_backends(args: Any) -> None:
+    """Raise for a backend that was asked for by name and that cannot be given images."""
+    for asked, name in (
+        (args.use_transformers_continuous_batching, "use_transformers_continuous_batching=True"),
+        (args.use_vllm, "use_vllm=True"),
+        (args.rollout_backend == "vllm", "rollout_backend='vllm'"),
+    ):
+        if asked:
+            raise ConfigError(
+                f"{name} cannot sample for a processor, whose prompts may have images: only transformers' generate "
+                "is given them. Set rollout_backend='transformers', or pass the tokenizer to train on text."
+            )
+
+
+def blind(model: Any) -> list[str]:
+    """Why the built-in engine cannot sample where prompts may have images."""
+    return [f"prompts of {type(inner_model(model)).__name__} may have images, which it is not given"]

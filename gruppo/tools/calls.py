@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +101,17 @@ def text_of_blocks(blocks: list[Any]) -> str:
 def printable(text: str) -> str:
     """The text without half surrogate pairs, which no tokenizer can encode."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def without_tokens(messages: list[Message], tokens: Sequence[str]) -> list[Message]:
+    """Answers in which these tokens, in whose place a model wants an image, are text: "<image>" becomes "< image>"."""
+
+    def spelled(text: str) -> str:
+        for token in tokens:
+            text = text.replace(token, f"{token[:1]} {token[1:]}")
+        return text
+
+    return [{**message, "content": spelled(message["content"])} for message in messages] if tokens else messages
 
 
 def answer(call: Call, outcome: Outcome) -> Message:

@@ -16,6 +16,7 @@ from gruppo.config.hints import nearest
 from gruppo.rewards.calling import check_arguments
 from gruppo.rewards.resolve import function_name, is_reward_model, listed_rewards, refuse_shipped_name, unique_names
 from gruppo.rewards.runner import OWN_COLUMNS
+from gruppo.trainer.ahead import refuse_ahead
 from gruppo.trainer.setup import PADDED_HOOKS, overridden
 
 P = ParamSpec("P")
@@ -90,6 +91,7 @@ def check_early(
     """Raise for what would otherwise show only after the model is loaded, or after the first generation."""
     if isinstance(train_dataset, Mapping):
         raise TypeError(_about_splits(train_dataset))
+    refuse_ahead(trainer, args, rollout_func)
     functions = listed_rewards(reward_funcs)
     for function in functions:
         if isinstance(function, str):

@@ -27,7 +27,9 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from gruppo.errors import AuditError
+from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.runs import checkpoints
+from gruppo.trainer.ahead import pack_flight, unpack_flight
 from gruppo.trainer.machine import environment_of
 from gruppo.trainer.metrics import any_process
 from gruppo.trainer.state import RandomState, RunState, gather_states, give_states, pack_queue, unpack_queue
@@ -48,6 +50,7 @@ class Boundary:
     position: dict[str, Any] | None  # in the record
     tokens_seen: float
     flops: float
+    ahead: InFlight | None  # waited for only if it is saved
 
 
 class Checkpointing(Watching):
@@ -123,6 +126,7 @@ class Checkpointing(Watching):
         self.reuses_engine_logps = loop["reuses_engine_logps"]
         if state.values["queue"] is not None:
             self._queue = unpack_queue(state, self.accelerator.device)
+        self._ahead = unpack_flight(state)
         self._restore_counts(state)
 
     def _restore_part(self, state: RunState) -> None:
@@ -151,7 +155,7 @@ class Checkpointing(Watching):
         if self._random is not None:
             position = None if self.recorder is None else self.recorder.position()
             counts = self.state.num_input_tokens_seen, self.current_flos
-            self._boundary = Boundary(self.run_state(), self._random, position, *counts)
+            self._boundary = Boundary(self.run_state(), self._random, position, *counts, self._ahead)
 
     def _note_random_state(self) -> None:
         """After an update and all that follows it, but before the loader of a new epoch draws a number."""
@@ -232,8 +236,9 @@ class Checkpointing(Watching):
             self._save_optimizer_and_scheduler(str(folder))
             self._save_scaler(str(folder))
             self._save_rng_state(str(folder))
-            state = self.run_state() if self._abandoned is None else self._abandoned.state
-            state.save(folder, self.accelerator.process_index)
+            at = self._abandoned
+            state, ahead = (self.run_state(), self._ahead) if at is None else (at.state, at.ahead)
+            self._with_flight(state, ahead).save(folder, self.accelerator.process_index)
         position = None if self.recorder is None else self.recorder.sync()
         self._position = position if self._abandoned is None else self._abandoned.position
         if not self.args.should_save:
@@ -246,6 +251,20 @@ class Checkpointing(Watching):
         self.create_model_card(output_dir=folder)
         self._collect_callback_states()
         self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def _with_flight(self, state: RunState, ahead: InFlight | None) -> RunState:
+        """The state with the generation that was asked for ahead, which is waited for.
+
+        One that failed is left out: a resumed run samples it from its own weights.
+        """
+        if ahead is None:
+            return state
+        ahead.settle(self.backend.pause)
+        packed = pack_flight(ahead)
+        if packed is None:
+            logger.warning("The generation that was asked for ahead has failed: the checkpoint is without it.")
+            return state
+        return RunState(state.values | packed.values, state.tensors | packed.tensors)
 
     def _about(self) -> dict[str, Any]:
         """What the manifest says of the run."""

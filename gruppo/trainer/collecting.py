@@ -16,9 +16,9 @@ from gruppo.policy.loading import vocabulary_size
 from gruppo.policy.modes import weights_version
 from gruppo.rewards.outcomes import Kind
 from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rows_scored
+from gruppo.trainer.overlapping import Overlapping
 from gruppo.trainer.recording import recorded_rows
 from gruppo.trainer.resampling import Scored, groups_without_spread, resampling_metrics
-from gruppo.trainer.sampling import Sampling
 from gruppo.trainer.setup import biased_sampling
 from gruppo.trainer.supervision import StepTable, with_steps
 from gruppo.trainer.tooling import tool_metrics
@@ -27,7 +27,7 @@ from gruppo.types import Rollout, TrainBatch
 Row = Mapping[str, Any]
 
 
-class Collecting(Sampling):
+class Collecting(Overlapping):
     """The part of the trainer that collects."""
 
     _sampling_anew = False  # a generation that was counted before the run was resumed inside it
@@ -47,6 +47,7 @@ class Collecting(Sampling):
         generation = self._sample_and_score(rows)
         if self.mode == "train" and self.args.dynamic_sampling:
             self._replace_groups_without_spread(generation)
+            self._ask_ahead()  # the next prompts are known only now
         self._log_lengths(generation.lengths_NC)
         self.metrics.add(self.mode, tool_metrics(generation.tools), of=len(generation.rewards_NR))
         batch = self.to_tensors(generation.rollouts)
@@ -66,17 +67,12 @@ class Collecting(Sampling):
             )
         return batch
 
-    def _refresh_sampler(self) -> None:
-        """Before a generation, on all processes: whoever samples from a copy of the weights gets those of now."""
-        if self.backend.has_own_weights:
-            with self.timer("sync_weights"):
-                self.backend.refresh()
-
     def _audit_sampling(self, rollouts: Sequence[Rollout]) -> None:
         if self.mode != "train" or not rollouts:
             return
         policy = self.accelerator.unwrap_model(self.model)
-        used = self.backend.weights_version if self._asked else None
+        ahead = any(rollout.completion.sampled_at is not None for rollout in rollouts)
+        used = self.backend.weights_version if self._asked and not ahead else None
         self.audits.sampled(
             rollouts,
             temperature=self._drawn_temperature,
@@ -116,6 +112,8 @@ class Collecting(Sampling):
         # A process that has nothing to replace asks for nothing, and waits for the others' tools and rewards.
         together = self.toolset is not None or self.backend.collective
         rollouts = self.rollout(rows, places, attempt) if rows or together else []
+        if not self.args.dynamic_sampling:
+            self._ask_ahead()
         self.stopper.check()
         self._audit_sampling(rollouts)
         lengths_NC = self._count_tokens(rollouts)
@@ -210,12 +208,10 @@ class Collecting(Sampling):
 
     def to_tensors(self, rollouts: Sequence[Rollout]) -> TrainBatch:
         """Padded tensors; rows that did not end by themselves are masked if the config asks for it."""
-        batch = collate(
-            rollouts, self.processing_class.pad_token_id, self.accelerator.device, self.args.pad_to_multiple_of
-        )
+        batch = collate(rollouts, self._tokenizer.pad_token_id, self.accelerator.device, self.args.pad_to_multiple_of)
         truncated = [not rollout.completion.stop.ended for rollout in rollouts]
         batch.truncated = torch.tensor(truncated, dtype=torch.bool, device=self.accelerator.device)
-        batch.sampled_at = torch.full_like(batch.truncated, self.state.global_step, dtype=torch.long)
+        self._note_age(batch, [rollout.completion.sampled_at for rollout in rollouts])
         if self.args.mask_truncated_completions:
             batch.completion_mask = drop_rows(batch.completion_mask, truncated)
             if batch.tool_mask is not None:
@@ -223,6 +219,15 @@ class Collecting(Sampling):
         # Not read here: subclasses that compute their own loss look for it in the dict.
         batch.num_items_in_batch = self.accelerator.reduce(batch.loss_mask_BT.sum(), reduction="sum")
         return batch
+
+    def _note_age(self, batch: TrainBatch, sampled_at: Sequence[int | None]) -> None:
+        """When the rows were sampled and, if that may be earlier, when they are scored."""
+        now, device = self.state.global_step, self.accelerator.device
+        batch.sampled_at = torch.tensor([now if at is None else at for at in sampled_at], device=device).long()
+        if self.args.async_rollouts and self.mode == "train":
+            batch.scored_at = torch.full_like(batch.sampled_at, now)
+            ages_N = gather_rows(self.accelerator, batch.scored_at - batch.sampled_at)
+            self.metrics.add("train", {"sampling/staleness": ages_N.float().mean().item()})
 
     # ---- what is logged about a generation
 
@@ -270,14 +275,16 @@ class Collecting(Sampling):
         numbers, columns = self._gather_user_logs(generation)
         means = {name: sum(values) / len(values) for name, values in numbers.items()}
         self.metrics.add(self.mode, means, {name: len(values) for name, values in numbers.items()})
-        texts = [(rollout.prompt.text, rollout.output) for rollout in rollouts]
+        keeps = self._tracks_images
+        texts = [(r.prompt.shown, r.output, list(r.prompt.images) if keeps else []) for r in rollouts]
         texts = gather_object(texts) if self.accelerator.num_processes > 1 else texts
         self.completion_logs[self.mode].extend(
-            [prompt for prompt, _ in texts],
-            [output for _, output in texts],
+            [prompt for prompt, _, _ in texts],
+            [output for _, output, _ in texts],
             {name: rewards_NR[:, i].tolist() for i, name in enumerate(names)},
             advantages.advantages_B.tolist(),
             columns,
+            [images for _, _, images in texts],
         )
 
     def _gather_user_logs(self, generation: Scored) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:

@@ -28,6 +28,7 @@ class CompletionLog:
             "rewards": defaultdict(column),
             "advantages": column(),
             "extra": defaultdict(column),
+            "images": column(),
         }
         self.has_news = False  # rows that were not shown yet
 
@@ -41,12 +42,14 @@ class CompletionLog:
         rewards: Mapping[str, Sequence[float]],
         advantages: Sequence[float],
         extra: Mapping[str, Sequence[Any]],
+        images: Sequence[Sequence[Any]] | None = None,
     ) -> None:
         known = len(self)
         self.has_news = True
         self.columns["prompt"].extend(prompts)
         self.columns["completion"].extend(completions)
         self.columns["advantages"].extend(advantages)
+        self.columns["images"].extend([[]] * len(prompts) if images is None else images)
         for name, values in rewards.items():
             self.columns["rewards"][name].extend(values)
         for name in sorted({*extra, *self.columns["extra"]}):
@@ -145,8 +148,13 @@ def _as_text(value: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no text
 
 
-def log_to_trackers(trackers: Sequence[str], table: Mapping[str, Sequence[Any]], unique_prompts: bool) -> None:
-    """Send the table to wandb (if a run is active) and trackio, as `completions`."""
+def log_to_trackers(
+    trackers: Sequence[str],
+    table: Mapping[str, Sequence[Any]],
+    unique_prompts: bool,
+    images: Sequence[Sequence[Any]] = (),
+) -> None:
+    """Send the table to wandb (if a run is active) and trackio, as `completions`; with a column `image` if any has."""
     if not {"wandb", "trackio"} & set(trackers):
         return
     import pandas as pd
@@ -154,17 +162,27 @@ def log_to_trackers(trackers: Sequence[str], table: Mapping[str, Sequence[Any]],
     frame = pd.DataFrame(table)
     for name in ("prompt", "completion"):
         frame[name] = [v if isinstance(v, str) else "\n\n".join(map(show_message, v)) for v in frame[name]]
+    pictures = list(images) if any(images) else []
     if unique_prompts:
-        frame = frame.drop_duplicates(subset=["prompt"])
+        kept = ~frame.duplicated(subset=["prompt"])
+        frame, pictures = frame[kept], [row for row, keep in zip(pictures, kept, strict=False) if keep]
     if "wandb" in trackers:
         import wandb
 
         if wandb.run is not None:
-            wandb.log({"completions": wandb.Table(dataframe=frame)})
+            wandb.log({"completions": wandb.Table(dataframe=_with_images(frame, pictures, wandb))})
     if "trackio" in trackers:
         import trackio
 
-        trackio.log({"completions": trackio.Table(dataframe=frame)})
+        trackio.log({"completions": trackio.Table(dataframe=_with_images(frame, pictures, trackio))})
+
+
+def _with_images(frame: Any, images: Sequence[Sequence[Any]], tracker: Any) -> Any:
+    """The frame with a column `image`: what the tracker makes of one image, or of each of several."""
+    if not images:
+        return frame
+    shown = [[tracker.Image(image) for image in row] for row in images]
+    return frame.assign(image=[row[0] if len(row) == 1 else row or None for row in shown])
 
 
 def start_hub_uploads(repo_id: str, folder: Path, model_name: str) -> Any:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from gruppo.algo.loss import LossSettings, UpdateSize
 from gruppo.algo.recipes import Recipe
 from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
-from gruppo.data.prompts import PromptEncoder
+from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError
 from gruppo.policy import loading
 from gruppo.policy.modes import autocast_dtype
@@ -101,7 +101,8 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         arguments.check_early(self, args, reward_funcs, train_dataset, eval_dataset, rollout_func)
         set_seed(args.seed)  # before the model is made: adapters are initialised at random
         policy = loading.load_policy(model, args, quantization_config)
-        tokenizer = loading.load_tokenizer(processing_class, policy, args)
+        processing = loading.load_processing_class(processing_class, policy, args)
+        tokenizer = inner_tokenizer(processing)
         self.eos_token_ids = loading.stop_token_ids(policy, tokenizer)
         policy = setup.prepare_policy(policy, tokenizer, peft_config, args)
         rewards = resolve_rewards(
@@ -110,22 +111,20 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             ),
             trust_remote_code=args.trust_remote_code,
         )
-        self.prompt_encoder = self._make_prompt_encoder(policy, tokenizer, args)
+        self.prompt_encoder = setup.make_prompt_encoder(self.toolset, policy, processing, args)
         if rollout_func is not None and args.max_prompt_length is not None:
             raise ConfigError("max_prompt_length has no effect with rollout_func, which renders the prompts itself.")
-        encoder = self.prompt_encoder if rollout_func is None else None
         train_dataset = tooling.rows_of_environment(self.toolset, args) if train_dataset is None else train_dataset
         for dataset in (train_dataset, eval_dataset):
             tooling.check_rows(self.toolset, dataset)
-        setup.check_train_dataset(train_dataset, args, encoder)
-        setup.check_eval_dataset(eval_dataset, args, encoder)
+        setup.check_datasets(train_dataset, eval_dataset, args, self.prompt_encoder, rollout_func)
         super().__init__(
             model=policy,
             args=args,
             data_collator=_identity,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=tokenizer,
+            processing_class=processing,
             callbacks=callbacks,
             optimizers=optimizers,
             # transformers before 5.19 knows no loss_is_scaled_for_ga; this keeps it from dividing the loss again.
@@ -134,17 +133,6 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._make_run_state(rewards, rollout_func)
 
     # ---- construction
-
-    def _make_prompt_encoder(self, policy: Any, tokenizer: Any, args: Any) -> PromptEncoder:
-        return PromptEncoder(
-            tokenizer,
-            max_prompt_length=args.max_prompt_length,
-            context_length=loading.context_length(policy),
-            room=args.max_completion_length if loading.has_learned_positions(policy) else 1,
-            chat_template_kwargs=args.chat_template_kwargs,
-            chat_template=tooling.template_for(self.toolset, tokenizer),
-            tools=None if self.toolset is None else self.toolset.schemas,
-        )
 
     def _make_run_state(self, rewards: tuple[list[Any], list[Any], Tensor], rollout_func: Any) -> None:
         """Everything that needs the accelerator, which exists once Trainer is initialised."""
@@ -179,7 +167,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.ref_model = spreading.make_reference(self)
         self._make_sampler(rollout_func)
         if self.benchmarks is not None:
-            self.benchmarks.bind(self.backend, self.processing_class)
+            self.benchmarks.bind(self.backend, self._tokenizer)
         self.planner = UpdatePlanner(
             args,
             lambda: self.accelerator.unwrap_model(self.model),
@@ -207,16 +195,18 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             lambda: self.accelerator.unwrap_model(self.model_wrapped),
             generation_config(
                 args,
-                pad_token_id=self.processing_class.pad_token_id,
-                bos_token_id=self.processing_class.bos_token_id,
+                pad_token_id=self._tokenizer.pad_token_id,
+                bos_token_id=self._tokenizer.bos_token_id,
                 stop_ids=self.eos_token_ids,
+                never=self.prompt_encoder.placeholders,
             ),
             stop_ids=self.eos_token_ids,
-            tokenizer=self.processing_class,
+            tokenizer=self._tokenizer,
             mixed_precision=self.accelerator.mixed_precision,  # a launcher may have set it, not the config
             needed=rollout_func is None or self.toolset is not None,
             entropies=args.skip_zero_advantage,  # of rows that the update leaves out
             spread=spreading.make_spread(self, needed=rollout_func is None or self.toolset is not None),
+            images=self.prompt_encoder.takes_images,
         )
         if rollout_func is None or self.toolset is not None:
             setup.warn_biased_sampling(self)

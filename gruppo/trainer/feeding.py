@@ -42,6 +42,15 @@ class Feeding(Reporting):
         places = split_for_rank(list(range(args.generation_batch_size)), args.process_index, args.world_size)
         return self.take_prompts(range(stream.prompts), places, anew=anew)
 
+    def rows_ahead(self, epoch: int, generation: int) -> Sequence[Mapping[str, Any]]:
+        """The rows that a generation will have if nothing comes in between; nothing is entered in the books."""
+        stream, args = self._stream, self.args
+        assert stream is not None
+        if self._cursor is None:
+            return stream.rows(epoch, generation)
+        places = split_for_rank(list(range(args.generation_batch_size)), args.process_index, args.world_size)
+        return self._cursor.peek(range(stream.prompts), places)
+
     def _first_position(self, generation: int) -> int:
         """Of a generation of the current epoch, in the sequence that the prompts of all epochs make."""
         stream = self._stream

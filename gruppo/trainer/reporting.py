@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import Trainer
 
+from gruppo.data.probing import inner_tokenizer
 from gruppo.policy.loading import model_name as name_of
 from gruppo.policy.sharding import Sharding, shape_of
 from gruppo.rollout.base import RolloutBackend
@@ -44,6 +45,17 @@ class Reporting(Trainer):
     sharding: Sharding
     recorder: RunRecorder | None = None  # while a run is under way
     _record_seconds = 0.0  # spent on the record since the last update
+
+    @property
+    def _tokenizer(self) -> Any:
+        """The tokenizer, which is the processing class itself or that of a processor."""
+        return inner_tokenizer(self.processing_class)
+
+    @property
+    def _tracks_images(self) -> bool:
+        """Whether a tracker is shown the images of prompts; files have their digests."""
+        args = self.args
+        return args.log_completions and args.log_multimodal and bool({"wandb", "trackio"} & set(args.report_to))
 
     def record_event(self, kind: str, **fields: Any) -> None:
         """Write down that something happened."""
@@ -91,7 +103,7 @@ class Reporting(Trainer):
         table = log.table(step)
         suffix = "" if self.mode == "train" else f"_{self._eval_prefix}"
         write_parquet(table, self.completions_folder / f"completions{suffix}_{step:05d}.parquet")
-        log_to_trackers(self.args.report_to, table, self.args.log_unique_prompts)
+        log_to_trackers(self.args.report_to, table, self.args.log_unique_prompts, list(columns["images"]))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Six operations per weight and token, forward and backward."""

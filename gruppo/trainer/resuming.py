@@ -52,6 +52,7 @@ class Resuming(Checkpointing):
                 raise
             finally:
                 self._boundary = None
+                self._drop_ahead()
             self._raise_reason_to_stop()
             self.record_event("finished")
         return output

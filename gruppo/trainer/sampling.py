@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from gruppo.algo.masks import is_truncated
-from gruppo.data.prompts import PromptEncoder, reject_images
+from gruppo.data.prompts import Encoded, PromptEncoder, reject_images
 from gruppo.data.responses import decode, parse_response, without_end
 from gruppo.errors import RewardError, RolloutError
 from gruppo.rollout.base import RolloutBackend, group_requests, stop_strings
 from gruppo.rollout.custom import CustomRollout
-from gruppo.tools.calls import reason
+from gruppo.tools.calls import reason, without_tokens
 from gruppo.tools.loop import LONGEST_TOKEN, Episode, ToolLoop, Turn
 from gruppo.tools.suffix import SuffixTokens
 from gruppo.tools.toolset import Started, Toolset
@@ -52,8 +52,10 @@ class Sampling(Rewarding):
     _turn: Turn | None = None  # … from the turn, if it is not the first, …
     _asked = False  # whether the rollout under way has come to the backend
     _requests_made = 0  # … and, where a hook asks several times, from which time it is
+    _seconds_ahead = 0.0  # that these rollouts took if they were asked for before
     _work: Mapping[str, Any] = MappingProxyType({})  # what the backend computed for these rollouts, for the ledger
     _tool_counts: Mapping[str, float] = MappingProxyType({})  # what tools did for these rollouts, on all processes
+    _prompts: Sequence[Prompt] = ()  # of the rollout under way
 
     @property
     def group_size(self) -> int:
@@ -65,12 +67,13 @@ class Sampling(Rewarding):
 
         `places` are those of the rows in the batch of all processes; without them, all rows of a process are meant.
         """
-        for row in rows:
-            reject_images(row)
+        if not self.prompt_encoder.takes_images:
+            for row in rows:
+                reject_images(row)
         if self.custom_rollout is None or self.tool_loop is not None:
             self._own_rows = self._rows_in_batch(len(rows)) if places is None else places
         self._attempt, self._requests_made, self._turn, self._work, self._asked = attempt, 0, None, {}, False
-        self._tool_counts = {}
+        self._tool_counts, self._seconds_ahead = {}, 0.0
         self._asked_elsewhere += self._place is None
         start = time.perf_counter()
         started = Started(rows) if self.toolset is None else self.toolset.start(rows, self.mode)
@@ -79,12 +82,12 @@ class Sampling(Rewarding):
                 prompts, completions, extras = self._first_turn(started.rows)
             if self.tool_loop is None:
                 ids = [completion.ids for completion in completions]
-                outputs = decode(self.processing_class, prompts, ids, self.eos_token_ids)
+                outputs = decode(self._tokenizer, prompts, ids, self.eos_token_ids)
             else:
                 completions, outputs = self._use_tools(self.tool_loop, prompts, completions, started)
         if self._asked:
             self.metrics.add(self.mode, self.backend.metrics())
-        self._note_sampling(prompts, completions, time.perf_counter() - start)
+        self._note_sampling(prompts, completions, self._seconds_ahead or time.perf_counter() - start)
         self.environments = started.environments or None
         return [
             Rollout(prompt, completions[i], outputs[i], {**extras[i], **started.extra(i)})
@@ -98,20 +101,33 @@ class Sampling(Rewarding):
                 self.backend.sample([])  # the others cannot sample without this process
             return [], [], []
         if self.custom_rollout is not None:
-            prompt_ids, completions, extras = self.custom_rollout([row["prompt"] for row in rows])
+            encoded = self.prompt_encoder(rows) if self.prompt_encoder.takes_images else None
+            texts = [row["prompt"] for row in rows] if encoded is None else [prompt.text for prompt in encoded]
+            prompt_ids, completions, extras = self.custom_rollout(texts)
             completions = [replace(completion, stop=self._stop(completion.ids)) for completion in completions]
-            prompts = [Prompt(row=row, text=row["prompt"], ids=ids) for row, ids in zip(rows, prompt_ids, strict=True)]
+            prompts = encoded or [Prompt(r, text, ids) for r, text, ids in zip(rows, texts, prompt_ids, strict=True)]
+            if any(list(prompt.ids) != list(ids) for prompt, ids in zip(prompts, prompt_ids, strict=True)):
+                raise RolloutError(
+                    "rollout_func returned other prompt_ids than the processor makes of a prompt, so that its images "
+                    "would be in the wrong places. Return those of processor.apply_chat_template(prompt, "
+                    "add_generation_prompt=True, tokenize=True)."
+                )
+            self._prompts = prompts
             return prompts, completions, extras
-        prompts = self.prompt_encoder(rows, tokenize=lambda texts, **tools: self._tokenize_prompts(texts, **tools)[0])
+        self._prompts = prompts = self.prompt_encoder(rows, tokenize=self._tokenize_prompts)
         return prompts, self._sample([list(prompt.ids) for prompt in prompts]), [{}] * len(rows)
 
     def _sample(self, prompt_ids: list[list[int]]) -> list[Completion]:
         """One completion per prompt, from the backend, or from the hook of a subclass that overrides it."""
+        prompts = self._prompts if self._turn is None else [self._prompts[row] for row in self._turn.rows]
+        vision = [prompt.vision for prompt in prompts] if self.prompt_encoder.takes_images else None
         if type(self)._generate_single_turn is Sampling._generate_single_turn:
-            return self._ask_backend(prompt_ids)
+            return self._ask_backend(prompt_ids, vision)
         # In a later turn the prompts are no groups any more.
-        one_each = {} if self._turn is None else {"num_generations": 1}
-        ids, logps = self._generate_single_turn(prompt_ids, **one_each)
+        more: dict[str, Any] = {} if self._turn is None else {"num_generations": 1}
+        if vision is not None:
+            more |= {"images": [list(prompt.images) for prompt in prompts], "multimodal_fields": {"vision": vision}}
+        ids, logps = self._generate_single_turn(prompt_ids, **more)
         if len(ids) != len(prompt_ids):
             raise RolloutError(f"{len(ids)} completions came back for {len(prompt_ids)} prompts.")
         return [Completion(row, self._stop(row), None if logps is None else logps[i]) for i, row in enumerate(ids)]
@@ -131,11 +147,17 @@ class Sampling(Rewarding):
         first = sum(counts[: self.accelerator.process_index])
         return range(first, first + count)
 
-    def _ask_backend(self, prompt_ids: list[list[int]]) -> list[Completion]:
-        requests = self._requests(prompt_ids)
+    def _ask_backend(self, prompt_ids: list[list[int]], vision: Sequence[Any] | None = None) -> list[Completion]:
+        tokens = self.prompt_encoder.placeholders
+        if tokens and vision is None and any(tokens & set(ids) for ids in prompt_ids):
+            raise RolloutError(
+                f"{type(self).__name__}._generate_single_turn asks for completions of prompts with images, but does "
+                "not pass their multimodal_fields on to super()."
+            )
+        requests = self._requests(prompt_ids, vision or [None] * len(prompt_ids))
         self._requests_made, self._asked = self._requests_made + 1, True
         with self.timer(self.backend.timer):
-            completions = self.backend.sample(requests)
+            completions = self._draw(requests)
         work = self.backend.work([len(ids) for ids in prompt_ids], [len(c.ids) for c in completions])
         earlier = {name: value for name, value in self._work.items() if not isinstance(value, bool)}
         self._work = {name: value + earlier[name] if name in earlier else value for name, value in work.items()}
@@ -146,6 +168,9 @@ class Sampling(Rewarding):
         if self.backend.config.temperature != self.temperature:
             completions = [replace(completion, plain_logps=None, entropies=None) for completion in completions]
         return [replace(completion, logps=None) for completion in completions]
+
+    def _draw(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        return self.backend.sample(requests)
 
     def _from_copy(self, completions: list[Completion]) -> list[Completion]:
         """Log-probs of a copy of the policy become those of the sampler in the loss.
@@ -164,10 +189,10 @@ class Sampling(Rewarding):
             for c, logps in zip(completions, known, strict=True)
         ]
 
-    def _requests(self, prompt_ids: list[list[int]]) -> list[SampleRequest]:
+    def _requests(self, prompt_ids: list[list[int]], vision: Sequence[Any]) -> list[SampleRequest]:
         place = self._place or (2**63, self._asked_elsewhere)
-        kind = (self.mode == "eval") + 2 * self._attempt
-        key, turn, size = [self.args.seed, kind, self._requests_made, *place], self._turn, self.group_size
+        key = self._noise_of(place, (self.mode == "eval") + 2 * self._attempt, self._requests_made)
+        turn, size = self._turn, self.group_size
         rows = self._own_rows if turn is None else [self._own_rows[row] for row in turn.rows]
         limits: Sequence[int | None] = [None] * len(prompt_ids) if turn is None else turn.limits
         if len(prompt_ids) != len(rows):  # a hook asks for rows of its own choice
@@ -177,31 +202,37 @@ class Sampling(Rewarding):
             return [
                 request
                 for run in runs(rows)
-                for request in group_requests(prompt_ids[run], group_size=size, first_row=rows[run.start], key=key)
+                for request in group_requests(
+                    prompt_ids[run], group_size=size, first_row=rows[run.start], key=key, vision=vision[run]
+                )
             ]
         # A sample goes on under the key and the number it began with; the turn makes its random numbers others.
         return [
             replace(request, max_new_tokens=limit, turn=turn.number)
-            for ids, row, limit in zip(prompt_ids, rows, limits, strict=True)
-            for request in group_requests([ids], group_size=size, first_row=row, key=key)
+            for ids, seen, row, limit in zip(prompt_ids, vision, rows, limits, strict=True)
+            for request in group_requests([ids], group_size=size, first_row=row, key=key, vision=[seen])
         ]
+
+    def _noise_of(self, place: Sequence[int], kind: int = 0, request: int = 0) -> list[int]:
+        """The key of the random numbers of a generation; those of training, asked for once, by default."""
+        return [self.args.seed, kind, request, *place]
 
     def _stop(self, completion_ids: Sequence[int]) -> StopReason:
         """Why completions ended whose maker did not say."""
-        ended = {*self.eos_token_ids, self.processing_class.pad_token_id}
+        ended = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         if not is_truncated([completion_ids], ended)[0]:
             return StopReason.EOS
         if strings := stop_strings(self.backend.config):
-            text = self.processing_class.decode(completion_ids)
+            text = self._tokenizer.decode(completion_ids)
             return StopReason.STOP_STRING if any(string in text for string in strings) else StopReason.LENGTH
         return StopReason.LENGTH
 
-    def _tokenize_prompts(self, prompts: list[Any], tools: Any = None) -> tuple[list[list[int]], None, dict[str, Any]]:
-        """Hook: token ids of prompts, images (None) and multimodal fields (none).
+    def _tokenize_prompts(self, prompts: list[Any], tools: Any = None) -> Encoded:
+        """Hook: token ids of prompts, images and multimodal fields; without a processor None and none.
 
         `tools` is passed only where the prompts of a batch show different ones.
         """
-        return self.prompt_encoder.token_ids(prompts, **({} if tools is None else {"tools": tools})), None, {}
+        return self.prompt_encoder.encode(prompts, **({} if tools is None else {"tools": tools}))
 
     def _generate_single_turn(
         self,
@@ -214,7 +245,7 @@ class Sampling(Rewarding):
 
         Such log-probs are the sampler's in the off-policy mask, and with vLLM in the correction of the loss.
         """
-        completions = self._ask_backend(prompt_ids)
+        completions = self._ask_backend(prompt_ids, (multimodal_fields or {}).get("vision"))
         logps = [list(c.logps or [None] * len(c.ids)) for c in completions] if self.backend.has_own_weights else None
         return [list(completion.ids) for completion in completions], logps
 
@@ -235,9 +266,10 @@ class Sampling(Rewarding):
         encoder = self.prompt_encoder
         room = [length for length in (encoder.context_length, self.backend.context_length) if length is not None]
         suffix = SuffixTokens(self.processing_class, encoder.chat_template, encoder.chat_template_kwargs)
+        images = self._tokenizer.convert_ids_to_tokens(sorted(encoder.placeholders))
         return ToolLoop(
             self._read_turn,
-            suffix.suffix,
+            lambda names, messages, ended: suffix.suffix(names, without_tokens(messages, images), ended),
             self.toolset.executor,
             budget=self.args.max_completion_length,
             context_length=min(room, default=None),
@@ -259,10 +291,10 @@ class Sampling(Rewarding):
         before = ids[: len(ids) - len(turn.ids)]
         schemas = [tool.schema for tool in episode.tools.values()]
         spoken = without_end(turn.ids, self.eos_token_ids) if turn.stop is StopReason.EOS else list(turn.ids)
-        message = parse_response(self.processing_class, spoken, before, schemas)
+        message = parse_response(self._tokenizer, spoken, before, schemas)
         if not turn.stop.ended and any("error" in call for call in message.get("tool_calls") or []):
             # Half a call that was cut off is text: nobody is to answer it.
-            text = self.processing_class.decode(turn.ids, skip_special_tokens=True)
+            text = self._tokenizer.decode(turn.ids, skip_special_tokens=True)
             return {"role": "assistant", "content": text}
         return message
 

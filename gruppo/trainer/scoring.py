@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from gruppo.algo.mismatch import importance_weights
 from gruppo.algo.recipes import Recipe
+from gruppo.data.prompts import PromptEncoder
 from gruppo.errors import ConfigError, ParityError
 from gruppo.policy.adapters import reference_policy
 from gruppo.policy.head import Scores
-from gruppo.policy.logprobs import score_routed_tokens, score_tokens
+from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.modes import sampling_mode
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import PackedRows, Packer, idle_pack
@@ -41,12 +42,17 @@ class Scoring(Feeding):
     beta: float
     temperature: float
     router_aux_loss_coef = 0.0  # weight of the load-balancing loss of a mixture of experts
+    prompt_encoder: PromptEncoder
     packed: PackedPolicy | None  # how packed rows are run; None: padded rows, the slow twin
     reuses_engine_logps = False  # the parity check found them to agree with the trainer's
     _parity_checked_at: int | None = None  # the update before which it last was
 
     def timer(self, name: str) -> AbstractContextManager[None]:
         return profiling_context(self, name)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Trainer's, but under DeepSpeed it would round log-probs and advantages to the type of the weights."""
+        return data.to(self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
 
     # ---- is the fast path the slow path?
 
@@ -158,6 +164,8 @@ class Scoring(Feeding):
 
         And with `compute_aux_loss` the load-balancing loss.
         """
+        if batch.vision is not None:
+            options["vision"] = batch.vision
         logps_BT, entropy_BT, *further = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([batch.prompt_ids, batch.completion_ids], 1),
@@ -264,15 +272,32 @@ class Scoring(Feeding):
         compute_aux_loss: bool = False,
         **multimodal: Any,
     ) -> ScoresAndLoss:
-        """Hook: log-probs (B, T), entropies (B, T) or None, load-balancing loss (0-d) or None."""
+        """Hook: log-probs (B, T), entropies (B, T) or None, load-balancing loss (0-d) or None.
+
+        `vision` (a list, of the batch's rows) is what a processor made of the prompts.
+        """
         options: dict[str, Any] = {
+            "vision": self._only_vision(multimodal, input_ids),
             "temperature": self.temperature,
             "batch_size": batch_size,
             "entropy": compute_entropy,
             "entropy_gradient": self.entropy_control.enabled,
+            "router_loss": compute_aux_loss,
         }
-        rows = (model, input_ids, attention_mask, logits_to_keep)
         with self.timer("_get_per_token_logps_and_entropies"):
-            if compute_aux_loss:
-                return score_routed_tokens(*rows, **options)
-            return *score_tokens(*rows, **options), None
+            return score_tokens(model, input_ids, attention_mask, logits_to_keep, **options)
+
+    def _only_vision(self, given: dict[str, Any], input_ids: Tensor) -> Any:
+        """The hook's `vision`; a hook that forgets it, or passes image tensors instead, would score without images."""
+        vision, others = given.get("vision"), {name for name, value in given.items() if value is not None} - {"vision"}
+        if vision is None and not self.prompt_encoder.takes_images:
+            return None
+        tokens = torch.tensor(sorted(self.prompt_encoder.placeholders), device=input_ids.device)
+        said = f" (it passed {', '.join(sorted(others))})" if others else ""
+        if others or (vision is None and torch.isin(input_ids, tokens).any()):
+            raise ConfigError(
+                f"{type(self).__name__} scores rows with images, but did not pass on what is known of them"
+                f"{said}: give "
+                "_get_per_token_logps_and_entropies vision=inputs['vision'], one entry for each row."
+            )
+        return vision

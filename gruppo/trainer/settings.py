@@ -24,6 +24,8 @@ HARMLESS = {
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "prediction_loss_only"),
     *("restore_callback_states_from_checkpoint", "torch_empty_cache_steps", "skip_memory_metrics", "local_rank"),
     *("reward_workers", "reward_concurrency", "reward_retries", "worker_env", "max_parallel_tools"),
+    *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
+    *("vllm_request_timeout", "vllm_group_port"),
     *("process_timeout", "stop_timeout"),
     *("per_device_eval_batch_size", "num_generations_eval", "parallelism_config", "accelerator_config"),
 }

@@ -11,7 +11,9 @@ from datasets import Dataset, IterableDataset
 from transformers.debug_utils import DebugOption
 
 from gruppo.data.lengths import check_every_prompt
+from gruppo.data.probing import inner_tokenizer
 from gruppo.data.prompts import PromptEncoder, check_prompts, sample_rows
+from gruppo.data.vision import VisionEncoder
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy import adapters, loading
 from gruppo.policy.float32_head import cast_head
@@ -22,6 +24,8 @@ from gruppo.policy.quantised import narrow_adapters, reject_full_training
 from gruppo.policy.routing import check_router, router_coefficient
 from gruppo.policy.sharding import REPLICATED
 from gruppo.policy.support import why_not_packed, why_not_routed
+from gruppo.policy.unwrap import forward_arguments, inner_model
+from gruppo.trainer import tooling
 from gruppo.trainer.metrics import from_main
 
 logger = logging.getLogger(__name__)
@@ -82,6 +86,9 @@ def overridden(trainer: Any, names: Sequence[str]) -> list[str]:
 def against_packing(trainer: Any) -> list[str]:
     """Settings and subclasses that work with padded rows only."""
     args, reasons = trainer.args, []
+    if trainer.prompt_encoder.takes_images:
+        model = type(inner_model(trainer.model)).__name__
+        reasons.append(f"prompts of {model} may have images, which packed rows do not know")
     if hooks := overridden(trainer, PADDED_HOOKS):
         reasons.append(f"{type(trainer).__name__} overrides {', '.join(hooks)}, which sees padded rows")
     kind = trainer.accelerator.distributed_type
@@ -186,6 +193,30 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
     return policy
 
 
+def make_prompt_encoder(toolset: Any, policy: Any, processing: Any, args: Any) -> PromptEncoder:
+    """What turns rows into prompts: with a tokenizer text, with a processor text and images."""
+    settings = {
+        "max_prompt_length": args.max_prompt_length,
+        "context_length": loading.context_length(policy),
+        "room": args.max_completion_length if loading.has_learned_positions(policy) else 1,
+        "chat_template_kwargs": args.chat_template_kwargs,
+        "chat_template": tooling.template_for(toolset, processing),
+        "tools": None if toolset is None else toolset.schemas,
+    }
+    if inner_tokenizer(processing) is processing:
+        return PromptEncoder(processing, **settings)
+    expect_unused_weights(args)
+    tokens = loading.placeholder_ids(inner_model(policy))
+    return VisionEncoder(processing, accepts=forward_arguments(policy), placeholders=tokens, **settings)
+
+
+def expect_unused_weights(args: Any) -> None:
+    """Let processes agree on gradients where one of them has no image, and so no use for the weights that see."""
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if args.ddp_find_unused_parameters is None and not (args.gradient_checkpointing and reentrant):
+        args.ddp_find_unused_parameters = True
+
+
 def reject_frozen(policy: Any) -> None:
     """Raise for a policy of which nothing is trained."""
     if any(weight.requires_grad for weight in policy.parameters()):
@@ -205,7 +236,14 @@ def recompute_by_default(trainer: Any) -> None:
         trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
 
 
-def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) -> None:
+def check_datasets(train: Any, evaluation: Any, args: Any, encoder: PromptEncoder, rollout_func: Any) -> None:
+    """Both datasets; a rollout function reads the prompts itself."""
+    used = encoder if rollout_func is None else None
+    check_train_dataset(train, args, used, encoder.takes_images)
+    check_eval_dataset(evaluation, args, used, encoder.takes_images)
+
+
+def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, images: bool = False) -> None:
     """The training prompts: type, columns, size, and a sample of the rows (none without an encoder)."""
     prompts = args.generation_batch_size // args.num_generations
     if dataset is None:
@@ -215,11 +253,11 @@ def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) 
             raise ConfigError("An iterable train_dataset has no length: set max_steps.")
         if args.accelerator_config is not None and args.accelerator_config.dispatch_batches:
             raise ConfigError("dispatch_batches=True cannot work: every process reads its own share of the stream.")
-        check_first_row(dataset, encoder, "train_dataset")
+        check_first_row(dataset, encoder, "train_dataset", images)
     elif isinstance(dataset, Dataset):
         if len(dataset) == 0:
             raise DataError("train_dataset is empty.")
-        check_rows(dataset, encoder)
+        check_rows(dataset, encoder, images)
         if len(dataset) < prompts:
             raise DataError(
                 f"train_dataset has {len(dataset)} prompts, fewer than the {prompts} of one generation batch "
@@ -233,7 +271,9 @@ def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None) 
         )
 
 
-def check_eval_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, name: str = "eval_dataset") -> None:
+def check_eval_dataset(
+    dataset: Any, args: Any, encoder: PromptEncoder | None, images: bool = False, name: str = "eval_dataset"
+) -> None:
     """The evaluation prompts, or a dict of them."""
     if dataset is None:
         if args.eval_strategy != "no" and not args.eval_benchmarks:
@@ -241,11 +281,11 @@ def check_eval_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, n
         return
     if isinstance(dataset, Mapping):
         for key, part in dataset.items():
-            check_eval_dataset(part, args, encoder, f"{name}[{key!r}]")
+            check_eval_dataset(part, args, encoder, images, f"{name}[{key!r}]")
         if not dataset:
             raise DataError(f"{name} is an empty dict.")
     elif isinstance(dataset, IterableDataset):
-        check_first_row(dataset, encoder, name)
+        check_first_row(dataset, encoder, name, images)
     elif not isinstance(dataset, Dataset):
         raise TypeError(
             f"{name} must be a datasets.Dataset, an IterableDataset or a dict of them, not {type(dataset).__name__}."
@@ -253,23 +293,27 @@ def check_eval_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, n
     elif len(dataset) == 0:
         raise DataError(f"{name} is empty.")
     else:
-        check_rows(dataset, encoder)
+        check_rows(dataset, encoder, images)
 
 
-def check_rows(dataset: Dataset, encoder: PromptEncoder | None) -> None:
-    """A sample of the rows, and every prompt: none may end a run that has been under way for hours."""
-    sample = sample_rows(dataset)
-    check_prompts(sample, None)
+def check_rows(dataset: Dataset, encoder: PromptEncoder | None, images: bool) -> None:
+    """A sample of the rows, and every prompt: none may end a run that has been under way for hours.
+
+    With images only a sample: how many tokens they have is not known before they are read, which takes long.
+    """
+    sample = sample_rows(dataset) if encoder is None else sample_rows(dataset, encoder.sample_size)
+    check_prompts(sample, None, takes_images=images)
     if encoder is not None:
-        check_every_prompt(dataset, encoder)
+        if not images:
+            check_every_prompt(dataset, encoder)
         encoder(sample)
 
 
-def check_first_row(dataset: IterableDataset, encoder: PromptEncoder | None, name: str) -> None:
+def check_first_row(dataset: IterableDataset, encoder: PromptEncoder | None, name: str, images: bool) -> None:
     row = next(iter(dataset), None)
     if row is None:
         raise DataError(f"{name} is empty.")
-    check_prompts([row], encoder)
+    check_prompts([row], encoder, takes_images=images)
 
 
 def warn_combinations(args: Any) -> None:
@@ -306,7 +350,10 @@ def biased_sampling(trainer: Any) -> list[str]:
 
     Those of the model's own generation config are among them.
     """
-    return [f"{name}={value}" for name, value in trainer.backend.filters(trainer.temperature).items()]
+    found = trainer.backend.filters(trainer.temperature)
+    if set(found.get("suppress_tokens") or ()) <= trainer.prompt_encoder.placeholders:
+        found.pop("suppress_tokens", None)  # set by us: no model that was trained on images writes them
+    return [f"{name}={value}" for name, value in found.items()]
 
 
 def warn_biased_sampling(trainer: Any) -> None:

@@ -42,6 +42,11 @@ def find_sharding(trainer: Any) -> Sharding:
     kind = sharding_of(trainer.accelerator)
     if not kind.spread:
         return kind
+    if trainer.prompt_encoder.takes_images:
+        raise NotImplementedError(
+            f"Prompts with images are not available under {kind.value}: a process without one would leave out passes "
+            "that the others wait for. Keep the whole model on every process (DDP), or pass the tokenizer."
+        )
     if getattr(trainer.args, "cast_lm_head_to_fp32", False):
         raise NotImplementedError(
             f"cast_lm_head_to_fp32=True is not available under {kind.value}, which gathers all weights in one type; "

@@ -20,9 +20,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gruppo.types import Vision
+
 logger = logging.getLogger(__name__)
 
 MicroBatch = dict[str, Any]
+VISION = "vision"  # the one entry of a micro-batch that is no tensor
 
 
 @dataclass
@@ -53,26 +56,53 @@ def pack_queue(queue: Iterable[MicroBatch]) -> RunState | None:
     """The micro-batches of a queue, each stored once however often it waits; None if not all of it is tensors."""
     order: list[int] = []
     distinct: dict[int, int] = {}
+    seen: dict[int, Vision] = {}
     tensors: dict[str, Tensor] = {}
     for batch in queue:
-        if not all(isinstance(value, Tensor) for value in batch.values()):
+        if not all(isinstance(value, Tensor) for name, value in batch.items() if name != VISION):
             return None  # a subclass puts other things into it
         if id(batch) not in distinct:
             distinct[id(batch)] = len(distinct)
-            tensors |= {f"queue/{distinct[id(batch)]}/{name}": value for name, value in batch.items()}
+            stored = batch if VISION not in batch else batch | {VISION: _places(batch[VISION], seen)}
+            tensors |= {f"queue/{distinct[id(batch)]}/{name}": value for name, value in stored.items()}
         order.append(distinct[id(batch)])
+    for number, vision in enumerate(seen.values()):
+        for kind in ("pixels", "types"):
+            tensors |= {f"{VISION}/{number}/{kind}/{name}": value for name, value in getattr(vision, kind).items()}
     return RunState({"queue": order}, tensors)
+
+
+def _places(visions: Iterable[Vision | None], seen: dict[int, Vision]) -> Tensor:
+    """The number of each prompt's images among those that were seen, each stored once; -1 for none."""
+    for vision in visions:
+        if vision is not None:
+            seen.setdefault(id(vision), vision)
+    numbers = {key: number for number, key in enumerate(seen)}
+    return torch.tensor([-1 if vision is None else numbers[id(vision)] for vision in visions])
 
 
 def unpack_queue(state: RunState, device: torch.device) -> deque[MicroBatch]:
     """The inverse of `pack_queue`."""
+    known = _stored_visions(state)
     batches: dict[int, MicroBatch] = {number: {} for number in state.values["queue"]}
     for key, tensor in state.tensors.items():
         kind, _, rest = key.partition("/")
         if kind == "queue":
             number, _, name = rest.partition("/")
             batches[int(number)][name] = tensor.to(device)
+    for batch in batches.values():
+        if VISION in batch:
+            batch[VISION] = [known.setdefault(i, Vision({}, {})) if i >= 0 else None for i in batch[VISION].tolist()]
     return deque(batches[number] for number in state.values["queue"])
+
+
+def _stored_visions(state: RunState) -> dict[int, Vision]:
+    found: dict[int, dict[str, dict[str, Tensor]]] = {}
+    for key, tensor in state.tensors.items():
+        if key.startswith(f"{VISION}/"):
+            _, number, kind, name = key.split("/", 3)
+            found.setdefault(int(number), {"pixels": {}, "types": {}})[kind][name] = tensor
+    return {number: Vision(**parts) for number, parts in found.items()}
 
 
 @dataclass

@@ -247,10 +247,6 @@ class Updating(RouterLoss):
 
     # ---- padded rows
 
-    def _prepare_input(self, data: Any) -> Any:
-        """Trainer's, but under DeepSpeed it would round log-probs and advantages to the type of the weights."""
-        return data.to(self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
-
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
@@ -371,8 +367,10 @@ class Updating(RouterLoss):
             total, tokens = (sum(part) for part in zip(*means.get(key, [(0.0, 0.0)]), strict=True))
             return total / tokens if tokens else None
 
-        if self.backend.has_own_weights and self.backend.filters(self.temperature):
-            # Its log-probs are of what it samples from, with top-k and the like: they differ by more than rounding.
+        shaped = self.backend.has_own_weights and self.backend.filters(self.temperature)
+        if shaped or self._holds_older_rows():
+            # Its log-probs are of what it samples from, with top-k and the like, or of older weights: they differ by
+            # more than rounding.
             return {"entropy": mean("entropy"), "drift_mean": None, "drift_max": None, "drift_ratio": None}
         known = self.metrics.values["train"].get(f"{DRIFT}/max")
         return {

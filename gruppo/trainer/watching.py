@@ -30,7 +30,6 @@ LOSS_TOKENS = "loss_tokens"  # of a micro-batch when it was cut, to be compared 
 class Watching(Updating):
     """The part of the trainer that audits updates."""
 
-    _batches_at_hand: Sequence[dict[str, Any]] = ()
     _loss_at_hand: Tensor | float = 0.0
     _grad_norm = math.nan
     _update_ended = False
@@ -191,8 +190,8 @@ class Watching(Updating):
     def _must_move(self, batch: TrainBatch) -> Tensor:
         """Bool (B,): rows that must have a gradient.
 
-        They were sampled with the weights of this very update, so that the ratio is 1 and nothing is clipped; and
-        nothing drops their tokens.
+        They were sampled with the weights of this very update, or their old log-probs computed, so that the ratio is
+        1 and nothing is clipped; and nothing drops their tokens.
         """
         tokens_BT = batch.loss_mask_BT.bool()
         drops_tokens = self.entropy_share < 1
@@ -201,12 +200,14 @@ class Watching(Updating):
             return torch.zeros_like(tokens_BT.any(1))
         if batch.importance_sampling_ratio is not None:
             tokens_BT = tokens_BT & (batch.importance_sampling_ratio != 0)
-        return (batch.sampled_at == self.state.global_step - 1) & ~batch.zero_advantage_B & tokens_BT.any(1)
+        at_B = batch.sampled_at if batch.scored_at is None else batch.scored_at
+        return (at_B == self.state.global_step - 1) & ~batch.zero_advantage_B & tokens_BT.any(1)
 
     @property
     def _allowed_age(self) -> int:
-        """Updates that one generation reaches into, at most."""
-        return math.ceil(self.args.micro_steps_per_generation / self.args.gradient_accumulation_steps)
+        """Updates that one generation reaches into, at most, and those that it was sampled ahead of them."""
+        served = math.ceil(self.args.micro_steps_per_generation / self.args.gradient_accumulation_steps)
+        return served + self._most_updates
 
 
 def _loss_tokens(tensors: dict[str, Any]) -> Tensor:

@@ -41,4 +41,7 @@ def test_a_tiny_run_of_all_modes(tmp_path: Path) -> None:
         assert result["modes"][mode]["drift_max"] < 1e-4
         assert result["modes"][mode]["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
         assert len(result["modes"][mode]["updates"]) == 3
+    ahead = result["modes"]["server-async"]
+    assert (ahead["staleness"], len(ahead["updates"]), ahead["findings"]) == (1.0, 3, [])
+    assert ahead["wait_seconds"] is not None
     assert result["versions"]["vllm"] == "a stand-in"

@@ -19,7 +19,6 @@ from gruppo.config.base import own_fields
 from gruppo.config.deprecated import ALIASES
 from gruppo.config.grpo import GRPOConfig
 from gruppo.config.rloo import RLOOConfig
-from gruppo.config.validate import NOT_YET
 from gruppo.errors import ConfigError
 from tests.helpers import base_args
 
@@ -74,6 +73,7 @@ SHARED = {
     "vllm_server_timeout": 240.0,
     "vllm_request_timeout": 600.0,
     "vllm_seed_requests": True,
+    "async_rollouts": 0,
     "vllm_group_port": 51216,
     "vllm_gpu_memory_utilization": 0.3,
     "vllm_max_model_length": None,
@@ -210,6 +210,7 @@ SET_SHARED: dict[str, Any] = {
     "ref_model_mixup_alpha": 0.9,
     "ref_model_sync_steps": 7,
     "log_completions": True,
+    "log_multimodal": False,
     "num_completions_to_print": 5,
     "log_unique_prompts": True,
     "max_tokens_per_micro_batch": 5000,
@@ -301,12 +302,9 @@ CORRECTION: dict[str, Any] = {
     "vllm_importance_sampling_clip_max": 2.0,
     "vllm_importance_sampling_clip_min": 0.1,
 }
+# Needs a server and the correction, so it is set by itself.
+AHEAD: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "async_rollouts": 1}
 WITH_VLLM = {*COLOCATE, *SERVER, *CORRECTION, "vllm_tensor_parallel_size"}
-
-# A value other than the default for every field that has to wait for its feature.
-WAITING: dict[str, Any] = {
-    "log_multimodal": False,
-}
 
 
 def having(names: Iterable[str]) -> list[tuple[type, str]]:
@@ -451,27 +449,12 @@ def test_a_copy_does_not_warn_again():
         assert replace(made).log_unique_prompts is True
 
 
-# ---- features that are not there yet
-
-
-def test_every_waiting_field_is_in_the_table():
-    assert WAITING.keys() == NOT_YET.keys()
-
-
-@pytest.mark.parametrize(("config", "name"), having(WAITING))
-def test_a_waiting_field_says_so(config, name):
-    with pytest.raises(NotImplementedError, match=f"^{name}=.*leave `{name}` at its default"):
-        config(**QUIET, **{name: WAITING[name]})
-    with pytest.raises(NotImplementedError, match=f"^{name}="):
-        parse(config, QUIET | {name: WAITING[name]})
-
-
 # ---- the command line
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_tables_cover_every_field(config):
-    covered = {*SET[config], *ALONE, *WAITING, *ALIASES, *WITH_VLLM}
+    covered = {*SET[config], *ALONE, *ALIASES, *WITH_VLLM, *AHEAD}
     assert set(own_fields(config)) <= covered
     defaults = INHERITED | DEFAULTS[config]
     same = [name for name, value in SET[config].items() if defaults[name] == value]
@@ -503,6 +486,12 @@ def test_fields_of_vllm_need_it(config, name):
     value = {**COLOCATE, **SERVER, **CORRECTION, "vllm_tensor_parallel_size": 2}[name]
     with pytest.raises(ConfigError, match=f"^{name}=.* needs use_vllm=True"):
         config(**QUIET, **{name: value})
+
+
+def test_a_generation_can_be_sampled_ahead():
+    parsed = parse(GRPOConfig, QUIET | AHEAD)
+    assert parsed == GRPOConfig(**QUIET, **AHEAD)
+    assert parsed.async_rollouts == 1
 
 
 def test_both_names_of_vllm_mean_it():
@@ -690,7 +679,7 @@ def test_every_field_is_read_outside_the_config(config):
     for through, name in properties:
         assert through in read
         read.add(name)
-    assert set(own_fields(config)) - read - NOT_YET.keys() - ALIASES.keys() == set()
+    assert set(own_fields(config)) - read - ALIASES.keys() == set()
 
 
 def test_a_bound_that_is_infinite_is_none() -> None:

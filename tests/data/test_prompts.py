@@ -103,7 +103,7 @@ def test_a_row_that_occurs_once_per_completion_is_encoded_once():
 
     def tokenize(texts):
         asked.append(list(texts))
-        return [[ord(t)] for t in texts]
+        return [[ord(t)] for t in texts], None, {}
 
     a, b = row("a"), row("b")
     encoded = PromptEncoder(TOKENIZER)([a, a, b, a, dict(b)], tokenize=tokenize)
@@ -119,12 +119,12 @@ def test_rows_may_come_from_anything_that_makes_them_as_it_goes():
 
 def test_a_tokenize_that_loses_a_prompt_is_an_error():
     with pytest.raises(ValueError, match="zip"):
-        PromptEncoder(TOKENIZER)([row("a"), row("b")], tokenize=lambda texts: [[1]])
+        PromptEncoder(TOKENIZER)([row("a"), row("b")], tokenize=lambda texts: ([[1]], None, {}))
 
 
 def test_a_prompt_without_tokens_is_an_error():
     with pytest.raises(DataError, match="The prompt 'a' has no tokens"):
-        PromptEncoder(TOKENIZER)([row("a")], tokenize=lambda texts: [[]])
+        PromptEncoder(TOKENIZER)([row("a")], tokenize=lambda texts: ([[]], None, {}))
 
 
 # ---- lengths
@@ -182,14 +182,14 @@ def test_without_an_encoder_only_the_column_is_needed():
     check_prompts([row({"anything": 1})], None)
     with pytest.raises(DataError, match="no `prompt` column"):
         check_prompts([{"question": "a"}], None)
-    with pytest.raises(NotImplementedError, match="column `image`"):
+    with pytest.raises(DataError, match=r"column `image`.*a tokenizer reads text only"):
         check_prompts([row("a", image="x.png")], None)
 
 
 def test_rows_of_a_text_dataset_may_have_an_image_column_of_nones():
     rows = Dataset.from_list([row("a", image=None), row("b", image=None)])
     check_prompts(sample_rows(rows), PromptEncoder(TOKENIZER))
-    with pytest.raises(NotImplementedError, match="column `images`"):
+    with pytest.raises(DataError, match="column `images`"):
         check_prompts([row("a", images=["x.png"])], PromptEncoder(TOKENIZER))
 
 

@@ -96,14 +96,14 @@ def test_an_unknown_architecture_is_left_to_the_auto_class(folder, monkeypatch):
 
 
 def test_a_tokenizer_is_found_by_the_models_name(folder):
-    tokenizer = loading.load_tokenizer(None, loading.load_policy(folder, args()), args())
+    tokenizer = loading.load_processing_class(None, loading.load_policy(folder, args()), args())
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     assert (tokenizer.padding_side, tokenizer.truncation_side, tokenizer.pad_token) == ("left", "left", "<pad>")
 
 
 def test_the_end_token_serves_as_pad_token():
     tokenizer = tiny_tokenizer(pad_token=None)
-    assert loading.load_tokenizer(tokenizer, tiny_model(), args()) is tokenizer
+    assert loading.load_processing_class(tokenizer, tiny_model(), args()) is tokenizer
     assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<eos>", 1)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gruppo.errors import ConfigError
-from gruppo.policy.logprobs import score_routed_tokens, score_tokens
+from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.modes import has_reentrant_checkpoints
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import Packer
@@ -82,7 +82,7 @@ def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(
 ) -> None:
     with in_double():
         model = in_float64(name, monkeypatch)
-        padded = score_routed_tokens(model, IDS, MASK, WIDTH)
+        padded = score_tokens(model, IDS, MASK, WIDTH, router_loss=True)
         padded.router_loss.backward()
         expected = gradients_of(model)
         model.zero_grad(set_to_none=True)
@@ -109,7 +109,7 @@ def test_the_loss_is_that_of_transformers(name: str) -> None:
     model = experts(name)
     with torch.no_grad():
         output = model(input_ids=IDS, attention_mask=MASK, output_router_logits=True)
-        scores = score_routed_tokens(model, IDS, MASK, WIDTH, entropy=True)
+        scores = score_tokens(model, IDS, MASK, WIDTH, entropy=True, router_loss=True)
         plain = score_tokens(model, IDS, MASK, WIDTH, entropy=True)
     # Positions of padded rows count from their first token; the router sees other numbers at padding only.
     assert scores.router_loss.item() == pytest.approx(output.aux_loss.item(), rel=1e-2)

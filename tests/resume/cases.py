@@ -1,4 +1,4 @@
-"""The runs that are stopped and resumed: twelve small configurations of the real trainers.
+"""The runs that are stopped and resumed: fourteen small configurations of the real trainers.
 
 Each makes seven updates and saves after 2, 4, 6 and 7 of them, keeping two checkpoints.
 """
@@ -11,8 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from gruppo import GRPOTrainer, RLOOTrainer
+from gruppo.rollout.vllm import transfer
 from tests.helpers import prompts, tiny_model
 from tests.resume.moments import MOMENT
+from tests.rollout.vllm_doubles import Double, saved_model, share_bytes
 from tests.tools.scripted import questions, random_caller
 from tests.trainer.runs import make
 
@@ -60,6 +62,25 @@ def with_tools(folder: Path, **settings: Any) -> Any:
     )
 
 
+def ahead(folder: Path, **settings: Any) -> Any:
+    """Sampled one generation ahead by a server, which ends with the process."""
+    transfer.share = share_bytes
+    model = saved_model(folder.parent / "model")
+    server = Double(model)
+    server.slow = {"/v1/completions": 0.05}
+    port = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url, "async_rollouts": 1}
+    return make(
+        folder,
+        GRPOTrainer,
+        model=str(model),
+        rewards=letters,
+        dataset=prompts(32),
+        learning_rate=1e-2,
+        **port,
+        **settings,
+    )
+
+
 def lora(folder: Path, **settings: Any) -> Any:
     import peft
 
@@ -103,6 +124,10 @@ CASES: dict[str, Case] = {
     "lora": Case(dict(beta=0.1), build=lora),
     "evaluation": Case(dict(eval_dataset=prompts(4), eval_strategy="steps", eval_steps=3, logging_steps=2)),
     "two-processes": Case(dict(num_generations=4), processes=2),
+    "ahead": Case(build=ahead),
+    "ahead-iterations": Case(
+        dict(num_iterations=2, eval_dataset=prompts(2), eval_strategy="steps", eval_steps=3), build=ahead
+    ),
     "transformers": Case(dict(rollout_backend="transformers")),
     "blended-reference": Case(
         dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.5, num_iterations=2)

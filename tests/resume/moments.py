@@ -1,6 +1,6 @@
 """Where in a run a process can be stopped: it counts the moments it reaches, and sends itself a signal at one of them.
 
-    rollout     a backend samples: before its first token, and again when all of them are there
+    rollout     a backend samples: before its first token, and again when all of them are there, or are asked for
     scoring     a reward function is being asked
     backward    some of the gradients are there, others are not
     optimizer   the weights have changed, and nothing knows it yet
@@ -74,15 +74,16 @@ def watch(trainer: Any, stop: Stop | None) -> None:
 
 
 def _watch_sampling(backend: Any) -> None:
-    sample = backend.sample
+    def watched(ask: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def asked(requests: Any) -> Any:
+            MOMENT.reach("rollout")
+            answer = ask(requests)
+            MOMENT.reach("rollout")
+            return answer
 
-    def watched(requests: Any) -> Any:
-        MOMENT.reach("rollout")
-        completions = sample(requests)
-        MOMENT.reach("rollout")
-        return completions
+        return asked
 
-    backend.sample = watched
+    backend.sample, backend.begin = watched(backend.sample), watched(backend.begin)
 
 
 def _watch_saving(trainer: Any) -> None:

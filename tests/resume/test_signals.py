@@ -22,6 +22,11 @@ pytestmark = pytest.mark.medium
         ("slices", "backward", 3, signal.SIGINT),
         ("grpo", "optimizer", 3, signal.SIGINT),
         ("iterations", "saving", 12, signal.SIGTERM),
+        ("ahead", "rollout", 6, signal.SIGTERM),  # the next generation is in flight
+        ("ahead", "scoring", 4, signal.SIGINT),
+        ("ahead", "backward", 3, signal.SIGTERM),
+        ("ahead-iterations", "backward", 4, signal.SIGTERM),
+        ("ahead-iterations", "saving", 5, signal.SIGINT),
         ("second-epoch", "rollout", 9, signal.SIGTERM),  # the first of the second epoch
     ],
     ids=lambda value: getattr(value, "name", str(value)),

@@ -187,6 +187,10 @@ def test_plain_texts_are_joined_and_conversations_rendered_with_the_models_own_t
     user, assistant = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     assert scored_text(tokenizer, "q: ", "a", {}) == "q: a"
     assert scored_text(tokenizer, [user], [assistant], {"tail": "!"}) == "u=q;a=a;!"
+    parts = [{"type": "image", "image": object()}, {"type": "text", "text": "q"}, {"type": "text", "text": "?"}]
+    seen = {**user, "content": parts}
+    assert scored_text(tokenizer, [seen], [assistant], {}) == "u=q?;a=a;"
+    assert seen["content"] is parts
 
 
 def test_models_and_functions_side_by_side():

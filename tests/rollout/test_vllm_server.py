@@ -1,5 +1,6 @@
 """Sampling from a server: it has the policy's weights of now, or there is an error. Stale ones show in the tokens."""
 
+import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
 from gruppo.errors import ConfigError, RolloutError
+from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.vllm import client as client_module
 from gruppo.rollout.vllm import transfer
-from gruppo.rollout.vllm.client import VLLMClient
+from gruppo.rollout.vllm.client import ServerRefusedError, VLLMClient
 from gruppo.rollout.vllm.server import VLLMServerBackend
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import tiny_model
@@ -368,3 +370,61 @@ def test_a_policy_that_cannot_be_copied_is_refused_before_anything_is_sent(doubl
     with pytest.raises(ConfigError, match="quantised"):
         backend_of(double, model)
     assert double.log == []
+
+
+# ---- without waiting
+
+
+def test_no_weights_are_sent_while_requests_are_out(double: Double) -> None:
+    """Whoever wants other weights waits; what was asked for is of the weights of then."""
+    model = tiny_model()
+    before = copy.deepcopy(model)
+    backend = backend_of(double, model)
+    backend.refresh()
+    starts = len(double.calls("/start_weight_update"))
+    out: list[bool] = []
+    double.slow = {"/v1/completions": 0.3}
+    double.before["/start_weight_update"] = lambda: out.append(not flight.known)
+    flight = backend.begin(REQUESTS)
+    change(model)
+    backend.refresh()
+    assert len(double.calls("/start_weight_update")) == starts + 1
+    assert out == [False], "the answers were there"
+    found = flight.take()
+    assert found is not None
+    assert_sampled_from(before, found)
+    assert 0.3 <= flight.seconds < 5
+    double.slow = {}
+    assert_sampled_from(model, backend.sample(REQUESTS))
+
+
+def test_what_was_asked_for_before_is_waited_for_by_the_next(double: Double) -> None:
+    backend = backend_of(double)
+    first = backend.begin(REQUESTS)
+    second = backend.begin(REQUESTS)
+    assert first.known is not None
+    second.settle()
+    assert [c.ids for c in second.take() or []] == [c.ids for c in first.take() or []]
+
+
+def test_a_server_that_was_started_again_has_lost_what_it_was_asked(double: Double) -> None:
+    backend = backend_of(double)
+    double.before["/v1/completions"] = double.restart
+    flight = backend.begin(REQUESTS)
+    flight.settle()
+    assert flight.take() is None
+    assert flight.lost == "was started again while it sampled"
+
+
+def test_an_error_ends_the_wait_for_the_others(double: Double) -> None:
+    backend = backend_of(double)
+    double.broken = {"/v1/completions": [400]}
+    flight = backend.begin(REQUESTS)
+    flight.settle()
+    with pytest.raises(ServerRefusedError, match=r"status 400\. broken on purpose"):
+        flight.take()
+
+
+def test_a_backend_in_this_process_cannot_ask_without_waiting() -> None:
+    with pytest.raises(NotImplementedError, match="RolloutBackend samples in this process"):
+        RolloutBackend().begin(REQUESTS)

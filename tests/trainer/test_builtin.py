@@ -25,8 +25,8 @@ class Seen:
         self.sampled: list[list[list[int]]] = []
         super().__init__(*args, **kwargs)
 
-    def _ask_backend(self, prompt_ids: list[list[int]]) -> Any:
-        completions = super()._ask_backend(prompt_ids)  # type: ignore[misc]
+    def _ask_backend(self, prompt_ids: list[list[int]], *more: Any) -> Any:
+        completions = super()._ask_backend(prompt_ids, *more)  # type: ignore[misc]
         self.sampled.append([list(completion.ids) for completion in completions])
         return completions
 

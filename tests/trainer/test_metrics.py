@@ -15,10 +15,11 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from gruppo import GRPOTrainer
+from gruppo.rollout.vllm import transfer
 from gruppo.trainer import ledger
 from tests.helpers import length_reward, prompts, tiny_model
 from tests.policy.experts import experts
-from tests.rollout.vllm_doubles import fake_vllm, saved_model
+from tests.rollout.vllm_doubles import fake_vllm, saved_model, serving, share_bytes
 from tests.tools.scripted import random_caller
 from tests.trainer.runs import (
     RecordedGRPO,
@@ -638,6 +639,10 @@ def logged_keys(folder: Path) -> set[str]:
         patch.setitem(sys.modules, "vllm", fake_vllm()["vllm"])
         model = AutoModelForCausalLM.from_pretrained(saved_model(folder / "model"))
         keys.update(*run(folder, GRPOTrainer, model=model, use_vllm=True, max_steps=1).state.log_history)
+        patch.setattr(transfer, "share", share_bytes)
+        with serving(folder / "model") as server:
+            ahead = {"use_vllm": True, "vllm_mode": "server", "vllm_server_port": server.port, "async_rollouts": 1}
+            keys.update(*run(folder, GRPOTrainer, model=str(folder / "model"), **ahead).state.log_history)
     game = random_caller(
         folder, "move", {"to": "a"}, arguments={"environment_factory": Game}, max_tool_calling_iterations=1
     )

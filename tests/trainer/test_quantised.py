@@ -1,4 +1,4 @@
-"""Quantised models with an adapter on top, on a stand-in for bitsandbytes; on CUDA with bitsandbytes itself."""
+"""Quantised models with an adapter on top: a stand-in, and bitsandbytes itself as far as it trains on a CPU."""
 
 import logging
 from collections.abc import Callable
@@ -216,20 +216,39 @@ def bits(kind: str) -> Any:
     )
 
 
+BITS = ["4-bit", "nested 4-bit", "8-bit"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_bitsandbytes(checkpointing: bool, tmp_path: Path) -> None:
+    run_with_bitsandbytes("cpu", "8-bit", "lora", checkpointing, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["4-bit", "nested 4-bit"])
+def test_four_bits_on_a_cpu_are_refused(kind: str, base: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="4-bit weights on a CPU"):
+        trainer_of(base, tmp_path, peft_config=METHODS["lora"](), quantization_config=bits(kind), bf16=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("method", ["lora", "dora"])
-@pytest.mark.parametrize("kind", ["4-bit", "nested 4-bit", "8-bit"])
-def test_bitsandbytes(kind: str, method: str, checkpointing: bool, tmp_path: Path) -> None:
-    """The real thing: engine, packed rows, parity check, reference, resume, saved adapter."""
+@pytest.mark.parametrize("kind", BITS)
+def test_bitsandbytes_on_a_gpu(kind: str, method: str, checkpointing: bool, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
+    run_with_bitsandbytes("cuda", kind, method, checkpointing, tmp_path)
+
+
+def run_with_bitsandbytes(device: str, kind: str, method: str, checkpointing: bool, tmp_path: Path) -> None:
+    """The real thing: engine, packed rows, parity check, reference, resume, saved adapter."""
     folder = str(tmp_path / "base")
     size = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
     tiny_model(**size).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
 
     def made(name: str, **more: Any) -> Any:
-        settings = {"use_cpu": False, "bf16": True, "gradient_checkpointing": checkpointing, "rollout_backend": "auto"}
+        settings = {"use_cpu": device == "cpu", "bf16": True, "gradient_checkpointing": checkpointing}
+        settings |= {"rollout_backend": "auto"}
         config = METHODS[method]()
         return trainer_of(
             folder, tmp_path / name, peft_config=config, quantization_config=bits(kind), **settings, **more
@@ -252,6 +271,6 @@ def test_bitsandbytes(kind: str, method: str, checkpointing: bool, tmp_path: Pat
     plain = AutoModelForCausalLM.from_pretrained(folder, quantization_config=bits(kind), dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "final").eval()
     first.model.eval()
-    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-        ours, theirs = (model(input_ids=IDS.cuda()).logits for model in (first.model, loaded))
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        ours, theirs = (model(input_ids=IDS.to(device)).logits for model in (first.model, loaded))
     assert (ours - theirs).abs().max() < 1e-2

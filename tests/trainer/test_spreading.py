@@ -135,17 +135,21 @@ STAGE_3 = accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespac
 
 
 @pytest.mark.parametrize(
-    ("cast", "quantised", "processes", "named"),
+    ("has", "processes", "named"),
     [
-        (True, False, FULLY, "cast_lm_head_to_fp32=True is not available under FSDP2"),
-        (False, True, STAGE_3, "A quantised model is not available under DeepSpeed ZeRO-3"),
-        (True, True, accelerator(DistributedType.MULTI_GPU), None),
-        (False, False, FULLY, None),
+        ({"cast"}, FULLY, "cast_lm_head_to_fp32=True is not available under FSDP2"),
+        ({"quantised"}, STAGE_3, "A quantised model is not available under DeepSpeed ZeRO-3"),
+        ({"images"}, FULLY, "Prompts with images are not available under FSDP2"),
+        ({"cast", "quantised", "images"}, accelerator(DistributedType.MULTI_GPU), None),
+        (set(), FULLY, None),
     ],
 )
-def test_models_that_cannot_be_spread(cast: bool, quantised: bool, processes: Any, named: str | None) -> None:
+def test_models_that_cannot_be_spread(has: set[str], processes: Any, named: str | None) -> None:
     model = tiny_model()
-    model.is_quantized = quantised
-    args = SimpleNamespace(cast_lm_head_to_fp32=cast)
+    model.is_quantized = "quantised" in has
+    parts = {
+        "args": SimpleNamespace(cast_lm_head_to_fp32="cast" in has),
+        "prompt_encoder": SimpleNamespace(takes_images="images" in has),
+    }
     with nullcontext() if named is None else pytest.raises(NotImplementedError, match=named):
-        find_sharding(SimpleNamespace(accelerator=processes, model=model, args=args))
+        find_sharding(SimpleNamespace(accelerator=processes, model=model, **parts))

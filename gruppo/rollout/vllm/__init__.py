@@ -6,6 +6,7 @@ base        when the weights must be sent again, and what is known of those that
 client      HTTP to a stock server: a time limit on every call, and no weight update is ever repeated
 transfer    weights to a server: by CUDA IPC on one GPU, by NCCL between GPUs
 server      the backend that samples there
+inflight    a generation that it samples in the background
 colocate    the backend that samples in this process
 serve       `gruppo vllm-serve`
 """

@@ -98,9 +98,17 @@ class VLLMBackend(RolloutBackend):
     # ---- samples
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        asks, settings = self._words(requests)
+        return self._completions(requests, asks, self._ask(asks, settings))
+
+    def _words(self, requests: Sequence[SampleRequest]) -> tuple[list[Ask], dict[str, Any]]:
+        """What to ask vLLM, and with which settings."""
         asks, _ = asks_of(requests, self.config, context_length=self.context_length, seeded=self.seeded)
-        settings = sampling_settings(self.config, stop_ids=self.stop_ids, logps=self.logps)
-        answers = self._ask(asks, settings)
+        return asks, sampling_settings(self.config, stop_ids=self.stop_ids, logps=self.logps)
+
+    def _completions(
+        self, requests: Sequence[SampleRequest], asks: Sequence[Ask], answers: Sequence[Sequence[Answer]]
+    ) -> list[Completion]:
         return completions_of(
             requests, asks, answers, stop_ids=self.stop_ids, pad_id=getattr(self.config, "pad_token_id", None)
         )

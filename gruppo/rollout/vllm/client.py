@@ -9,8 +9,10 @@ asked has to begin anew.
 import http.client
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
@@ -25,6 +27,7 @@ HEALTH_SECONDS = 5.0  # a server that is up says so at once
 RETRIES = 3
 BUSY = (502, 503, 504)  # not there at the moment; everything else is an answer
 READ_BYTES = 1 << 20
+BOTH_WAYS = 2  # socket.SHUT_RDWR; a module that opens sockets itself could listen, too
 
 
 class ServerDownError(RolloutError, ConnectionError):
@@ -55,6 +58,43 @@ class ServerFacts:
     transfer: str | None  # how weights can be sent: "ipc", "nccl"; None: not at all
     unpickles: bool  # VLLM_ALLOW_INSECURE_SERIALIZATION
     workers: int
+
+
+class Line:
+    """Calls that can be given up together: whoever waits for an answer gets an error at once.
+
+    A server sees that nobody listens any more, and ends what it was asked for.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sockets: set[Any] = set()
+        self._given_up = threading.Event()
+
+    def join(self, connection: http.client.HTTPConnection) -> Any:
+        """Connect; on a line that was given up, an error."""
+        connection.connect()
+        assert connection.sock is not None
+        with self._lock:
+            if self._given_up.is_set():
+                raise ConnectionAbortedError("the call was given up")
+            self._sockets.add(connection.sock)
+        return connection.sock
+
+    def leave(self, connected: Any) -> None:
+        with self._lock:
+            self._sockets.discard(connected)
+
+    def hang_up(self) -> None:
+        with self._lock:
+            self._given_up.set()
+            for connected in self._sockets:
+                with suppress(OSError):  # the other side may have been faster
+                    connected.shutdown(BOTH_WAYS)
+
+    def sleep(self, seconds: float) -> bool:
+        """Whether the line was given up meanwhile."""
+        return self._given_up.wait(seconds)
 
 
 class VLLMClient:
@@ -131,9 +171,9 @@ class VLLMClient:
         """Which server it is that answers: another value after a restart."""
         return str(self.get("/server_info?config_format=json")["vllm_config"]["instance_id"])
 
-    def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Sample; asked again if no answer comes."""
-        reply = self._repeated("POST", "/v1/completions", body)
+    def complete(self, body: Mapping[str, Any], line: Line | None = None) -> dict[str, Any]:
+        """Sample; asked again if no answer comes, unless the line was given up."""
+        reply = self._repeated("POST", "/v1/completions", body, line)
         if "choices" not in reply:
             raise RolloutError(f"{self.url}/v1/completions returned no choices: {str(reply)[:500]}")
         return reply
@@ -158,25 +198,31 @@ class VLLMClient:
 
     # ---- calls
 
-    def _repeated(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _repeated(
+        self, method: str, path: str, body: Mapping[str, Any] | None, line: Line | None = None
+    ) -> dict[str, Any]:
+        line = line or Line()
         for attempt in range(1, RETRIES + 1):
             try:
-                return self._call(method, path, body, self.request_timeout)
+                return self._call(method, path, body, self.request_timeout, line)
             except ServerDownError as error:
-                if attempt == RETRIES or isinstance(error.__cause__, TimeoutError):
+                if attempt == RETRIES or isinstance(error.__cause__, TimeoutError) or line.sleep(0):
                     raise
                 logger.warning(f"{error} Asking again ({attempt} of {RETRIES - 1}).")
-                time.sleep(POLL_SECONDS * attempt)
+                line.sleep(POLL_SECONDS * attempt)
         raise AssertionError("the last attempt returns or raises")
 
     def _connect(self, timeout: float) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         return kind(self.host, self._port, timeout=timeout)
 
-    def _call(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> dict[str, Any]:
+    def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float, line: Line | None = None
+    ) -> dict[str, Any]:
         where, deadline = f"{method} {self.url}{path}", time.monotonic() + seconds
-        connection = self._connect(seconds)
+        connection, connected = self._connect(seconds), None
         try:
+            connected = None if line is None else line.join(connection)
             payload = None if body is None else json.dumps(body).encode()
             headers = {} if payload is None else {"Content-Type": "application/json"}
             connection.request(method, self._prefix + path, payload, headers)
@@ -187,6 +233,8 @@ class VLLMClient:
         except (OSError, http.client.HTTPException) as error:
             raise ServerDownError(f"{where} failed: {type(error).__name__}: {error}.") from error
         finally:
+            if line is not None and connected is not None:
+                line.leave(connected)
             connection.close()
         if response.status in BUSY:
             raise ServerDownError(f"{where}: status {response.status}. {_message(text)}")

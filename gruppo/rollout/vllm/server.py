@@ -3,6 +3,9 @@
 Every process asks the server for its own completions; only the main one sends weights. Before the samples of a call
 are used, it is known that the server which gave them is the one that the weights were sent to: its instance is read
 before and after. A server that was started again in between is sent the weights once more, and asked again.
+
+`begin` asks without waiting. As long as such requests are out, no weights are sent: they would be answered half from
+these and half from those.
 """
 
 import logging
@@ -16,11 +19,13 @@ from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.loading import model_name
 from gruppo.policy.unwrap import inner_model
 from gruppo.rollout.vllm.base import VLLMBackend, walked
-from gruppo.rollout.vllm.client import ServerDownError, ServerFacts, VLLMClient
+from gruppo.rollout.vllm.client import Line, ServerDownError, ServerFacts, VLLMClient
+from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.rollout.vllm.requests import Answer, Ask, http_answers, http_request
 from gruppo.rollout.vllm.threads import all_at_once
 from gruppo.rollout.vllm.transfer import make_sender, push
 from gruppo.rollout.vllm.versions import check_version
+from gruppo.types import SampleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +55,7 @@ class VLLMServerBackend(VLLMBackend):
         check_server(self.facts, client.url, model_name(inner_model(policy())), logps=logps)
         self.context_length = self.facts.context_length
         self.sender = make_sender(client, self.facts, group_port=group_port) if _is_main() else None
+        self._in_flight: InFlight | None = None  # the latest; it may have landed
 
     # ---- weights
 
@@ -69,13 +75,37 @@ class VLLMServerBackend(VLLMBackend):
         self.facts, self.context_length = facts, facts.context_length
 
     def _renew(self) -> None:
+        self._settle()
+        PartialState().wait_for_everyone()  # no process has a request out
         sender = self.sender
         walked(
             self.policy(),
             None if sender is None else lambda weights: push(self.client, sender, self.facts, weights),
         )
 
+    def _settle(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.settle(self.pause)
+            self._in_flight = None
+
     # ---- samples
+
+    def begin(self, requests: Sequence[SampleRequest]) -> InFlight:
+        """Ask for these completions of the policy's present weights, and go on; see `InFlight`."""
+        self._settle()
+        self._ensure_fresh()
+        asks, settings = self._words(requests)
+        bodies = [http_request(ask, settings, self.facts.model) for ask in asks]
+        line, instance = Line(), self.facts.instance
+        self._in_flight = InFlight(
+            requests,
+            self.clock(),
+            all_at_once(lambda body: self.client.complete(body, line), bodies, MOST_AT_ONCE),
+            lambda replies: self._completions(requests, asks, [http_answers(reply) for reply in replies]),
+            lambda: self.client.instance() == instance,
+            line.hang_up,
+        )
+        return self._in_flight
 
     def _ask(self, asks: Sequence[Ask], settings: dict[str, Any]) -> list[list[Answer]]:
         what = ""
