@@ -24,7 +24,8 @@ def compare(folder: Path, cases: dict) -> None:
     for name, case in cases.items():
         found = torch.load(folder / f"{name}.pt")
         trainer, expected = run(case, folder / "one", 1)
-        assert relative_difference(expected, found["update"]) < 1e-4, name
+        limit = 1e-3 if case.settings.get("adapter") else 1e-4  # adapters move by little, in float32
+        assert relative_difference(expected, found["update"]) < limit, name
         logs = [log for log in trainer.state.log_history if "grad_norm" in log]
         for ours, theirs in zip(found["logs"], logs, strict=True):
             same = {key: theirs[key] for key in ALIKE if key in theirs}
