@@ -248,7 +248,7 @@ def training_bytes(parameters: Any) -> int:
     trained = [p for p in parameters if p.requires_grad]
     if any(p.grad is not None for p in trained):
         return 0
-    held = [p.to_local() if hasattr(p, "to_local") else p for p in trained]
+    held = [p.to_local() if hasattr(p, "to_local") else getattr(p, "ds_tensor", p) for p in trained]  # FSDP2, ZeRO-3
     return 3 * sum(p.numel() * p.element_size() for p in held)
 
 

@@ -23,7 +23,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # The last one also sets what forked processes take over: one thread, and objects that are not walked for garbage.
-PRELOADED = ["torch", "transformers", "peft", "pyarrow.parquet", "pytest", "tests.resume.process"]
+# accelerate imports deepspeed in every run, where it is installed.
+PRELOADED = ["torch", "transformers", "peft", "pyarrow.parquet", "pytest", "deepspeed", "tests.resume.process"]
 
 # What else would run in the server when it forks: threads of numpy's BLAS, and one of pyarrow's allocator.
 WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -37,6 +38,7 @@ def context() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         # The server does not take over sys.path.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *([path] if path else [])]))
+        patch.setenv("DS_ACCELERATOR", "cpu")  # which deepspeed looks for when it is imported
         for name, value in WITHOUT_THREADS.items():
             patch.setenv(name, value)
         forkserver.ensure_running()

@@ -1,4 +1,4 @@
-"""Models that FSDP2 spreads over processes on CPUs."""
+"""Models that FSDP2 or DeepSpeed spread over processes on CPUs."""
 
 from typing import Any
 
@@ -28,13 +28,24 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole(tensor: Any) -> Tensor:
+    if hasattr(tensor, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()  # type: ignore[no-any-return]
     value: Tensor = tensor.detach()
     return value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[no-any-return]
 
 
 def set_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Give whole weights to a model that may be spread."""
-    if any(hasattr(weight, "full_tensor") for weight in model.parameters()):
+    if any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        import deepspeed
+
+        for name, weight in model.named_parameters():
+            with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+                weight.copy_(state[name])
+    elif any(hasattr(weight, "full_tensor") for weight in model.parameters()):
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
     else:
         model.load_state_dict(state)

@@ -54,9 +54,10 @@ class WeightProbe:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """What this process holds of a parameter."""
-    to_local = getattr(parameter, "to_local", None)
-    local: Tensor = parameter.detach() if to_local is None else to_local().detach()
+    """What this process holds of a parameter: all of it, or its share under FSDP2 (`to_local`) or ZeRO-3."""
+    share: Tensor = getattr(parameter, "ds_tensor", parameter)
+    to_local = getattr(share, "to_local", None)
+    local: Tensor = share.detach() if to_local is None else to_local().detach()
     return local
 
 

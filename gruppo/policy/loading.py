@@ -26,6 +26,7 @@ from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
 from gruppo.policy.quantised import with_quantisation
+from gruppo.policy.sharding import shape_of
 from gruppo.policy.unwrap import dropouts, functional_dropouts
 
 logger = logging.getLogger(__name__)
@@ -149,9 +150,14 @@ def align_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """How many tokens the model embeds, also where the embedding is spread over processes."""
+    return shape_of(model.get_input_embeddings().weight)[0]
+
+
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """A tokenizer with more tokens than the model has embeddings would fail deep inside a forward pass."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = vocabulary_size(model)
     if len(tokenizer) > rows:
         raise ConfigError(
             f"The tokenizer has {len(tokenizer)} tokens but the model embeds only {rows}. Pass the model's own "

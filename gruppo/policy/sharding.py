@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from gruppo.errors import ConfigError
+from gruppo.policy.modes import autocast_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -126,15 +127,19 @@ def is_spread(model: nn.Module) -> bool:
     )
 
 
-def local(parameter: Tensor) -> Tensor:
-    """What this process holds of a parameter."""
-    to_local = getattr(parameter, "to_local", None)
-    held: Tensor = parameter.detach() if to_local is None else to_local().detach()
-    return held
+def shape_of(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter as a whole; under ZeRO-3 what a process holds is flat, or nothing."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
 
 
 def compute_dtype(accelerator: Any, sharding: Sharding) -> torch.dtype | None:
-    """The type in which a spread model computes, if it is not that of its weights: FSDP2 casts what it gathers."""
+    """The type in which a spread model computes, if it is not that of its weights as they were loaded.
+
+    FSDP2 casts what it gathers; DeepSpeed casts the model when training begins.
+    """
+    if sharding is Sharding.ZERO3:
+        return autocast_dtype(accelerator.mixed_precision)
     if sharding is not Sharding.FSDP2:
         return None
     policy = accelerator.state.fsdp_plugin.mixed_precision_policy
@@ -253,9 +258,10 @@ def _form_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """A copy of a model whose parameters have shapes and types but no values."""
 
     def empty(parameter: nn.Parameter) -> nn.Parameter:
-        shape = getattr(parameter, "ds_shape", parameter.shape)
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        return nn.Parameter(torch.empty(shape, dtype=kind, device="meta"), requires_grad=parameter.requires_grad)
+        return nn.Parameter(
+            torch.empty(shape_of(parameter), dtype=kind, device="meta"), requires_grad=parameter.requires_grad
+        )
 
     memo: dict[int, Any] = {id(parameter): empty(parameter) for parameter in model.parameters()}
     for module in model.modules():  # what a user changes during a run must be seen here too

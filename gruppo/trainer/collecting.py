@@ -12,6 +12,7 @@ from gruppo.algo.advantages import Advantages, combine_rewards, frac_zero_std
 from gruppo.algo.masks import drop_rows
 from gruppo.data.collate import collate
 from gruppo.errors import RewardError
+from gruppo.policy.loading import vocabulary_size
 from gruppo.policy.modes import weights_version
 from gruppo.rewards.outcomes import Kind
 from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rows_scored
@@ -76,7 +77,7 @@ class Collecting(Overlapping):
             rollouts,
             temperature=self._drawn_temperature,
             shaped=not self._asked or bool(biased_sampling(self)),
-            vocabulary=policy.get_input_embeddings().weight.shape[0] or policy.config.get_text_config().vocab_size,
+            vocabulary=vocabulary_size(policy),
             end_ids=self.eos_token_ids,
             weights=None if used is None else (used, weights_version(policy)),
         )

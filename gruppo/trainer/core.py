@@ -188,7 +188,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         if rollout_func is None:
             self.custom_rollout = None
         else:
-            vocabulary_size = self.model.get_input_embeddings().weight.shape[0]
+            vocabulary_size = loading.vocabulary_size(self.model)
             self.custom_rollout = CustomRollout(rollout_func, self, vocabulary_size)
         self.backend = choose_backend(
             args,

@@ -22,6 +22,7 @@ from torch import nn
 
 from gruppo.plan import ModelShape, peak_flops
 from gruppo.policy.adapters import is_peft_model
+from gruppo.policy.sharding import shape_of
 
 CLASSES = ("prompt", "zero_advantage", "truncated", "padding", "stale")
 Flags = Sequence[bool] | None  # one per row; None: it is true of none
@@ -236,9 +237,9 @@ def countable_shape(model: nn.Module) -> ModelShape | None:
     except AttributeError:  # not a decoder with attention
         return None
     modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
-    matrices = [p for module in modules for p in module.parameters(recurse=False) if p.dim() > 1]
+    matrices = [p for module in modules for p in module.parameters(recurse=False) if len(shape_of(p)) > 1]
     weights = shape.layer_weights + shape.hidden * shape.vocabulary
-    return shape if abs(sum(p.numel() for p in matrices) / weights - 1) < 0.1 else None
+    return shape if abs(sum(shape_of(p).numel() for p in matrices) / weights - 1) < 0.1 else None
 
 
 def make_ledger(accelerator: Any, model: nn.Module, autocast_dtype: Any) -> Ledger:

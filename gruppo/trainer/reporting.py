@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from gruppo.data.probing import inner_tokenizer
 from gruppo.policy.loading import model_name as name_of
-from gruppo.policy.sharding import Sharding
+from gruppo.policy.sharding import Sharding, shape_of
 from gruppo.rollout.base import RolloutBackend
 from gruppo.runs.record import RunRecorder
 from gruppo.trainer.auditing import Audits
@@ -116,7 +116,7 @@ class Reporting(Trainer):
     @property
     def _num_weights(self) -> int:
         if not hasattr(self, "_counted_weights"):
-            self._counted_weights = sum(p.numel() for p in self.model.parameters())
+            self._counted_weights = sum(shape_of(p).numel() for p in self.model.parameters())
         return self._counted_weights
 
     def _track_num_input_tokens(self, inputs: Any) -> None:

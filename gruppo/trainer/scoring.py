@@ -50,6 +50,10 @@ class Scoring(Feeding):
     def timer(self, name: str) -> AbstractContextManager[None]:
         return profiling_context(self, name)
 
+    def _prepare_input(self, data: Any) -> Any:
+        """Trainer's, but under DeepSpeed it would round log-probs and advantages to the type of the weights."""
+        return data.to(self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
+
     # ---- is the fast path the slow path?
 
     def _check_parity(self, batch: TrainBatch) -> None:

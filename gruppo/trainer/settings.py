@@ -11,6 +11,7 @@ from typing import Any
 from datasets import Dataset
 from torch import nn
 
+from gruppo.policy.sharding import shape_of
 from gruppo.runs.lines import plain
 from gruppo.runs.secrets import without_secrets
 
@@ -57,8 +58,8 @@ def settings_of(
     return without_secrets(plain(settings)) | {
         "model": {
             "class": type(model).__name__,
-            "parameters": sum(p.numel() for p in weights),
-            "trainable": sum(p.numel() for p in weights if p.requires_grad),
+            "parameters": sum(shape_of(p).numel() for p in weights),
+            "trainable": sum(shape_of(p).numel() for p in weights if p.requires_grad),
         },
         "train_dataset": fingerprint(train_dataset),
         "rewards": list(rewards),

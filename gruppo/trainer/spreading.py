@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 
 from gruppo.errors import ConfigError
@@ -32,9 +33,12 @@ from gruppo.trainer.metrics import any_process, from_main
 
 logger = logging.getLogger(__name__)
 
+SAVES_WHOLE = "stage3_gather_16bit_weights_on_model_save"
+
 
 def find_sharding(trainer: Any) -> Sharding:
     """Who holds the weights; raises where they cannot be spread and be what the config asks for."""
+    _reject_unused_deepspeed(trainer)
     kind = sharding_of(trainer.accelerator)
     if not kind.spread:
         return kind
@@ -53,7 +57,30 @@ def find_sharding(trainer: Any) -> Sharding:
             f"A quantised model is not available under {kind.value}: its weights cannot be gathered for sampling. "
             "Keep the whole model on every process (DDP), or load it without quantization_config."
         )
+    if kind is Sharding.ZERO3:
+        _save_whole_weights(trainer.accelerator)
     return kind
+
+
+def _reject_unused_deepspeed(trainer: Any) -> None:
+    """accelerate passes over a DeepSpeed config where it was told to use CPUs, and trains with DDP."""
+    asked = getattr(trainer.args, "deepspeed_plugin", None) is not None
+    if asked and trainer.accelerator.distributed_type is not DistributedType.DEEPSPEED:
+        raise ConfigError(
+            "DeepSpeed was asked for, but accelerate passes over it with ACCELERATE_USE_CPU=true (`use_cpu: true` of "
+            "its config, or --cpu). Leave that out; use_cpu=True of the training arguments is enough for CPUs."
+        )
+
+
+def _save_whole_weights(accelerator: Any) -> None:
+    """Under ZeRO-3, save weights that transformers can load; on its own DeepSpeed saves each process's share only."""
+    zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    if zero.get(SAVES_WHOLE) is not True and accelerator.is_main_process:
+        logger.warning(
+            f"{SAVES_WHOLE} (zero3_save_16bit_model of accelerate) is turned on: without it a saved model would be "
+            "shares of weights, which from_pretrained cannot load."
+        )
+    zero[SAVES_WHOLE] = True
 
 
 def make_reference(trainer: Any) -> Any:

@@ -75,17 +75,19 @@ class Watching(Updating):
         """Trainer's, which it calls right before the optimizer's step: the last moment to prevent it."""
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         with self.audits.timed():
-            # DeepSpeed may not know a norm, and has made its step in the backward pass. A scaler of float16 looks at
-            # the gradients itself, leaves the step out, and wants to find them as they were.
-            too_late = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-            ours = not too_late and self.accelerator.scaler is None
-            self._grad_norm = math.nan if too_late else float(grad_norm)
-            loss, norm = self._mean_of_processes([float(self._loss_at_hand), self._grad_norm if ours else 0.0])
+            deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+            # A scaler of float16 looks at the gradients itself, leaves the step out, and wants to find them as they
+            # were. DeepSpeed has made its step in the backward pass, or left it out; it may not know a norm.
+            scaled = self.accelerator.scaler is not None or (deepspeed and self.accelerator.mixed_precision == "fp16")
+            made = deepspeed and not self.accelerator.optimizer_step_was_skipped
+            self._grad_norm = math.nan if grad_norm is None else float(grad_norm)
+            judged = 0.0 if scaled or grad_norm is None else self._grad_norm
+            loss, norm = self._mean_of_processes([float(self._loss_at_hand), judged])
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                self._keep_broken_update(loss, **({"prevented": False} if too_late else {}))
-                if ours:
+                self._keep_broken_update(loss, **({"prevented": False} if made else {}))
+                if not deepspeed and not scaled:
                     model.zero_grad(set_to_none=True)  # an optimizer leaves weights without a gradient as they are
-            self.audits.is_finite(loss, norm, left_out=not too_late)
+            self.audits.is_finite(loss, norm, left_out=not made)
         return grad_norm
 
     def _mean_of_processes(self, numbers: Sequence[float]) -> list[float]:

@@ -1,20 +1,16 @@
-"""DeepSpeed, as far as it can be tried without it: its few functions are stood in for."""
+"""Spread weights, as far as they can be tried on one process; tests/trainer/test_deepspeed.py has the rest."""
 
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
 
 from gruppo.errors import ConfigError
 from gruppo.policy.loading import load_again
-from gruppo.policy.sharding import Sharding, WholeWeights, inference_config, is_spread, shard_reference
+from gruppo.policy.sharding import Sharding, WholeWeights, inference_config
 from gruppo.rewards.models import score_with_model
 from gruppo.trainer.spreading import InStep, prepare_reward_model
 from tests.helpers import tiny_model, tiny_tokenizer
@@ -25,46 +21,6 @@ TRAINING = {
     "scheduler": {"type": "WarmupLR"},
     "bf16": {"enabled": True},
 }
-
-
-@pytest.fixture
-def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Parameters that are spread are empty, and know what they were; to gather them is to fill them for a while."""
-
-    @contextmanager
-    def gathered(parameters: list[Any], modifier_rank: int | None = None) -> Iterator[None]:
-        shares = [parameter.data for parameter in parameters]
-        for parameter in parameters:
-            parameter.data = parameter.ds_whole
-        yield
-        for parameter, share in zip(parameters, shares, strict=True):
-            parameter.data = share
-
-    class Engine(nn.Module):
-        def __init__(self, model: nn.Module, config: dict[str, Any]):
-            super().__init__()
-            self.module, self.given = model, config
-
-        def forward(self, **inputs: Any) -> Any:
-            return self.module(**inputs)
-
-    stub: Any = ModuleType("deepspeed")
-    stub.zero = SimpleNamespace(GatheredParameters=gathered)
-    stub.initialize = lambda model, config: (Engine(model, config), None, None, None)
-    monkeypatch.setitem(sys.modules, "deepspeed", stub)
-    return stub
-
-
-def spread_out(model: nn.Module) -> nn.Module:
-    for number, parameter in enumerate(model.parameters()):
-        parameter.ds_id, parameter.ds_shape, parameter.ds_whole = number, parameter.shape, parameter.data  # type: ignore[attr-defined]
-        parameter.data = torch.empty(0)
-    return model
-
-
-def accelerator(stage: int) -> Any:
-    plugin = SimpleNamespace(zero_stage=stage, deepspeed_config={**TRAINING, "zero_optimization": {"stage": stage}})
-    return SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, state=SimpleNamespace(deepspeed_plugin=plugin))
 
 
 def test_a_model_that_is_not_trained_has_no_optimizer() -> None:
@@ -82,23 +38,6 @@ def test_a_model_that_is_not_trained_has_no_optimizer() -> None:
         "zero_optimization": {"stage": 0}
     }
     assert "optimizer" in TRAINING, "the policy's own is left alone"
-
-
-@pytest.mark.parametrize(("stage", "expected"), [(3, 3), (2, 0), (1, 0)])
-def test_references_are_prepared_with_the_stage_of_the_policy(deepspeed: Any, stage: int, expected: int) -> None:
-    engine: Any = shard_reference(accelerator(stage), Sharding.ZERO3 if stage == 3 else Sharding.NONE, tiny_model())
-    assert engine.given["zero_optimization"]["stage"] == expected
-    assert not engine.training
-
-
-def test_spread_weights_are_gathered_one_by_one(deepspeed: Any) -> None:
-    model = spread_out(tiny_model(seed=2))
-    assert is_spread(model)
-    whole = WholeWeights(model, lambda: model, dtype=None, device=torch.device("cpu"))
-    whole.refresh()
-    for name, parameter in tiny_model(seed=2).named_parameters():
-        assert torch.equal(whole.module.get_parameter(name), parameter), name
-    assert all(parameter.numel() == 0 for parameter in model.parameters()), "they are given back"
 
 
 def test_weights_that_are_written_without_a_note() -> None:
@@ -167,7 +106,6 @@ def test_reward_models_keep_in_step() -> None:
     assert passes == [[5, 4, 3, 2, 1], [2, 1, 1, 1, 1]]
 
 
-def test_a_reward_model_is_whole_where_it_can_be(deepspeed: Any) -> None:
+def test_a_reward_model_is_whole_where_it_can_be() -> None:
     prepared = SimpleNamespace(prepare_model=lambda model, evaluation_mode: (model, evaluation_mode))
     assert prepare_reward_model(prepared, Sharding.FSDP2, "model") == ("model", True)
-    assert isinstance(prepare_reward_model(accelerator(3), Sharding.ZERO3, tiny_model()), InStep)

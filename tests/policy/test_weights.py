@@ -1,8 +1,5 @@
 """The walk over the policy's weights: names and values of a saved checkpoint, and a policy that stays as it was."""
 
-import sys
-import types
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,31 +170,6 @@ def prompt_tuned() -> Any:
 def test_what_cannot_be_copied_is_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         list(named_weights(make()))
-
-
-def test_weights_of_zero3_are_gathered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model()
-    whole = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    gathered: list[int] = []
-
-    @contextmanager
-    def gather(parameters: list[Any]) -> Any:
-        (parameter,) = parameters
-        gathered.append(parameter.ds_id)
-        parameter.data = whole[parameter.ds_name]
-        yield
-        parameter.data = torch.empty(0)
-
-    for number, (name, parameter) in enumerate(model.named_parameters()):
-        parameter.ds_id, parameter.ds_name = number, name
-        parameter.data = torch.empty(0)
-    deepspeed = types.ModuleType("deepspeed")
-    deepspeed.zero = types.SimpleNamespace(GatheredParameters=gather)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
-    walked = dict(named_weights(model))
-    assert gathered == list(range(len(whole)))
-    assert all(torch.equal(walked[name], whole[name]) for name in whole)
-    assert is_spread(model)
 
 
 @pytest.mark.medium

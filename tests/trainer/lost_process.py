@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gruppo.trainer import attendance
+from tests import zero
 from tests.helpers import length_reward
 from tests.trainer.scripted import make_trainer, scripted_rollout
 
@@ -56,6 +57,9 @@ def main(folder: Path) -> None:
     if facts.pop("elsewhere", False):  # as if each process were on a host of its own
         attendance._place = lambda: f"host {RANK}"
     deadline = facts.pop("ddp_timeout", 1800)
+    if (stage := facts.pop("zero", None)) is not None:
+        zero.prepare()
+        os.environ.pop("ACCELERATE_USE_CPU")
     mishap = Mishap(**facts)
 
     def reward(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -81,6 +85,7 @@ def main(folder: Path) -> None:
         stop_timeout=3.0,
         ddp_timeout=deadline,
         per_device_train_batch_size=4,
+        **({} if stage is None else {"deepspeed": zero.config(stage)}),
     )
     trainer.model.model.layers[0].register_forward_pre_hook(lambda *_: mishap("update"))
     rows_of = trainer.rows_of

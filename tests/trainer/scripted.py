@@ -117,7 +117,7 @@ def make_trainer(
     )
     if trainer.ref_model is not None:
         # A reference that is not the policy, so that the KL has a gradient from the first update on.
-        set_weights(trainer.ref_model, policy(4, dtype).state_dict())
+        set_weights(trainer.accelerator.unwrap_model(trainer.ref_model), policy(4, dtype).state_dict())
     return trainer
 
 

@@ -1,4 +1,3 @@
-import contextlib
 import io
 import sys
 import types
@@ -80,26 +79,6 @@ class TestSyncRefModel:
         with pytest.raises(ConfigError, match=message):
             SyncRefModelCallback.sync_target_model(filled(4), reference, 0.5)
         assert set(values(reference)) == {0}
-
-    @pytest.mark.parametrize(("rank", "expected"), [(0, [2, 2]), (1, [0, 0])])
-    def test_zero3_gathers_and_only_rank_0_writes(self, monkeypatch, rank, expected):
-        gathered = []
-
-        @contextlib.contextmanager
-        def gather(parameters, modifier_rank):
-            gathered.append((len(parameters), modifier_rank))
-            yield
-
-        deepspeed = types.ModuleType("deepspeed")
-        deepspeed.zero = SimpleNamespace(GatheredParameters=gather)
-        deepspeed.comm = SimpleNamespace(get_rank=lambda: rank)
-        monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
-        policy, reference = filled(4), filled(0)
-        for parameter in policy.parameters():
-            parameter.ds_id = 0
-        SyncRefModelCallback.sync_target_model(policy, reference, 0.5)
-        assert values(reference) == expected
-        assert gathered == [(4, 0)]
 
 
 class TestBEMA:

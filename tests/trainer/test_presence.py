@@ -18,6 +18,7 @@ from gruppo.trainer.presence import LOST, Presence, _Watch
 from gruppo.trainer.stopping import STOPPED, STOPPED_UNSAVED
 from tests.helpers import base_args
 from tests.processes import run_apart
+from tests.zero import needs_deepspeed
 
 WORKING = Line(host="far", pid=7, place="elsewhere", beat=1, phase="sampling", seconds=3.0, update=7)
 WAITING = replace(WORKING, phase="", pid=6)
@@ -141,6 +142,27 @@ def test_a_process_that_is_killed_stops_the_other(moment: str, victim: int, tmp_
     assert seconds < 30
     assert f"process {victim} (pid " in said[other]
     assert f"died while {PHASES[moment]} in update" in said[other]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("stage", "moment", "victim"),
+    [
+        pytest.param(3, "update", 1, marks=pytest.mark.medium),
+        *(
+            pytest.param(stage, *kill, marks=pytest.mark.slow)
+            for stage in (2, 3)
+            for kill in KILLS
+            if kill[0] != "benchmark" and (stage, *kill) != (3, "update", 1)
+        ),
+    ],
+)
+def test_a_process_that_is_killed_under_deepspeed(stage: int, moment: str, victim: int, tmp_path: Path) -> None:
+    codes, said, seconds = run(tmp_path, moment, "kill", victim, zero=stage)
+    assert codes[victim] == -9
+    assert codes[1 - victim] not in (0, -9), said[1 - victim]
+    assert seconds < 30
+    assert f"died while {PHASES[moment]} in update" in said[1 - victim]
 
 
 @pytest.mark.medium

@@ -8,10 +8,11 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
+from gruppo.audit.weights import WeightProbe
 from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, plan_whole_weights, training_bytes
-from gruppo.policy.sharding import Sharding, WholeWeights, sharding_of
-from gruppo.trainer.spreading import agreed, find_sharding, reject_together
+from gruppo.policy.sharding import Sharding, WholeWeights, compute_dtype, shape_of, sharding_of
+from gruppo.trainer.spreading import SAVES_WHOLE, agreed, find_sharding, reject_together
 from tests.helpers import tiny_model
 
 
@@ -153,3 +154,49 @@ def test_models_that_cannot_be_spread(has: set[str], processes: Any, named: str 
     }
     with nullcontext() if named is None else pytest.raises(NotImplementedError, match=named):
         find_sharding(SimpleNamespace(accelerator=processes, model=model, **parts))
+
+
+def zero3(**zero: Any) -> Any:
+    plugin = SimpleNamespace(zero_stage=3, deepspeed_config={"zero_optimization": {"stage": 3, **zero}})
+    made = accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)
+    made.is_main_process, made.mixed_precision = True, "bf16"
+    return made
+
+
+@pytest.mark.parametrize(("set_to", "says"), [({}, True), ({SAVES_WHOLE: False}, True), ({SAVES_WHOLE: True}, False)])
+def test_saved_models_are_whole_under_zero3(
+    set_to: dict[str, Any], says: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    processes = zero3(**set_to)
+    text = SimpleNamespace(takes_images=False)
+    find_sharding(
+        SimpleNamespace(accelerator=processes, model=tiny_model(), args=SimpleNamespace(), prompt_encoder=text)
+    )
+    assert processes.state.deepspeed_plugin.deepspeed_config["zero_optimization"][SAVES_WHOLE] is True
+    assert ("zero3_save_16bit_model" in caplog.text) == says
+
+
+def test_deepspeed_that_is_passed_over_is_an_error() -> None:
+    trainer = SimpleNamespace(
+        accelerator=accelerator(DistributedType.MULTI_CPU), args=SimpleNamespace(deepspeed_plugin=object())
+    )
+    with pytest.raises(ConfigError, match="passes over it with ACCELERATE_USE_CPU=true"):
+        find_sharding(trainer)
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", None)])
+def test_zero3_samples_in_the_type_that_it_trains_in(precision: str, expected: Any) -> None:
+    processes = zero3()
+    processes.mixed_precision = precision
+    assert compute_dtype(processes, Sharding.ZERO3) is expected
+
+
+def test_a_share_of_zero3_is_known_by_its_whole() -> None:
+    share = torch.nn.Parameter(torch.empty(0))
+    share.ds_shape, share.ds_tensor = torch.Size([6, 2]), torch.zeros(6)
+    assert shape_of(share) == (6, 2)
+    assert shape_of(torch.zeros(3, 2)) == (3, 2)
+    assert training_bytes([share]) == 3 * 6 * 4
+    probe = WeightProbe([share])
+    share.ds_tensor[:3] = 1
+    assert probe.changed() == 0.5

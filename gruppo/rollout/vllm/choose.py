@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from gruppo.policy.sharding import shape_of
 from gruppo.policy.unwrap import inner_model
 from gruppo.rollout.vllm.base import VLLMBackend
 from gruppo.rollout.vllm.client import VLLMClient
@@ -54,7 +55,7 @@ def _usual_dtype(policy: Any) -> torch.dtype:
     """Of most weights: a head, and what is tied to it, may be wider."""
     counts: Counter[torch.dtype] = Counter()
     for weight in inner_model(policy).parameters():
-        counts[weight.dtype] += weight.numel() if weight.dim() > 1 else 0
+        counts[weight.dtype] += shape_of(weight).numel() if len(shape_of(weight)) > 1 else 0
     layers = {dtype: count for dtype, count in counts.items() if dtype.is_floating_point}
     return max(layers, key=lambda dtype: (layers[dtype], -dtype.itemsize))
 
