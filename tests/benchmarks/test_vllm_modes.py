@@ -27,7 +27,7 @@ def test_the_summary_of_updates() -> None:
     assert found["findings"] == ["audit/drift"]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_tiny_run_of_all_modes(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     command = [sys.executable, "benchmarks/vllm_modes.py", "--tiny", "--steps", "3", "--out", str(out)]

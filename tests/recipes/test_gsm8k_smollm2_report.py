@@ -37,7 +37,7 @@ def test_jobs() -> None:
         ("grpo:x", "a whole number"),
         ("grpo,grpo:0", "names a job twice"),
         ("grpo@lr1e-5+g8,grpo@g8+lr1e-5:0", "names a job twice"),
-        ("grpo@lr7", "choose from lr1e-5, lr1e-4"),
+        ("grpo@lr7", "choose from lr1e-5, lr2e-5, lr1e-4"),
         ("grpo@", "choose from lr1e-5"),
         ("warmup@lr1e-5", "changes are for grpo"),
         ("grpo@lr1e-5+lr1e-4", "the same thing twice"),
