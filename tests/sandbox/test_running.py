@@ -137,7 +137,7 @@ def test_many_runs_at_once_stay_apart_and_leave_nothing(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     box = make_sandbox(seconds=60, processes=500)  # where runs have one uid, they share this
     fds = len(os.listdir("/proc/self/fd"))
-    children = [found for parent, found in processes() if parent == os.getpid()]  # of other tests
+    children = sorted(found for parent, found in processes() if parent == os.getpid())  # of other tests
     name = f"box{os.getpid()}"  # what `ps` will show
     code = f"""
 import ctypes, os, time
@@ -153,7 +153,7 @@ print(open("f").read())
     assert folders() == set()
     assert len(os.listdir("/proc/self/fd")) == fds
     assert name not in [found for _, found in processes()]
-    assert [found for parent, found in processes() if parent == os.getpid()] == children, "no child is left"
+    assert sorted(found for parent, found in processes() if parent == os.getpid()) == children, "no child is left"
 
 
 def processes() -> list[tuple[int, str]]:
