@@ -30,8 +30,9 @@ def some_equal(prompts: list[str], completions: list[str], **kwargs: Any) -> lis
     ]
 
 
-def trainer_of(folder: Path, processes: int, *, double: bool = True, **kw: Any) -> Any:
-    settings = {
+def settings_of_a_run(processes: int) -> dict[str, Any]:
+    """Four updates with replaced groups, a reference, evaluations and checkpoints; as much on two processes."""
+    return {
         "num_generations": 4,
         "per_device_train_batch_size": 12 // processes,
         "per_device_eval_batch_size": 8 // processes,
@@ -45,11 +46,13 @@ def trainer_of(folder: Path, processes: int, *, double: bool = True, **kw: Any) 
         "eval_steps": 2,
         "save_strategy": "steps",
         "save_steps": 2,
-        "parity_check": "first",
         "rollout_backend": "builtin",
-        **(FSDP2 if processes > 1 else {}),
-        **kw,
     }
+
+
+def trainer_of(folder: Path, processes: int, *, double: bool = True, **kw: Any) -> Any:
+    spread = FSDP2 if processes > 1 else {}
+    settings = settings_of_a_run(processes) | {"parity_check": "first"} | spread | kw
     config = GRPOConfig(**base_args(folder, **settings))
     if config.fsdp:
         as_on_gpus()

@@ -22,7 +22,7 @@ from tests.helpers import base_args, prompts, tiny_model, tiny_tokenizer
 from tests.rewards.test_models import classifier
 from tests.spread import weights_of
 from tests.trainer.scripted import lora
-from tests.trainer.spread_run import some_equal
+from tests.trainer.spread_run import settings_of_a_run, some_equal
 from tests.trainer.test_bad_updates import events
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -31,25 +31,8 @@ STEPS = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no"}
 
 def trainer_of(folder: Path, processes: int, stage: int | None = None, **kw: Any) -> Any:
     """With a stage, DeepSpeed is asked for in the config; without one, by a launcher or not at all."""
-    settings = {
-        "num_generations": 4,
-        "per_device_train_batch_size": 12 // processes,
-        "per_device_eval_batch_size": 8 // processes,
-        "max_completion_length": 6,
-        "max_steps": 4,
-        "learning_rate": 0.01,
-        "lr_scheduler_type": "constant",
-        "dynamic_sampling": True,
-        "beta": 0.05,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "parity_check": "off",
-        "rollout_backend": "builtin",
-        **({} if stage is None else {"deepspeed": zero.config(stage)}),
-        **kw,
-    }
+    asked = {} if stage is None else {"deepspeed": zero.config(stage)}
+    settings = settings_of_a_run(processes) | {"parity_check": "off"} | asked | kw
     unset_hf_deepspeed_config()  # with one of stage 3 around, if only of an earlier run, transformers spreads models
     parts = {"model": tiny_model(seed=5), "reward_funcs": [some_equal, classifier().float()], "peft_config": None}
     parts |= {name: settings.pop(name) for name in parts if name in settings}
