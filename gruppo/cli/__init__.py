@@ -35,6 +35,13 @@ def train(argv: list[str]) -> int:
     return run_training(argv)
 
 
+def view(argv: list[str]) -> int:
+    """Look at runs: curves, groups, tokens, prompts and evaluations, in a browser."""
+    from gruppo.cli.view import main as show_runs
+
+    return show_runs(argv)
+
+
 def vllm_serve(argv: list[str]) -> int:
     """Start a vLLM server for trainers with vllm_mode="server"."""
     from gruppo.rollout.vllm.serve import main as start_server
@@ -46,6 +53,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "eval": evaluate,
     "train": train,
+    "view": view,
     "vllm-serve": vllm_serve,
 }
 

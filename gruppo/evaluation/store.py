@@ -153,6 +153,11 @@ class EvaluationFolder:
         """All attempts of a pass, whatever they are of."""
         return [_scored(row) for path in self._files(benchmark, decoding) for row in _read(path).to_pylist()]
 
+    def questions(self, benchmark: str, decoding: str) -> dict[str, str]:
+        """What was asked, by problem."""
+        tables = [_read(path, ["problem", "question"]) for path in self._files(benchmark, decoding)]
+        return {row["problem"]: row["question"] for table in tables for row in table.to_pylist()}
+
     def scores(self, benchmark: str, decoding: str, column: str = "correct") -> dict[str, list[bool]]:
         """By problem: whether each of its attempts is right."""
         found: dict[str, dict[int, bool]] = {}

@@ -8,6 +8,7 @@ recorder ──► run folder ──► reader   record.py       writes: begin, 
                                      files.py        where those tables lie
                                      earlier.py      what was in the way and must not be lost
                                      read.py         reads a folder, live or from a stranger
+                                     follow.py       reads it piece by piece, while it grows
                                      checkpoints.py  checkpoints as atomic bundles
                                      disk.py         whether an error means a full disk
                                      lock.py         one writer per folder

@@ -1,0 +1,122 @@
+"""Evaluations: their numbers, their attempts, and two of them compared on the same problems."""
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from gruppo.errors import DataError
+from gruppo.evaluation.compare import compare
+from gruppo.evaluation.store import EvaluationFolder
+from gruppo.evaluation.types import Scored
+
+__all__ = ["Evaluation", "compare_two"]
+
+CHARACTERS = 20_000  # of a text that is sent at once
+
+
+class Evaluation:
+    """The folder of one evaluation.
+
+    Example:
+        Evaluation(Path("evaluations/before"), "before").overview()["benchmarks"]
+    """
+
+    def __init__(self, path: Path, name: str):
+        self.path = path
+        self.name = name
+        self.folder = EvaluationFolder(path)
+        _refuse_links(path)
+
+    def overview(self) -> dict[str, Any]:
+        """What results.json says, and which passes have attempts."""
+        results = self.folder.results() or {}
+        passes = [{"benchmark": benchmark, "pass": decoding} for benchmark, decoding in self.folder.passes()]
+        benchmarks = results.get("benchmarks")
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "model": results.get("model"),
+            "benchmarks": benchmarks if isinstance(benchmarks, dict) else {},
+            "passes": passes,
+        }
+
+    def attempts(self, benchmark: str, decoding: str) -> dict[str, list[dict[str, Any]]]:
+        """All attempts of a pass, by problem."""
+        if (benchmark, decoding) not in set(self.folder.passes()):
+            raise DataError(f"{self.name} has no attempts of {benchmark}, {decoding}.")
+        changed = max(path.stat().st_mtime_ns for path in self._files(benchmark, decoding))
+        return _attempts(self.path, benchmark, decoding, changed)
+
+    def problem(self, benchmark: str, decoding: str, problem: str) -> dict[str, Any]:
+        """One problem: the question and the attempts at it."""
+        attempts = self.attempts(benchmark, decoding)
+        if problem not in attempts:
+            raise DataError(f"{self.name} has no attempts at {problem!r}.")
+        question = self.folder.questions(benchmark, decoding).get(problem, "")
+        return {"problem": problem, "question": question[:CHARACTERS], "attempts": attempts[problem]}
+
+    def _files(self, benchmark: str, decoding: str) -> list[Path]:
+        return list((self.path / "completions" / benchmark / decoding).glob("*.parquet"))
+
+
+@lru_cache(maxsize=8)
+def _attempts(path: Path, benchmark: str, decoding: str, changed: int) -> dict[str, list[dict[str, Any]]]:
+    """Read once, and again when a file has changed."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for scored in EvaluationFolder(path).attempts(benchmark, decoding):
+        found.setdefault(scored.attempt.problem, []).append(_attempt(scored))
+    for attempts in found.values():
+        attempts.sort(key=lambda attempt: attempt["sample"])
+    return found
+
+
+def _attempt(scored: Scored) -> dict[str, Any]:
+    attempt = scored.attempt
+    return {
+        "sample": attempt.sample,
+        "text": attempt.text[:CHARACTERS],
+        "characters": len(attempt.text),
+        "correct": scored.correct,
+        "answer": scored.grade.answer,
+        "gold": scored.grade.gold,
+        "tokens": attempt.tokens,
+        "stop": str(attempt.stop),
+        "truncated": attempt.truncated,
+    }
+
+
+def compare_two(first: Evaluation, second: Evaluation, benchmark: str, decoding: str) -> dict[str, Any]:
+    """Two checkpoints on the same problems: the statistics of `gruppo eval --compare`, and how often each is right."""
+    sides = [each.attempts(benchmark, decoding) for each in (first, second)]
+    scores = [{problem: [float(a["correct"]) for a in attempts] for problem, attempts in s.items()} for s in sides]
+    names = (first.name, second.name) if first.name != second.name else (str(first.path), str(second.path))
+    comparison = compare(scores[0], scores[1], names=names)
+    shared = [problem for problem in scores[0] if problem in scores[1]]
+    rates = {problem: [_mean(each[problem]) for each in scores] for problem in shared}
+    return {
+        **comparison.to_dict(),
+        "said": comparison.describe(),
+        "asked": _differences(first.folder.identity(benchmark, decoding), second.folder.identity(benchmark, decoding)),
+        "rates": [{"problem": problem, "first": a, "second": b} for problem, (a, b) in rates.items()],
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Settings other than the weights in which two passes differ: then not only the weights are compared."""
+    keys = [key for key in {**first, **second} if key != "weights" and first.get(key) != second.get(key)]
+    return [f"{key}: {first.get(key)} and {second.get(key)}" for key in keys]
+
+
+def _refuse_links(path: Path) -> None:
+    """What lies elsewhere is not shown: a folder from a stranger could point at anything."""
+    root = Path(os.path.realpath(path))
+    for folder, subfolders, files in os.walk(root):
+        for name in (*subfolders, *files):
+            if not Path(os.path.realpath(Path(folder) / name)).is_relative_to(root):
+                raise DataError(f"{Path(folder) / name} is a link that leads out of {path}. It is not followed")

@@ -1,0 +1,316 @@
+"""The numbers of all completions of a run as arrays, read once and kept while their files stay the same.
+
+Texts and tokens stay on disk: a hundred thousand completions take some ten megabytes here. What is asked about one
+group or one completion is read from its file when it is asked.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from gruppo.errors import DataError
+from gruppo.runs import Run
+from gruppo.runs.files import RolloutFile
+from gruppo.runs.follow import read_rollouts, whole_files
+from gruppo.runs.rollouts import REWARD, REWARD_KIND
+
+__all__ = ["Frame", "Index"]
+
+logger = logging.getLogger(__name__)
+
+Array = NDArray[Any]
+
+WORKERS = 4
+NUMBERS = ("update", "generation", "row", "group", "round", "replaced", "truncated", "turns", "reward", "advantage")
+NAMES = ("split", "stop", "prompt_id")  # texts of which there are few, kept as numbers
+SHOWN = 2000  # characters of a prompt that are kept for lists and for searching
+TEXT_BYTES = 1 << 29  # of completions that are kept in memory for searching
+
+# What a failed tool call looks like to the model, and so in the record: see gruppo/tools/calls.py.
+FAILED_CALL = "{'error': "
+
+
+class Stamp(NamedTuple):
+    """A file and what changes when it is written anew."""
+
+    file: RolloutFile
+    size: int
+    changed: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """The numbers of one file, a value for each of its rows."""
+
+    stamp: Stamp
+    columns: Mapping[str, Array]
+    rewards: Mapping[str, Array]
+    texts: Mapping[str, list[str]]  # of the columns in NAMES: the names that the numbers stand for
+    prompts: Mapping[str, str]  # by id, as much of it as is shown in lists
+
+
+@dataclass(frozen=True)
+class Frame:
+    """All rows of a run at one time: a snapshot that does not change.
+
+    `columns["split"]`, `["stop"]` and `["prompt_id"]` are places in `names`. `columns["file"]` and `["place"]` say
+    where the texts of a row are.
+    """
+
+    version: int
+    stamps: Sequence[Stamp]
+    columns: Mapping[str, Array]
+    rewards: Mapping[str, Array]
+    names: Mapping[str, Sequence[str]]
+    prompts: Mapping[str, str]
+
+    def __len__(self) -> int:
+        return len(self.columns["row"])
+
+    @cached_property
+    def places(self) -> dict[str, dict[str, int]]:
+        return {column: {name: place for place, name in enumerate(names)} for column, names in self.names.items()}
+
+    def code(self, column: str, name: str) -> int:
+        """The number that stands for a text of a column; -1, which no row has, if there is none."""
+        return self.places[column].get(name, -1)
+
+
+@dataclass
+class Index:
+    """Keeps a frame of a run, and reads what is new when asked to.
+
+    Example:
+        index = Index(Run("runs/demo"))
+        index.refresh()
+        index.frame.columns["reward"].mean()
+    """
+
+    run: Run
+    frame: Frame = field(init=False)
+    _parts: dict[str, Part] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _texts: dict[Stamp, pa.ChunkedArray] = field(default_factory=dict)
+    _unreadable: set[Stamp] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.frame = join([], 0)
+
+    def refresh(self) -> Frame:
+        """Read the files that are new or changed. Files that cannot be read are left out, with a warning."""
+        with self._lock:
+            return self._refresh()
+
+    def refresh_unless_busy(self) -> Frame:
+        """The same, unless it is under way already: then what there was before."""
+        if self._lock.acquire(blocking=False):
+            try:
+                return self._refresh()
+            finally:
+                self._lock.release()
+        return self.frame
+
+    def _refresh(self) -> Frame:
+        stamps = {stamp.file.path.name: stamp for file in whole_files(self.run) if (stamp := _stamp(file))}
+        known = {name: part.stamp for name, part in self._parts.items()}
+        if stamps == known and self.frame.version:
+            return self.frame
+        kept = {name: part for name, part in self._parts.items() if stamps.get(name) == part.stamp}
+        new = [stamp for name, stamp in stamps.items() if name not in kept and stamp not in self._unreadable]
+        with ThreadPoolExecutor(WORKERS) as pool:
+            read = [part for part in pool.map(self._read, new) if part is not None]
+        found = kept | {part.stamp.file.path.name: part for part in read}
+        self._parts = {name: found[name] for name in stamps if name in found}
+        self._texts = {
+            stamp: texts for stamp, texts in self._texts.items() if stamps.get(stamp.file.path.name) == stamp
+        }
+        if {name: part.stamp for name, part in self._parts.items()} != known or not self.frame.version:
+            self.frame = join(list(self._parts.values()), self.frame.version + 1)
+        return self.frame
+
+    def _read(self, stamp: Stamp) -> Part | None:
+        try:
+            return read_part(self.run, stamp)
+        except DataError as error:
+            logger.warning("%s is left out: %s", stamp.file.path, error)
+            self._unreadable.add(stamp)
+            return None
+
+    def rows(self, frame: Frame, rows: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
+        """What the files say about some rows of a frame, in their order; each file is read once."""
+        files, places = frame.columns["file"], frame.columns["place"]
+        found: dict[int, dict[str, Any]] = {}
+        for file in sorted({int(files[row]) for row in rows}):
+            own = [row for row in rows if files[row] == file]
+            table = read_rollouts(self.run, frame.stamps[file].file, columns)
+            if len(table) <= max(places[row] for row in own):
+                raise DataError(f"{frame.stamps[file].file.path} was cut: the run was resumed. Look again")
+            found |= dict(zip(own, table.take([int(places[row]) for row in own]).to_pylist(), strict=True))
+        return [found[row] for row in rows]
+
+    def preload(self) -> None:
+        """Read texts before they are searched, as many as are kept."""
+        for stamp in self.frame.stamps:
+            if self._kept_bytes() < TEXT_BYTES:
+                self._completions(stamp)
+
+    def _kept_bytes(self) -> int:
+        return sum(texts.nbytes for texts in list(self._texts.values()))
+
+    def matches(self, frame: Frame, wanted: str) -> Array:
+        """For each row of a frame, whether its completion has this text in it, in whatever case."""
+        patterns = list(dict.fromkeys([wanted, json.dumps(wanted, ensure_ascii=False)[1:-1]]))  # messages are JSON
+        counts = np.bincount(frame.columns["file"], minlength=len(frame.stamps))
+
+        def search(stamp: Stamp, count: int) -> Array:
+            texts = self._completions(stamp)
+            if texts is None or len(texts) != count:  # cut since the frame was made
+                return np.zeros(count, bool)
+            found = [pc.match_substring(texts, pattern, ignore_case=True).to_numpy() for pattern in patterns]
+            return np.asarray(np.logical_or.reduce(found), dtype=bool)
+
+        with ThreadPoolExecutor(WORKERS) as pool:
+            found = list(pool.map(search, frame.stamps, counts))
+        return np.concatenate(found) if found else np.zeros(0, bool)
+
+    def _completions(self, stamp: Stamp) -> pa.ChunkedArray | None:
+        """The texts of a file, kept as long as there is room for them."""
+        if (texts := self._texts.get(stamp)) is None:
+            try:
+                texts = read_rollouts(self.run, stamp.file, ["completion"])["completion"]
+            except DataError as error:
+                logger.warning("%s is not searched: %s", stamp.file.path, error)
+                return None
+            if self._kept_bytes() + texts.nbytes <= TEXT_BYTES:
+                self._texts[stamp] = texts
+        return texts
+
+
+def _stamp(file: RolloutFile) -> Stamp | None:
+    try:
+        found = os.stat(file.path)
+    except FileNotFoundError:  # cut by a run that was resumed
+        return None
+    return Stamp(file, found.st_size, found.st_mtime_ns)
+
+
+def read_part(run: Run, stamp: Stamp) -> Part:
+    """The numbers of one file."""
+    wanted = [*NUMBERS, *NAMES, "prompt", "completion_tokens"]
+    table = read_rollouts(run, stamp.file, [*wanted, REWARD, REWARD_KIND], dictionaries=[*NAMES, "prompt"])
+    columns = {name: _numbers(table[name]) for name in NUMBERS}
+    columns["length"] = pc.list_value_length(table["completion_tokens"]).to_numpy().astype(np.int32)
+    columns["tool_failures"] = _failed_calls(run, stamp.file, columns["turns"])
+    columns["reward_failures"] = _failed_rewards(table)
+    texts = {}
+    for name in NAMES:
+        columns[name], texts[name] = _codes(table[name])
+    named = [name for name in table.column_names if name.startswith(REWARD)]
+    rewards = {name.removeprefix(REWARD): _numbers(table[name]) for name in named}
+    return Part(stamp, columns, rewards, texts, _prompts(table, columns["prompt_id"], texts["prompt_id"]))
+
+
+def _numbers(column: pa.ChunkedArray) -> Array:
+    """Numbers without nulls: NaN, 0 or false in their places."""
+    if pa.types.is_floating(column.type):
+        return np.asarray(column.to_numpy(), dtype=np.float64)
+    return np.asarray(pc.fill_null(column, False if pa.types.is_boolean(column.type) else 0).to_numpy())
+
+
+def _codes(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
+    """A column of text as places in a list of its texts."""
+    whole = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    encoded = whole if pa.types.is_dictionary(whole.type) else whole.dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):  # more than one chunk of a dictionary
+        encoded = encoded.unify_dictionaries().combine_chunks()
+    texts = [text or "" for text in encoded.dictionary.to_pylist()]
+    codes = pc.fill_null(encoded.indices, len(texts)).to_numpy().astype(np.int32)
+    return codes, [*texts, ""]
+
+
+def _prompts(table: pa.Table, codes: Array, ids: Sequence[str]) -> dict[str, str]:
+    """The beginning of each prompt, by its id."""
+    prompt_codes, prompts = _codes(table["prompt"])
+    _, first = np.unique(codes, return_index=True)
+    return {ids[codes[row]]: prompts[prompt_codes[row]][:SHOWN] for row in first}
+
+
+def _failed_rewards(table: pa.Table) -> Array:
+    """Whether a reward of the row ran out of time or failed."""
+    failed = np.zeros(len(table), bool)
+    for name in table.column_names:
+        if name.startswith(REWARD_KIND):
+            bad = pc.is_in(table[name], value_set=pa.array(["timeout", "failure"]))
+            failed |= np.asarray(bad.to_numpy(), dtype=bool)
+    return failed
+
+
+def _failed_calls(run: Run, file: RolloutFile, turns: Array) -> Array:
+    """Tool calls of each row that failed. Only rows of several turns have any, so that most files are not opened."""
+    failed = np.zeros(len(turns), np.int32)
+    if not (turns > 1).any():
+        return failed
+    texts = read_rollouts(run, file, ["completion"])["completion"]
+    for row in np.flatnonzero(np.asarray(pc.match_substring(texts, FAILED_CALL).to_numpy(), dtype=bool)):
+        failed[row] = len(failed_answers(texts[int(row)].as_py()))
+    return failed
+
+
+def failed_answers(completion: str) -> list[int]:
+    """Which messages of a stored conversation are answers of a tool call that failed."""
+    try:
+        messages = json.loads(completion)
+    except (ValueError, RecursionError):
+        return []
+    if not isinstance(messages, list):
+        return []
+    return [
+        place
+        for place, message in enumerate(messages)
+        if isinstance(message, dict)
+        and message.get("role") == "tool"
+        and isinstance(message.get("content"), str)
+        and message["content"].startswith(FAILED_CALL)
+    ]
+
+
+def join(parts: Sequence[Part], version: int) -> Frame:
+    """The parts one after the other, with one list of names for all."""
+    names: dict[str, dict[str, int]] = {name: {} for name in NAMES}
+    columns: dict[str, list[Array]] = {}
+    for number, part in enumerate(parts):
+        for name, values in part.columns.items():
+            if name in NAMES:
+                own = names[name]
+                places = np.array([own.setdefault(text, len(own)) for text in part.texts[name]], np.int32)
+                values = places[values]
+            columns.setdefault(name, []).append(values)
+        rows = len(part.columns["row"])
+        columns.setdefault("file", []).append(np.full(rows, number, np.int32))
+        columns.setdefault("place", []).append(np.arange(rows, dtype=np.int32))
+    empty = [*NUMBERS, *NAMES, "length", "tool_failures", "reward_failures", "file", "place"]
+    joined = {name: np.concatenate(columns[name]) if name in columns else np.zeros(0, np.int64) for name in empty}
+    rewards = list(dict.fromkeys(name for part in parts for name in part.rewards))
+    return Frame(
+        version=version,
+        stamps=[part.stamp for part in parts],
+        columns=joined,
+        rewards={name: np.concatenate([part.rewards.get(name, _blank(part)) for part in parts]) for name in rewards},
+        names={name: list(own) for name, own in names.items()},
+        prompts={key: text for part in parts for key, text in part.prompts.items()},
+    )
+
+
+def _blank(part: Part) -> Array:
+    return np.full(len(part.columns["row"]), np.nan)

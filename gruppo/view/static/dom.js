@@ -1,0 +1,97 @@
+// Elements, and the only way in which text reaches the page: as text. Nothing here takes HTML.
+
+const PROPERTIES = new Set(["value", "checked", "disabled", "hidden", "selected", "indeterminate"]);
+
+/** An element with attributes, listeners (`onclick: …`) and children: nodes, texts, lists of them, or null. */
+export function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (typeof value === "function") node.addEventListener(name.slice(2), value);
+    else if (PROPERTIES.has(name)) node[name] = value;
+    else node.setAttribute(name, value === true ? "" : String(value));
+  }
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+/** Put other children into a node. */
+export function fill(node, ...children) {
+  node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+// Characters that are not seen but change what is: controls (line breaks and tabs aside), marks that turn the direction
+// of what follows them, and blanks without width.
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u202a-\u202e\u2028\u2029\u2060-\u2069\ufeff]|[\u{e0000}-\u{e007f}]/gu;
+
+/** Text with such characters as pictures or code points: a completion cannot hide, reorder or end anything. */
+export function visible(text) {
+  return String(text).replace(UNSEEN, (character) => {
+    const code = character.codePointAt(0);
+    if (code < 0x20) return String.fromCodePoint(0x2400 + code);
+    return `⟦U+${code.toString(16).toUpperCase().padStart(4, "0")}⟧`;
+  });
+}
+
+/** Words of a model or a data set, apart from the rest of the page: in their own direction, as they are. */
+export function words(text, attributes = {}) {
+  return el("bdi", { dir: "auto", ...attributes, class: `words ${attributes.class ?? ""}` }, visible(text));
+}
+
+/** A number for people; a dash where there is none. */
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(digits - 1) : value.toFixed(digits);
+}
+
+export function percent(value) {
+  return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`;
+}
+
+/** A table with a caption and scoped headers. Columns are [title, cell(row), "number" or nothing]. */
+export function table(caption, columns, rows, attributes = {}) {
+  const head = columns.map(([title, , kind]) => el("th", { scope: "col", class: kind }, title));
+  const body = rows.map((row) => el("tr", {}, columns.map(([, cell, kind]) => el("td", { class: kind }, cell(row)))));
+  const whole = el("table", attributes, el("caption", {}, caption),
+    el("thead", {}, el("tr", {}, head)), el("tbody", {}, body));
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, whole);
+}
+
+/** A control under its name. */
+export function field(title, control) {
+  return el("label", { class: "field" }, el("span", {}, title), control);
+}
+
+/** A list to choose from; choices are [value, title]. */
+export function choice(choices, value, onchange) {
+  return el("select", { onchange: (event) => onchange(event.target.value) },
+    choices.map(([own, title]) => el("option", { value: own, selected: String(own) === String(value) }, visible(title))));
+}
+
+/** A box to tick, with its name behind it. */
+export function box(title, checked, onchange, attributes = {}) {
+  const control = el("input", { type: "checkbox", checked, onchange: (event) => onchange(event.target.checked), ...attributes });
+  return el("label", { class: "box" }, control, el("span", {}, title));
+}
+
+/** Calls a function once its caller has been quiet for some milliseconds. */
+export function later(milliseconds, work) {
+  let timer = 0;
+  return (...values) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => work(...values), milliseconds);
+  };
+}
+
+/** Links to the pages before and after this one of a long list. */
+export function pager(total, first, count, go) {
+  if (total <= count && first === 0) return null;
+  const button = (title, to, enabled) => el("button", { type: "button", disabled: !enabled, onclick: () => go(to) }, title);
+  return el("nav", { class: "pager", "aria-label": "Pages of the list" },
+    button("Previous", Math.max(first - count, 0), first > 0),
+    el("span", {}, `${number(Math.min(first + 1, total))} to ${number(Math.min(first + count, total))} of ${number(total)}`),
+    button("Next", first + count, first + count < total));
+}
