@@ -128,6 +128,7 @@ class WholeFiles:
 
     def flush(self) -> None:
         for path, data in list(self._waiting.items()):
+            path.parent.mkdir(exist_ok=True)
             write_file(path, data)
             del self._waiting[path]
 

@@ -144,6 +144,15 @@ class RunRecorder:
             self._put_json(self.folder / "environment.json", {"starts": self._starts})
             self._write()
 
+    def tokenizer(self, text: str | None) -> None:
+        """Keep the tokenizer.json that the recorded tokens are of, so that a reader can tell their texts.
+
+        None: the tokenizer has no such form. It goes with the rollouts; what an earlier start kept is written over.
+        """
+        if self._rank == 0 and self._keeps_rollouts and text is not None:
+            self._whole.put(self.folder / "tokenizer" / "tokenizer.json", text.encode("utf-8"))
+            self._write()
+
     # Recording
 
     def metrics(self, update: int, values: Mapping[str, float | None], *, kind: str = "train") -> None:

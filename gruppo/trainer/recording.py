@@ -97,6 +97,13 @@ def _learned(batch: TrainBatch, rollouts: Sequence[Rollout]) -> list[dict[str, A
     return rows
 
 
+def tokenizer_text(processing_class: Any) -> str | None:
+    """What tokenizer.json would hold; None for a tokenizer that has no such form."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)  # a processor has one
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return None if backend is None else str(backend.to_str())
+
+
 def _turns(completion: Completion) -> int:
     """Times that the model spoke."""
     if completion.model_mask is None:

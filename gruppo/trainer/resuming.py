@@ -20,6 +20,7 @@ from gruppo.runs.secrets import without_secrets
 from gruppo.trainer.checkpointing import REFERENCE, Checkpointing
 from gruppo.trainer.machine import environment_of
 from gruppo.trainer.metrics import from_main
+from gruppo.trainer.recording import tokenizer_text
 from gruppo.trainer.settings import changed, common, keeps_the_queue, settings_of
 from gruppo.trainer.state import RunState
 from gruppo.trainer.stopping import STOPPED, STOPPED_UNSAVED, StopRequested
@@ -286,6 +287,8 @@ class Resuming(Checkpointing):
         self._run_id = from_main(self.accelerator, recorder.run_id)
         if rank:
             recorder.join(self._run_id)
+        elif self.args.record == "all":
+            recorder.tokenizer(tokenizer_text(self.processing_class))
         self.recorder = recorder
 
     def _continue_record(self, recorder: RunRecorder, checkpoint: Path, about: dict[str, Any]) -> None:
