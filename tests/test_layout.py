@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
         *("types", "errors", "grading", "sandbox", "data", "policy", "engine", "rollout", "runs", "tools.python_tool"),
     },
     "audit": {"types", "errors"},
+    "view": {"types", "errors", "runs", "evaluation.compare", "evaluation.store", "evaluation.types"},
     "trainer": {
         *("types", "errors", "plan", "algo", "config", "data", "policy", "rollout", "rewards", "tools"),
         *("runs", "audit"),

@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
 
-    serve(desk, options.port, ready=ready, open_page=options.open)
+    try:
+        serve(desk, options.port, ready=ready, open_page=options.open)
+    except KeyboardInterrupt:
+        print("Ended. Nothing in the folders was changed.")
     return 0
 
 

@@ -135,4 +135,7 @@ def serve(desk: Desk, port: int = 0, *, ready: Callable[[str], None] | None = No
 
     threading.Thread(target=desk.warm_up, name="gruppo-view-index", daemon=True).start()
     config = uvicorn.Config(make_app(desk), host=HOST, port=port, log_level="warning", server_header=False)
-    Server(config).run()
+    try:
+        Server(config).run()
+    except SystemExit as error:  # so uvicorn ends when it cannot bind
+        raise ConfigError(f"Port {port} cannot be used; leave --port out to take a free one.") from error

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import gruppo
-from tests.test_layout import FILES, TELEMETRY, imports, name
+from gruppo.view.server import HOST
+from tests.test_layout import FILES, ROOT, TELEMETRY, imports, name
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -30,6 +31,7 @@ MAY_UNPICKLE = {
     "sandbox/jail/main.py": "what to run, from a sealed memory file; marshal runs nothing",
 }
 MAY_RUN_TEXT = {"sandbox/jail/runner.py": "the code of the model, inside the jail"}
+MAY_LISTEN = {"view/server.py": "the page of `gruppo view`, on loopback, which can only be read"}
 SOCKETS = {
     "socket",
     "socketserver",
@@ -123,9 +125,13 @@ def test_files_are_loaded_without_running_them_and_commands_without_a_shell() ->
     assert places(unsafe_loads) == {}
 
 
-def test_nothing_listens() -> None:
-    """What does so one day binds to loopback unless told otherwise; then it gets a row here and a test."""
-    assert places(listening) == {}
+def test_only_the_viewer_listens() -> None:
+    """And on loopback only, which no option changes: tests/view/test_server.py asks it."""
+    assert places(listening, MAY_LISTEN) == {}
+    assert set(places(listening)) == set(MAY_LISTEN)
+    assert HOST == "127.0.0.1"
+    (configured,) = (call for called, call in calls(ROOT / "view/server.py") if called == "uvicorn.Config")
+    assert argument(configured, "host") == "HOST"
 
 
 def test_no_code_from_the_hub_is_trusted() -> None:

@@ -1,0 +1,70 @@
+"""What the tests of the viewer share: folders that are made once, a server, a browser."""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gruppo.view.queries import Desk
+from gruppo.view.server import serve
+from tests.view import runs
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make_run(tmp_path_factory.mktemp("view") / "first")
+
+
+@pytest.fixture(scope="session")
+def evaluations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two evaluations, `before` and `after`, of which the second has ten of twelve problems right and the first two."""
+    from tests.view.evaluations import make_evaluation
+
+    folder = tmp_path_factory.mktemp("evaluations")
+    make_evaluation(folder / "before", right=2)
+    make_evaluation(folder / "after", right=10)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def desk(run_folder: Path, evaluations: Path) -> Desk:
+    return runs.desk(run_folder, evaluations)
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Callable[[Desk], str]]:
+    """Serves a desk in a thread until the session ends; returns the address."""
+
+    def start(own: Desk) -> str:
+        found, address = threading.Event(), []
+
+        def ready(where: str) -> None:
+            address.append(where)
+            found.set()
+
+        threading.Thread(target=serve, args=(own,), kwargs={"ready": ready}, daemon=True).start()
+        assert found.wait(30), "the viewer did not start"
+        return str(address[0])
+
+    yield start
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium of the system, once for all tests."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
+        if os.environ.get("GRUPPO_CHROMIUM") == "required":
+            pytest.fail("GRUPPO_CHROMIUM=required, and there is no chromium. apt-get install chromium")
+        pytest.skip("there is no chromium; apt-get install chromium to run the tests of the page")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # The sandbox of chromium needs rights that containers lack; what is opened is our own.
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()
