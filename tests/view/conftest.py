@@ -21,7 +21,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def evaluations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two evaluations, `before` and `after`, of which the second has ten of twelve problems right and the first two."""
+    """Two evaluations: `before` has two of twelve problems right, `after` ten."""
     from tests.view.evaluations import make_evaluation
 
     folder = tmp_path_factory.mktemp("evaluations")
@@ -36,7 +36,7 @@ def desk(run_folder: Path, evaluations: Path) -> Desk:
 
 
 @pytest.fixture(scope="session")
-def served() -> Iterator[Callable[[Desk], str]]:
+def served() -> Callable[[Desk], str]:
     """Serves a desk in a thread until the session ends; returns the address."""
 
     def start(own: Desk) -> str:
@@ -50,7 +50,7 @@ def served() -> Iterator[Callable[[Desk], str]]:
         assert found.wait(30), "the viewer did not start"
         return str(address[0])
 
-    yield start
+    return start
 
 
 @pytest.fixture(scope="session")

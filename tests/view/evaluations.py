@@ -12,13 +12,17 @@ PROBLEMS = 12
 
 
 def make_evaluation(path: Path, right: int) -> Path:
-    problems = {f"demo/{i}": Problem(f"demo/{i}", f"What is {i} + 1? {SCRIPT}", (str(i + 1),)) for i in range(PROBLEMS)}
+    problems = {
+        f"demo/{i}": Problem(f"demo/{i}", f"What is {i} + 1? {SCRIPT}", (str(i + 1),)) for i in range(PROBLEMS)
+    }
     scored = []
     for i, name in enumerate(problems):
         correct = i < right
         answer = str(i + 1) if correct else "-1"
         attempt = Attempt(name, 0, f"It is {answer}. {SCRIPT}", 8, StopReason.EOS)
-        scored.append(Scored(attempt, Grade(correct, Rung.NUMBER, gold=str(i + 1), answer=answer, rule=Rule.LAST_NUMBER)))
+        scored.append(
+            Scored(attempt, Grade(correct, Rung.NUMBER, gold=str(i + 1), answer=answer, rule=Rule.LAST_NUMBER))
+        )
     folder = EvaluationFolder(path)
     folder.add("demo", "greedy", problems, scored, {"weights": str(right), "shots": 0})
     numbers = {"accuracy": right / PROBLEMS, "interval": [0.1, 0.9], "problems": PROBLEMS, "truncation_rate": 0.0}

@@ -16,7 +16,9 @@ from tests.view import runs
 
 
 def ask(desk: Desk, question: str, **values: Any) -> Any:
-    listed = {name: [str(v) for v in value] if isinstance(value, list) else [str(value)] for name, value in values.items()}
+    listed = {
+        name: [str(v) for v in value] if isinstance(value, list) else [str(value)] for name, value in values.items()
+    }
     answer = desk.answer(question, Question(listed))
     return json.loads(json.dumps(answer, allow_nan=False))  # as it arrives
 
@@ -171,7 +173,7 @@ def test_what_counts_as_right_can_be_chosen(desk: Desk) -> None:
     by_short = ask(desk, "groups", **asked, pass_reward="short", pass_at="0.85")["groups"]
     assert by_sum == {0: 1, 1: 0, 2: 0.75}
     assert {g["accuracy"] for g in by_short} == {0.5}
-    with pytest.raises(DataError, match="There is no reward 'nice'. There are"):
+    with pytest.raises(DataError, match=r"There is no reward 'nice'\. There are"):
         ask(desk, "groups", pass_reward="nice")
 
 

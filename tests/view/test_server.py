@@ -67,7 +67,10 @@ def test_only_reading_is_allowed(ask: Ask, method: str) -> None:
     ("host", "status"),
     [
         *[(own, 200) for own in ("localhost", "LOCALHOST:99", "127.0.0.1", "127.0.0.1:8123", "[::1]:8123")],
-        *[(other, 421) for other in ("evil.example", "127.0.0.1.evil.example", "localhost.evil", "10.0.0.1", "[::2]:1")],
+        *[
+            (other, 421)
+            for other in ("evil.example", "127.0.0.1.evil.example", "localhost.evil", "10.0.0.1", "[::2]:1")
+        ],
         *[("localhost|evil.example", 400), ("", 421)],
     ],
 )

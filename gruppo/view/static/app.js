@@ -68,11 +68,12 @@ async function navigate(focus = true) {
     fill(main, el("p", {}, "There is no run among these folders."));
     return;
   }
+  delete main.dataset.ready;
   view = VIEWS[name](pageOf(name, params));
   fill(main, view.node);
   if (focus) main.querySelector("h2")?.focus({ preventScroll: false });
   await guarded(async () => view.ready?.());
-  performance.mark(`gruppo-${name}-ready`);
+  if (shown === name) main.dataset.ready = name;
 }
 
 function tell(state) {

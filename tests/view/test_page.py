@@ -1,0 +1,308 @@
+"""The page in a real browser: what a person sees and does, with texts that want to break it."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from gruppo.runs import RunRecorder
+from gruppo.view.export import export
+from gruppo.view.queries import Desk
+from tests.view import runs
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    """What a page complained about; a test takes out what it provoked."""
+    return []
+
+
+@pytest.fixture
+def page(browser: Any, complaints: list[str]) -> Iterator[Any]:
+    """A page that must not complain: no error, no refused script or style, no dialog, no request to elsewhere."""
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    context.set_default_timeout(15_000)
+    own, wrong = context.new_page(), complaints
+    own.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    own.on("pageerror", lambda error: wrong.append(str(error)))
+    own.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
+    own.on("request", lambda r: None if re.match(r"http://127\.0\.0\.1:|file://", r.url) else wrong.append(r.url))
+    yield own
+    context.close()
+    assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def address(desk: Desk, served: Callable[[Desk], str]) -> str:
+    return served(desk)
+
+
+def rows(page: Any, table: str) -> list[list[str]]:
+    """The cells of a table, as they are read."""
+    found: list[list[str]] = page.locator(f"#{table} tbody tr").evaluate_all(
+        "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
+    )
+    return found
+
+
+def settled(page: Any) -> None:
+    """Wait until a list that was asked for is there."""
+    page.locator("[aria-busy=false]").wait_for(state="attached")
+
+
+# ---- curves
+
+
+def test_curves_of_two_runs_that_go_on(page: Any, served: Callable[[Desk], str], tmp_path: Path) -> None:
+    recorders = []
+    for name, start in (("calm", 0.25), ("brisk", 0.5)):
+        recorders.append(RunRecorder(tmp_path / name))
+        recorders[-1].begin(config={"learning_rate": start}, environment={})
+        for update in range(1, 9):
+            recorders[-1].metrics(update, {"reward": start, "loss": start + update / 8, "<b>odd</b>": 1.0})
+    page.goto(served(runs.desk(tmp_path)))
+    figures = page.locator("figure")
+    figures.nth(1).locator("canvas").wait_for()
+    assert figures.locator("figcaption").all_inner_texts() == ["reward", "loss"]
+    assert "brisk: 0.500 at 8" in figures.nth(0).inner_text()
+    assert "calm: 0.250 at 8" in figures.nth(0).inner_text(), "both runs in one chart"
+
+    # Linked hover: pointing at one chart reads the other at the same update.
+    figures.nth(0).locator(".u-over").hover(position={"x": 2, "y": 40})
+    page.get_by_text("calm: 0.375 at 1").wait_for()
+    assert "calm: 0.250 at 1" in figures.nth(0).inner_text()
+
+    # Any metric, by the keyboard; what it is called is text.
+    page.get_by_text("Metrics", exact=True).press("Enter")
+    page.get_by_label("Find a metric").fill("odd")
+    page.get_by_label("<b>odd</b>").press("Space")
+    figures.nth(2).locator("canvas").wait_for()
+    assert figures.nth(2).locator("figcaption").inner_text() == "<b>odd</b>"
+    page.get_by_label("Smoothing").fill("0.9")
+    expect(page).to_have_url(re.compile("smooth=0.9"))
+    page.get_by_role("checkbox", name="calm").uncheck()
+    assert "calm" not in figures.nth(0).inner_text()
+
+    # And on it goes.
+    recorders[1].metrics(9, {"reward": 0.875, "loss": 0.0})
+    page.get_by_text("brisk: 0.875 at 9").wait_for()
+    assert "brisk: running, update 9" in page.get_by_role("status").inner_text()
+    page.reload()
+    page.get_by_text("brisk: 0.875 at 9").wait_for()
+    assert page.get_by_label("Smoothing").input_value() == "0.9", "the address remembers"
+
+
+# ---- groups, completions, tokens
+
+
+def test_from_an_update_to_a_token(page: Any, address: str) -> None:
+    page.goto(address)
+    page.get_by_role("link", name="Groups").click()
+    settled(page)
+    assert len(rows(page, "groups")) == 3, "the newest update"
+    assert rows(page, "groups")[0][:4] == ["Question 2: how many?", "3", "75.0 %", "0.750"]
+    page.get_by_label("Sampled after update").select_option("all of them")
+    page.get_by_text("13 groups").first.wait_for()
+    page.get_by_role("checkbox", name="failed tool calls").check()
+    page.get_by_text("1 groups, 4 completions").first.wait_for()
+    page.get_by_role("checkbox", name="failed tool calls").uncheck()
+    page.get_by_text("13 groups").first.wait_for()
+    page.get_by_label("Search in prompts and completions").fill("b is missing")
+    page.get_by_text("1 groups, 4 completions").first.wait_for()
+    page.get_by_role("link", name="Question 1: how many?").click()
+
+    page.get_by_role("heading", name="Group 1 of generation 1").wait_for()
+    cards = page.get_by_role("listitem").filter(has_text="advantage")
+    assert cards.count() == 4
+    boxes = [cards.nth(i).bounding_box() for i in range(2)]
+    assert boxes[0]["y"] == boxes[1]["y"], "side by side"
+    tool = cards.filter(has_text="2 turns")
+    assert tool.get_by_text("'error'").is_hidden(), "what a tool wrote is folded"
+    tool.locator("summary").press("Enter")
+    assert tool.get_by_text("{'error': 'b is missing'}").is_visible()
+    assert "right\n– (timeout)" in cards.nth(3).inner_text()
+    tool.get_by_role("link", name="tokens").click()
+
+    page.locator(".tokens").wait_for()
+    assert page.get_by_role("radio", name="log-prob", exact=True).is_checked()
+    assert page.get_by_role("radio", name="ratio").is_disabled()
+    assert "The run recorded no log-probabilities of an update" in page.locator("fieldset").inner_text()
+    assert page.locator(".tokens details").locator("summary").inner_text().startswith("Tool or environment:")
+    assert page.locator(".tokens details .token").first.is_hidden()
+    first = page.locator(".token").first
+    assert "hot" in first.get_attribute("class")
+    page.get_by_role("radio", name="advantage contribution").check()
+    assert "cold" in first.get_attribute("class"), "its advantage is negative"
+    page.locator(".tokens").press("ArrowRight")
+    page.get_by_text(re.compile(r"Token 0, .*log-prob -1")).wait_for()
+    page.go_back()
+    page.get_by_role("heading", name="Group 1 of generation 1").wait_for()
+
+
+# ---- prompts and evaluations
+
+
+def test_a_prompt_over_training(page: Any, address: str) -> None:
+    page.goto(f"{address}#prompts")
+    page.get_by_text("1 prompts are solved").wait_for()
+    assert [row[0] for row in rows(page, "prompts")] == [f"Question {i}: how many?" for i in (1, 2, 0)]
+    page.get_by_label("Sort by").select_option("improved most")
+    page.locator("#prompts tbody tr:first-child").get_by_text("Question 2").wait_for()
+    page.get_by_role("link", name="Question 2: how many?").click()
+    page.locator("figure canvas").wait_for()
+    assert [row[2] for row in rows(page, "history")] == ["0.0 %", "25.0 %", "50.0 %", "75.0 %"]
+    page.get_by_label("is at least").fill("-1")
+    page.get_by_label("is at least").press("Enter")
+    page.locator("#history tbody tr:first-child").get_by_text("100.0 %").wait_for()
+
+
+def test_two_checkpoints_compared(page: Any, address: str) -> None:
+    page.goto(f"{address}#evaluations?first=1&second=0")
+    page.get_by_text("The difference is significant at 95 %.").wait_for()
+    assert rows(page, "results")[0][:4] == ["after", "demo", "greedy, top-1", "83.3 %"]
+    assert len(rows(page, "problems")) == 8, "those that differ"
+    page.get_by_role("combobox", name="Problems").select_option("that the second gets worse")
+    page.get_by_text("0 of 12 problems").first.wait_for()
+    page.get_by_role("combobox", name="Problems").select_option("that differ")
+    page.get_by_role("link", name="demo/3").click()
+    page.get_by_role("heading", name="Problem demo/3").wait_for()
+    assert page.locator("article strong").all_inner_texts() == ["before", "after"]
+    assert runs.SCRIPT in page.locator("article").first.inner_text()
+
+
+# ---- texts that want to break it
+
+INJECTED = "document.querySelectorAll('main :is(script, img, b, iframe, object, style, svg, form, link)').length"
+
+
+def test_no_text_runs_hides_or_reorders_anything(page: Any, address: str) -> None:
+    page.goto(f"{address}#groups?split=eval")
+    settled(page)
+    assert runs.SCRIPT in rows(page, "groups")[0][0]
+    page.locator("#groups a").click()
+    page.get_by_role("heading", name="Group 0 of generation 4").wait_for()
+    page.locator("article").nth(5).wait_for()
+    shown = page.locator("main").inner_text()
+    assert runs.SCRIPT in shown
+    assert "␀b␛[31mred␇␈⟦U+007F⟧⟦U+009B⟧⟦U+2028⟧end" in shown
+    assert "⟦U+202E⟧gnp.exe⟦U+202C⟧" in shown
+    assert runs.RIGHT_TO_LEFT in shown
+    assert not re.search(r"[\u202a-\u202e\u2066-\u2069]", shown)
+    assert page.locator("bdi.words", has_text="مرحبا").evaluate("e => [e.dir, getComputedStyle(e).unicodeBidi]") == [
+        *("auto", "isolate"),
+    ]
+    page.get_by_role("button", name="Show all of it").click()
+    expect(page.get_by_role("button", name="Show all of it")).to_have_count(0)
+    assert page.evaluate("document.querySelector('main').textContent.length") > len(runs.HUGE_LINE)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a long line stays in its card"
+    assert page.evaluate(INJECTED) == 0
+    assert page.evaluate("window.stolen") is None
+
+
+def test_an_address_is_text_too(page: Any, address: str, complaints: list[str]) -> None:
+    page.goto(f"{address}#groups?search=<img src=x onerror=alert(1)>&order=<b>")
+    page.get_by_role("alert").wait_for()
+    assert "cannot be sorted by '<b>'" in page.get_by_role("alert").inner_text()
+    assert page.evaluate(INJECTED) == 0
+    assert len(complaints) == 1
+    assert "400 (Bad Request)" in complaints.pop()
+
+
+# ---- for everybody
+
+UNNAMED = """() => [...document.querySelectorAll('button, input, select, a, summary')]
+  .filter(e => !(e.labels?.length || e.getAttribute('aria-label') || e.innerText.trim())).map(e => e.outerHTML)"""
+UNTITLED = """() => [...document.querySelectorAll('table')]
+  .filter(t => !t.caption || t.querySelector('th:not([scope])')).length"""
+CONTRASTS = """() => {
+  const style = getComputedStyle(document.documentElement), of = name => style.getPropertyValue(name).trim();
+  const light = hex => { const c = [1, 3, 5].map(i => parseInt(hex.slice(i, i + 2), 16) / 255)
+      .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2]; };
+  const ratio = (a, b) => {
+    const [high, low] = [light(of(a)), light(of(b))].sort((x, y) => y - x);
+    return (high + 0.05) / (low + 0.05); };
+  const inks = ['--ink', '--quiet', '--accent', '--good', '--bad'];
+  return inks.flatMap(ink => ['--ground', '--raised'].map(on => ratio(ink, on)));
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_has_a_name_and_can_be_read(page: Any, address: str, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    for place in (
+        "curves",
+        "groups",
+        "group?generation=1&group=1",
+        "tokens?generation=1&row=5",
+        "prompts",
+        "evaluations",
+        "run",
+    ):
+        page.goto(f"{address}#{place}")
+        page.locator(f"main[data-ready={place.split('?')[0]}]").wait_for()
+        assert page.evaluate(UNNAMED) == [], place
+        assert page.evaluate(UNTITLED) == 0, place
+    assert min(page.evaluate(CONTRASTS)) >= 4.5
+    ground = "getComputedStyle(document.body).backgroundColor"
+    before = page.evaluate(ground)
+    assert (before == "rgb(20, 23, 27)") is (scheme == "dark")
+    page.get_by_role("button", name="Light theme" if scheme == "dark" else "Dark theme").click()
+    assert page.evaluate(ground) != before
+    assert min(page.evaluate(CONTRASTS)) >= 4.5
+    page.reload()
+    assert page.evaluate(ground) != before, "the choice is remembered"
+
+
+def test_the_keyboard_is_enough(page: Any, address: str) -> None:
+    page.goto(f"{address}#groups")
+    settled(page)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", (
+        "what has the focus is seen"
+    )
+    for _ in range(4):
+        page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Evaluations"
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Evaluations").wait_for()
+    expect(page.get_by_role("heading", name="Evaluations")).to_be_focused()
+    assert page.locator("nav [aria-current=page]").inner_text() == "Evaluations"
+
+
+# ---- a report
+
+
+def test_a_report_needs_no_server(page: Any, desk: Desk, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    export(desk, path)
+    assert str(desk.runs[0].path) not in path.read_text(encoding="utf-8"), "where folders are is nobody's business"
+    page.context.set_offline(True)
+    page.goto(path.as_uri())
+    page.locator("figure canvas").first.wait_for()
+    page.goto(f"{path.as_uri()}#groups?update=")
+    page.get_by_text("13 groups").first.wait_for()
+    page.get_by_role("checkbox", name="truncated completions").check()
+    page.get_by_text("1 groups, 4 completions").first.wait_for()
+    page.get_by_role("checkbox", name="truncated completions").uncheck()
+    page.get_by_label("Search in prompts and completions").fill("B IS MISSING")
+    page.get_by_text("1 groups, 4 completions").first.wait_for()
+    page.get_by_role("link", name="Question 1: how many?").click()
+    page.get_by_role("link", name="tokens").first.click()
+    page.locator(".token").first.wait_for()
+    page.goto(f"{path.as_uri()}#groups?split=eval&update=")
+    page.locator("#groups a").click()
+    page.locator("article").nth(5).wait_for()
+    assert runs.SCRIPT in page.locator("main").inner_text()
+    assert page.evaluate("window.stolen") is None
+    page.goto(f"{path.as_uri()}#evaluations?first=1&second=0")
+    page.get_by_text("The difference is significant at 95 %.").wait_for()
+    page.get_by_role("link", name="demo/3").click()
+    page.get_by_role("heading", name="Problem demo/3").wait_for()
+    page.goto(f"{path.as_uri()}#prompts")
+    page.get_by_role("link", name="Question 2: how many?").click()
+    page.locator("figure canvas").wait_for()
