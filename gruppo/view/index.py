@@ -7,6 +7,7 @@ group or one completion is read from its file when it is asked.
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -142,7 +143,7 @@ class Index:
     def _read(self, stamp: Stamp) -> Part | None:
         try:
             return read_part(self.run, stamp)
-        except DataError as error:
+        except (ValueError, pa.ArrowException) as error:  # texts that are no Unicode, among others
             logger.warning("%s is left out: %s", stamp.file.path, error)
             self._unreadable.add(stamp)
             return None
@@ -156,7 +157,11 @@ class Index:
             table = read_rollouts(self.run, frame.stamps[file].file, columns)
             if len(table) <= max(places[row] for row in own):
                 raise DataError(f"{frame.stamps[file].file.path} was cut: the run was resumed. Look again")
-            found |= dict(zip(own, table.take([int(places[row]) for row in own]).to_pylist(), strict=True))
+            try:
+                lines = table.take([int(places[row]) for row in own]).to_pylist()
+            except UnicodeDecodeError as error:
+                raise DataError(f"{frame.stamps[file].file.path} has texts that are no Unicode: {error}") from error
+            found |= dict(zip(own, lines, strict=True))
         return [found[row] for row in rows]
 
     def preload(self) -> None:
@@ -170,31 +175,39 @@ class Index:
 
     def matches(self, frame: Frame, wanted: str) -> Array:
         """For each row of a frame, whether its completion has this text in it, in whatever case."""
-        patterns = list(dict.fromkeys([wanted, json.dumps(wanted, ensure_ascii=False)[1:-1]]))  # messages are JSON
+        pattern = _pattern(wanted)
         counts = np.bincount(frame.columns["file"], minlength=len(frame.stamps))
 
-        def search(stamp: Stamp, count: int) -> Array:
-            texts = self._completions(stamp)
-            if texts is None or len(texts) != count:  # cut since the frame was made
-                return np.zeros(count, bool)
-            found = [pc.match_substring(texts, pattern, ignore_case=True).to_numpy() for pattern in patterns]
-            return np.asarray(np.logical_or.reduce(found), dtype=bool)
+        def search(places: Array) -> Array:
+            found = []
+            for place in places:
+                texts = self._completions(frame.stamps[place])
+                if texts is None or len(texts) != counts[place]:  # cut since the frame was made
+                    found.append(np.zeros(counts[place], bool))
+                else:
+                    found.append(np.asarray(pc.match_substring_regex(texts, pattern).to_numpy(), dtype=bool))
+            return np.concatenate(found) if found else np.zeros(0, bool)
 
         with ThreadPoolExecutor(WORKERS) as pool:
-            found = list(pool.map(search, frame.stamps, counts))
-        return np.concatenate(found) if found else np.zeros(0, bool)
+            return np.concatenate(list(pool.map(search, np.array_split(np.arange(len(counts)), WORKERS))))
 
     def _completions(self, stamp: Stamp) -> pa.ChunkedArray | None:
-        """The texts of a file, kept as long as there is room for them."""
+        """The texts of a file in small letters, kept as long as there is room for them."""
         if (texts := self._texts.get(stamp)) is None:
             try:
-                texts = read_rollouts(self.run, stamp.file, ["completion"])["completion"]
-            except DataError as error:
+                texts = pc.utf8_lower(read_rollouts(self.run, stamp.file, ["completion"])["completion"])
+            except (DataError, pa.ArrowException) as error:
                 logger.warning("%s is not searched: %s", stamp.file.path, error)
                 return None
             if self._kept_bytes() + texts.nbytes <= TEXT_BYTES:
                 self._texts[stamp] = texts
         return texts
+
+
+def _pattern(wanted: str) -> str:
+    """An expression for a text, and for what it is as a part of JSON, which is how messages are stored."""
+    small = pc.utf8_lower(pa.scalar(wanted)).as_py()
+    return "|".join(dict.fromkeys(re.escape(each) for each in (small, json.dumps(small, ensure_ascii=False)[1:-1])))
 
 
 def _stamp(file: RolloutFile) -> Stamp | None:

@@ -393,3 +393,16 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.yaml.tmp").symlink_to(victim)
     RunRecorder(tmp_path / "run").begin(config=CONFIG, environment={})
     assert victim.read_text() == "precious"
+
+
+def test_the_tokenizer_goes_with_the_rollouts(tmp_path: Path) -> None:
+    kept, left_out, other = (tmp_path / name for name in ("kept", "left_out", "other"))
+    for folder, rollouts in ((kept, True), (left_out, False)):
+        recorder = RunRecorder(folder, rollouts=rollouts)
+        recorder.begin(config=CONFIG, environment={})
+        recorder.tokenizer('{"model": "é"}')
+        recorder.tokenizer(None)  # a tokenizer without such a form
+    assert (kept / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8") == '{"model": "é"}'
+    assert not (left_out / "tokenizer").exists()
+    RunRecorder(other, rank=1, world=2).tokenizer("{}")
+    assert not other.exists(), "one process writes it"

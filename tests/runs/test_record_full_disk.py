@@ -54,6 +54,7 @@ def test_a_run_begins_on_a_full_disk(
     recorder = RunRecorder(tmp_path)
     run_id = recorder.begin(config=CONFIG, environment={"gpus": 1})
     recorder.plan({"packed": True})
+    recorder.tokenizer("{}")
     train(recorder, 1, 2)
     assert not (tmp_path / "run.json").exists()
     assert list(tmp_path.glob("*.tmp")) == []
@@ -61,6 +62,7 @@ def test_a_run_begins_on_a_full_disk(
     train(recorder, 3, 3)
     run = Run(tmp_path)
     assert (run.info["run_id"], run.config) == (run_id, CONFIG)
+    assert (tmp_path / "tokenizer" / "tokenizer.json").read_text() == "{}"
     (start,) = run.environment["starts"]
     assert (start["gpus"], start["plan"]) == (1, {"packed": True})
     assert [line["update"] for line in run.metrics()] == [1, 2, 3]
