@@ -63,6 +63,7 @@ def rows() -> dict[str, str]:
         "eval_smollm2": evaluated(results["eval_smollm2"]),
         "learn_demo": lifted(results["learn_demo"]["runs"]),
         "soak": soaked(results["soak"]),
+        "view": looked_at(results["view"]),
         "recording": "{record:.1%} and {audit:.1%} of it".format(**results["recording"]["cases"]["demo"]["share"]),
     }
 
@@ -94,6 +95,22 @@ def soaked(result: dict[str, Any]) -> str:
     left = sum(result["left"].values())
     books = "books balance" if not result["problems"] else "; ".join(result["problems"])
     return f"memory of a process grows by at most {growth:.1%} after its first tenth, {left} leaks, {books}"
+
+
+def looked_at(result: dict[str, Any]) -> str:
+    """What a person waits for in the viewer."""
+    worst = result["worst_ms"]
+    filters = max(numbers["worst"] for name, numbers in result["filters_ms"].items() if name != "search")
+    return (
+        f"first paint after at most {worst['first_paint']:.0f} ms, curves {worst['curves']:.0f} ms; a filter over all "
+        f"of them {filters:.0f} ms, a search {result['filters_ms']['search']['worst']:.0f} ms"
+    )
+
+
+def fill_view_page(text: str) -> str:
+    """docs/view.md with the sentence on speed replaced."""
+    result = json.loads((ROOT / "benchmarks/results/view.json").read_text())
+    return re.sub(r"(?<=three starts\):\n).*?(?=\.\n)", lambda _: looked_at(result), text, flags=re.DOTALL)
 
 
 def learned(runs: list[dict[str, Any]]) -> str:
@@ -239,5 +256,6 @@ def fill(text: str) -> str:
 
 if __name__ == "__main__":
     pages = {"README.md": fill, "docs/engine.md": fill_engine_page, "docs/performance.md": fill_performance_page}
+    pages["docs/view.md"] = fill_view_page
     for page, filled in pages.items():
         (ROOT / page).write_text(filled((ROOT / page).read_text()))

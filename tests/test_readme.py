@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.readme import fill, fill_engine_page, fill_performance_page
+from benchmarks.readme import fill, fill_engine_page, fill_performance_page, fill_view_page
 from gruppo.demo import EXAMPLE
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -26,6 +26,12 @@ def test_the_performance_page_shows_the_committed_measurements() -> None:
     assert "| `fused_head=False` | " in page
     assert "The arithmetic of this update is " in page
     assert fill_performance_page(page) == page, "run `python benchmarks/readme.py`"
+
+
+def test_the_page_of_the_viewer_shows_the_committed_measurement() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "view.md").read_text()
+    assert "first paint after at most " in page
+    assert fill_view_page(page) == page, "run `python benchmarks/readme.py`"
 
 
 def test_the_snippet_is_the_demo_example() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gruppo.errors import DataError
 from gruppo.runs.disk import FULL
 from gruppo.runs.earlier import archive_record, new_place
 from gruppo.runs.files import RolloutFolder
@@ -150,7 +151,10 @@ class RunRecorder:
         None: the tokenizer has no such form. It goes with the rollouts; what an earlier start kept is written over.
         """
         if self._rank == 0 and self._keeps_rollouts and text is not None:
-            self._whole.put(self.folder / "tokenizer" / "tokenizer.json", text.encode("utf-8"))
+            place = self.folder / "tokenizer"
+            if place.is_symlink():
+                raise DataError(f"{place} is a link. Nothing is written outside of the run folder: remove it")
+            self._whole.put(place / "tokenizer.json", text.encode("utf-8"))
             self._write()
 
     # Recording

@@ -406,3 +406,8 @@ def test_the_tokenizer_goes_with_the_rollouts(tmp_path: Path) -> None:
     assert not (left_out / "tokenizer").exists()
     RunRecorder(other, rank=1, world=2).tokenizer("{}")
     assert not other.exists(), "one process writes it"
+    other.mkdir()
+    (left_out / "tokenizer").symlink_to(other)
+    with pytest.raises(DataError, match="tokenizer is a link"):
+        RunRecorder(left_out).tokenizer("{}")
+    assert list(other.iterdir()) == []
