@@ -22,7 +22,7 @@ from gruppo.demo.run import settings
 
 HERE = Path(__file__).parent
 STEPS = 15
-SIZE = {"width": 1100, "height": 640}
+SIZE = {"width": 1100, "height": 760}
 
 
 def main() -> None:
@@ -36,14 +36,15 @@ def main() -> None:
         with viewer(folder) as address:
             page.goto(address)
             page.locator("main[data-ready=curves]").wait_for()
-            page.get_by_text("completions", exact=False).first.wait_for()
+            page.get_by_role("status").filter(has_not_text="reading").wait_for()
             page.screenshot(path=HERE / "view-curves.png")
             page.goto(f"{address}#groups?update=5&order=spread")
             page.locator("main[data-ready=groups]").wait_for()
             page.locator("#groups a").first.click()
             page.locator("article").nth(3).wait_for()
             page.screenshot(path=HERE / "view-group.png")
-            page.get_by_role("link", name="tokens").nth(6).click()
+            page.get_by_label("Sort by").select_option("length")
+            page.get_by_role("link", name="tokens").first.click()
             page.locator(".tokens").press("ArrowRight")
             page.screenshot(path=HERE / "view-tokens.png", clip={"x": 0, "y": 0, "width": 1100, "height": 440})
         browser.close()

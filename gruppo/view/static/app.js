@@ -16,10 +16,10 @@ const VIEWS = {
   evaluations: evaluations.show, problem: evaluations.showOne, run: run.show,
 };
 const PARENTS = { group: "groups", tokens: "groups", prompt: "prompts", problem: "evaluations" };
-const EVERY = 2000; // milliseconds between two looks at the runs
+const EVERY = 2000, SOON = 250; // milliseconds between two looks at the runs, and while they are read for the first time
 
 const main = document.getElementById("main"), status = document.getElementById("status");
-let overview = null, view = null, shown = "", busy = false;
+let overview = null, view = null, shown = "";
 
 const link = (name, params = {}) => `#${name}?${query(params)}`;
 
@@ -88,8 +88,7 @@ function tell(state) {
 
 /** Look whether the runs have gone on, and let the view know. */
 async function look() {
-  if (busy || document.hidden) return;
-  busy = true;
+  if (document.hidden) return;
   try {
     const state = await ask("state");
     const before = overview.runs.map((each) => each.state);
@@ -103,8 +102,6 @@ async function look() {
     tell({ runs: overview.runs.map((each) => each.state) });
   } catch (error) {
     status.textContent = visible(error.message);
-  } finally {
-    busy = false;
   }
 }
 
@@ -131,8 +128,11 @@ async function start() {
   addEventListener("hashchange", () => location.hash !== "#main" && navigate());
   await navigate(false);
   if (report === null) {
-    await look();
-    setInterval(look, EVERY);
+    const again = async () => {
+      await look();
+      setTimeout(again, overview.runs.every((each) => each.state.indexed) ? EVERY : SOON);
+    };
+    await again();
   }
 }
 

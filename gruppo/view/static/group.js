@@ -30,7 +30,7 @@ function sorted(completions, order) {
 }
 
 function facts(page, place, group) {
-  const fact = (name, value) => [el("dt", {}, name), el("dd", {}, value)];
+  const fact = (name, value) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
   return el("dl", { class: "facts" },
     fact("sampled after update", number(group.update)), fact("split", group.split), fact("accuracy", percent(group.accuracy)),
     fact("reward", number(group.reward)), fact("spread", number(group.spread)), fact("tokens", number(Math.round(group.length))),
