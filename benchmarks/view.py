@@ -148,7 +148,7 @@ def viewer(folder: Path) -> Iterator[str]:
             yield process.stdout.readline().split(" at ")[1].split()[0]
         finally:
             process.send_signal(signal.SIGINT)
-            process.communicate()
+            process.communicate(timeout=30)
 
 
 def page_times(browser: Any, folder: Path, repeats: int = 5) -> dict[str, Any]:

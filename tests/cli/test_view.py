@@ -1,6 +1,5 @@
 """`gruppo view` as it is typed."""
 
-import os
 import re
 import signal
 import subprocess
@@ -24,19 +23,22 @@ def test_it_says_where_it_answers_and_ends_when_it_is_told_to(
 ) -> None:
     command = [sys.executable, "-m", "gruppo", "view", str(folder)]
     root = Path(__file__).parents[2]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ}) as process:
-        assert process.stdout is not None
-        said = process.stdout.readline()
-        found = re.fullmatch(r"1 run and 0 evaluations at (http://127\.0\.0\.1:\d+/) +\(Ctrl-C ends it\)\n", said)
-        assert found is not None, said
-        with urllib.request.urlopen(found[1], timeout=20) as page:
-            assert b"<title>gruppo view</title>" in page.read()
-        port = found[1].rpartition(":")[2].strip("/")
-        assert main(["view", str(folder), "--port", port]) == 2
-        assert f"Port {port} cannot be used" in capsys.readouterr().err
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.readline() == "Ended. Nothing in the folders was changed.\n"
-        assert process.wait(30) == 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            found = re.fullmatch(r"1 run and 0 evaluations at (http://127\.0\.0\.1:\d+/) +\(Ctrl-C ends it\)\n", said)
+            assert found is not None, said
+            with urllib.request.urlopen(found[1], timeout=20) as page:
+                assert b"<title>gruppo view</title>" in page.read()
+            port = found[1].rpartition(":")[2].strip("/")
+            assert main(["view", str(folder), "--port", port]) == 2
+            assert f"Port {port} cannot be used" in capsys.readouterr().err
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.readline() == "Ended. Nothing in the folders was changed.\n"
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
 
 
 def test_a_report(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,9 +53,13 @@ def served() -> Callable[[Desk], str]:
     return start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium of the system, once for all tests."""
+    """Chromium of the system, once for all tests of a module.
+
+    Playwright leaves an event loop running in this thread until it is closed, in which no other test could run one:
+    that is why it does not live for the whole session.
+    """
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
         if os.environ.get("GRUPPO_CHROMIUM") == "required":
