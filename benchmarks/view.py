@@ -14,6 +14,7 @@ viewer is started on it as a person would. Measured are, in milliseconds:
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import statistics
@@ -212,6 +213,8 @@ def main() -> None:
     result = {
         **provenance("pyarrow", "starlette", "uvicorn", "playwright"),
         "chromium": version,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],  # of other work too: it should be below the number of cores
         "completions": completions,
         "starts": starts,
         "bounds_ms": BOUNDS,

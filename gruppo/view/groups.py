@@ -103,7 +103,7 @@ def summarise(frame: Frame) -> Groups:
     new[1:] = (keys[:, 1:] != keys[:, :-1]).any(0)
     starts = np.flatnonzero(new)
     if not len(starts):
-        return Groups(frame, order, starts, {name: np.zeros(0) for name in (*_FIRST, *_SUMMED, *_MADE)})
+        return Groups(frame, order, starts, {name: np.zeros(0, np.int64) for name in (*_FIRST, *_SUMMED, *_MADE)})
     first = order[starts]
     found = {name: columns[name][first] for name in _FIRST}
     found |= {name: _sums(columns[name][order].astype(np.int64), starts) for name in _SUMMED}

@@ -173,15 +173,19 @@ class Index:
     def _kept_bytes(self) -> int:
         return sum(texts.nbytes for texts in list(self._texts.values()))
 
-    def matches(self, frame: Frame, wanted: str) -> Array:
-        """For each row of a frame, whether its completion has this text in it, in whatever case."""
+    def matches(self, frame: Frame, wanted: str, rows: Array) -> Array:
+        """For each row of a frame, whether its completion has this text in it, in whatever case.
+
+        Only files with one of `rows` (places in the frame) are searched; the others count as without it.
+        """
         pattern = _pattern(wanted)
+        asked = set(np.unique(frame.columns["file"][rows]).tolist())
         counts = np.bincount(frame.columns["file"], minlength=len(frame.stamps))
 
         def search(places: Array) -> Array:
             found = []
             for place in places:
-                texts = self._completions(frame.stamps[place])
+                texts = self._completions(frame.stamps[place]) if place in asked else None
                 if texts is None or len(texts) != counts[place]:  # cut since the frame was made
                     found.append(np.zeros(counts[place], bool))
                 else:

@@ -124,7 +124,8 @@ class RunSource:
         chosen = groups.select(filters, split=split, update=update)
         hits = None
         if search:
-            hits = groups.any_row(self.index.matches(groups.frame, search))
+            asked = groups.rows[np.repeat(chosen, groups.columns["size"])]
+            hits = groups.any_row(self.index.matches(groups.frame, search, asked))
             chosen &= (hits > 0) | self._prompt_matches(groups, search)
         ordered = groups.order(chosen, order, descending=descending, passing=passing)
         accuracy = groups.accuracy(passing)

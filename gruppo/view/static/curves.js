@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { chart } from "./charts.js";
-import { box, el, field, fill, later, visible } from "./dom.js";
+import { box, calmly, el, field, fill, visible } from "./dom.js";
 
 const USUAL = [
   ["reward"], ["loss"], ["kl"], ["entropy"], ["completions/mean_length"], ["completions/clipped_ratio"], ["frac_reward_zero_std"],
@@ -26,7 +26,7 @@ export function show(page) {
     oninput: (event) => { smoothing = Number(event.target.value); remember(); redraw(); },
   });
 
-  const remember = later(200, () => page.remember({ metric: [...chosen], smooth: smoothing || null }));
+  const remember = calmly(200, () => page.remember({ metric: [...chosen], smooth: smoothing || null }));
   const metrics = () => fill(list, every().filter((name) => name.toLowerCase().includes(filter.value.toLowerCase())).map((name) =>
     box(visible(name), chosen.has(name), (on) => { if (on) chosen.add(name); else chosen.delete(name); remember(); load(); })));
 

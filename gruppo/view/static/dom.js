@@ -77,12 +77,14 @@ export function box(title, checked, onchange, attributes = {}) {
   return el("label", { class: "box" }, control, el("span", {}, title));
 }
 
-/** Calls a function once its caller has been quiet for some milliseconds. */
-export function later(milliseconds, work) {
-  let timer = 0;
+/** Calls a function at once, and when more calls follow, once they have been quiet for some milliseconds. */
+export function calmly(milliseconds, work) {
+  let timer = null;
   return (...values) => {
-    clearTimeout(timer);
-    timer = setTimeout(() => work(...values), milliseconds);
+    if (timer === null) work(...values);
+    else clearTimeout(timer.id);
+    const due = timer === null ? null : () => work(...values);
+    timer = { id: setTimeout(() => { timer = null; due?.(); }, milliseconds) };
   };
 }
 

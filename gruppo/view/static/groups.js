@@ -1,7 +1,7 @@
 // Groups of an update or of all: sorted, filtered, searched.
 
 import { asker } from "./api.js";
-import { box, choice, el, field, fill, later, number, pager, percent, table, visible, words } from "./dom.js";
+import { box, calmly, choice, el, field, fill, number, pager, percent, table, visible, words } from "./dom.js";
 import { passing, passingFields, readPassing } from "./passing.js";
 
 const ORDERS = [["spread", "spread of rewards"], ["accuracy", "accuracy"], ["length", "length"], ["reward", "reward"], ["update", "time"]];
@@ -50,7 +50,7 @@ export function show(page) {
         el("button", { type: "button", disabled: asked.update === "" || place < 0 || place >= updates().length - 1, onclick: () => move(1), "aria-label": "Later update" }, "›")),
       field("Sort by", choice(ORDERS, asked.order, (value) => changed({ order: value }))),
       field("Order", choice([["1", "highest first"], ["0", "lowest first"]], asked.descending ? "1" : "0", (value) => changed({ descending: value === "1" }))),
-      field("Search in prompts and completions", el("input", { type: "search", id: "search", value: asked.search, oninput: later(60, (event) => changed({ search: event.target.value })) })),
+      field("Search in prompts and completions", el("input", { type: "search", id: "search", value: asked.search, oninput: calmly(120, (event) => changed({ search: event.target.value })) })),
       el("fieldset", {}, el("legend", {}, "Only groups with"), Object.entries(FILTERS).map(([name, title]) =>
         box(title, asked.filter.includes(name), (on) => changed({ filter: on ? [...asked.filter, name] : asked.filter.filter((each) => each !== name) }),
           { title: page.overview.filters[name], name }))),

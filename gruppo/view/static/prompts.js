@@ -2,7 +2,7 @@
 
 import { ask, asker } from "./api.js";
 import { chart } from "./charts.js";
-import { choice, el, field, fill, later, number, pager, percent, table, words } from "./dom.js";
+import { calmly, choice, el, field, fill, number, pager, percent, table, words } from "./dom.js";
 import { passing, passingFields, readPassing } from "./passing.js";
 
 const ORDERS = [
@@ -26,7 +26,7 @@ export function show(page) {
       page.overview.runs.length > 1 ? field("Run", page.runChoice(asked.run, (value) => { changed({ run: value }); controls(); })) : null,
       field("Split", choice(splits.map((name) => [name, name]), asked.split, (value) => changed({ split: value }))),
       field("Sort by", choice(ORDERS, asked.order, (value) => changed({ order: value }))),
-      field("Search", el("input", { type: "search", value: asked.search, oninput: later(60, (event) => changed({ search: event.target.value })) })),
+      field("Search", el("input", { type: "search", value: asked.search, oninput: calmly(120, (event) => changed({ search: event.target.value })) })),
       passingFields(run, () => changed({})));
   };
   const load = async () => {
