@@ -94,6 +94,14 @@ def test_curves_of_two_runs_that_go_on(page: Any, served: Callable[[Desk], str],
     page.get_by_text("brisk: 0.875 at 9").wait_for()
     assert page.get_by_label("Smoothing").input_value() == "0.9", "the address remembers"
 
+    # Groups follow the newest update; at first there is none.
+    page.get_by_role("link", name="Groups").click()
+    page.get_by_text("No group is like that.").wait_for()
+    for update in (0, 3):
+        recorders[1].rollouts(runs.rows_of(update))
+        page.get_by_text(f"newest ({update})").wait_for(state="attached")
+        expect(page.locator("#groups td:nth-child(2)")).to_have_text([str(update)] * 3)
+
 
 # ---- groups, completions, tokens
 
@@ -171,6 +179,13 @@ def test_two_checkpoints_compared(page: Any, address: str) -> None:
     page.locator("article").nth(1).wait_for()
     assert page.locator("article strong").all_inner_texts() == ["before", "after"]
     assert runs.SCRIPT in page.locator("article").first.inner_text()
+
+
+def test_evaluations_alone(page: Any, served: Callable[[Desk], str], evaluations: Path) -> None:
+    page.goto(served(runs.desk(evaluations)))
+    page.locator("#results").wait_for()
+    page.get_by_role("link", name="Curves").click()
+    page.get_by_text("There is no run among these folders.").wait_for()
 
 
 # ---- texts that want to break it

@@ -2,7 +2,9 @@
 
 import http.client
 import json
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -97,6 +99,14 @@ def test_everything_that_the_page_loads_is_in_the_package() -> None:
         for scheme in ("http://", "https://", "//cdn"):
             assert scheme not in source.replace("http://www.w3.org/2000/svg", "")
     assert (STATIC / "vendor" / "uPlot.LICENSE").read_text(encoding="utf-8").startswith("The MIT License")
+
+
+def test_everything_that_the_page_loads_is_in_the_wheel() -> None:
+    project = tomllib.loads((STATIC.parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["gruppo"]
+    for path in (path for path in STATIC.rglob("*") if path.is_file()):
+        own = path.relative_to(STATIC.parents[1])
+        assert any(own.match(pattern) and own.parent == Path(pattern).parent for pattern in patterns), own
 
 
 def test_text_reaches_the_page_as_text_only() -> None:
