@@ -53,6 +53,11 @@ def settled(page: Any) -> None:
     page.locator("[aria-busy=false]").wait_for(state="attached")
 
 
+def ready(page: Any, name: str) -> None:
+    """Wait until a part of the page is shown with all that it asked for."""
+    page.locator(f"main[data-ready={name}]").wait_for()
+
+
 # ---- curves
 
 
@@ -122,7 +127,8 @@ def test_from_an_update_to_a_token(page: Any, address: str) -> None:
     page.get_by_text("1 groups, 4 completions").first.wait_for()
     page.get_by_role("link", name="Question 1: how many?").click()
 
-    page.get_by_role("heading", name="Group 1 of generation 1").wait_for()
+    ready(page, "group")
+    assert page.get_by_role("heading", level=2).inner_text() == "Group 1 of generation 1"
     cards = page.get_by_role("listitem").filter(has_text="advantage")
     assert cards.count() == 4
     boxes = [cards.nth(i).bounding_box() for i in range(2)]
@@ -134,7 +140,7 @@ def test_from_an_update_to_a_token(page: Any, address: str) -> None:
     assert "right\n– (timeout)" in cards.nth(3).inner_text()
     tool.get_by_role("link", name="tokens").click()
 
-    page.locator(".tokens").wait_for()
+    ready(page, "tokens")
     assert page.get_by_role("radio", name="log-prob", exact=True).is_checked()
     assert page.get_by_role("radio", name="ratio").is_disabled()
     assert "The run recorded no log-probabilities of an update" in page.locator("fieldset").inner_text()
@@ -155,12 +161,13 @@ def test_from_an_update_to_a_token(page: Any, address: str) -> None:
 
 def test_a_prompt_over_training(page: Any, address: str) -> None:
     page.goto(f"{address}#prompts")
-    page.get_by_text("1 prompts are solved").wait_for()
+    ready(page, "prompts")
+    assert "1 prompts are solved" in page.locator("main").inner_text()
     assert [row[0] for row in rows(page, "prompts")] == [f"Question {i}: how many?" for i in (1, 2, 0)]
     page.get_by_label("Sort by").select_option("improved most")
     page.locator("#prompts tbody tr:first-child").get_by_text("Question 2").wait_for()
     page.get_by_role("link", name="Question 2: how many?").click()
-    page.locator("figure canvas").wait_for()
+    ready(page, "prompt")
     assert [row[2] for row in rows(page, "history")] == ["0.0 %", "25.0 %", "50.0 %", "75.0 %"]
     page.get_by_label("is at least").fill("-1")
     page.get_by_label("is at least").press("Enter")
@@ -169,14 +176,15 @@ def test_a_prompt_over_training(page: Any, address: str) -> None:
 
 def test_two_checkpoints_compared(page: Any, address: str) -> None:
     page.goto(f"{address}#evaluations?first=1&second=0")
-    page.get_by_text("The difference is significant at 95 %.").wait_for()
+    ready(page, "evaluations")
+    assert "The difference is significant at 95 %." in page.locator("#verdict").inner_text()
     assert rows(page, "results")[0][:4] == ["after", "demo", "greedy, top-1", "83.3 %"]
     assert len(rows(page, "problems")) == 8, "those that differ"
     page.get_by_role("combobox", name="Problems").select_option("that the second gets worse")
     page.get_by_text("0 of 12 problems").first.wait_for()
     page.get_by_role("combobox", name="Problems").select_option("that differ")
     page.get_by_role("link", name="demo/3").click()
-    page.locator("article").nth(1).wait_for()
+    ready(page, "problem")
     assert page.locator("article strong").all_inner_texts() == ["before", "after"]
     assert runs.SCRIPT in page.locator("article").first.inner_text()
 
@@ -198,8 +206,7 @@ def test_no_text_runs_hides_or_reorders_anything(page: Any, address: str) -> Non
     settled(page)
     assert runs.SCRIPT in rows(page, "groups")[0][0]
     page.locator("#groups a").click()
-    page.get_by_role("heading", name="Group 0 of generation 4").wait_for()
-    page.locator("article").nth(5).wait_for()
+    ready(page, "group")
     shown = page.locator("main").inner_text()
     assert runs.SCRIPT in shown
     assert "␀b␛[31mred␇␈⟦U+007F⟧⟦U+009B⟧⟦U+2028⟧end" in shown
@@ -258,7 +265,7 @@ def test_everything_has_a_name_and_can_be_read(page: Any, address: str, scheme: 
         "run",
     ):
         page.goto(f"{address}#{place}")
-        page.locator(f"main[data-ready={place.split('?')[0]}]").wait_for()
+        ready(page, place.split("?")[0])
         assert page.evaluate(UNNAMED) == [], place
         assert page.evaluate(UNTITLED) == 0, place
     assert min(page.evaluate(CONTRASTS)) >= 4.5
