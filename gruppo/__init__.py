@@ -22,6 +22,7 @@ _HOME = {
     "SyncRefModelCallback": "gruppo.trainer.callbacks",
     "LogCompletionsCallback": "gruppo.trainer.completion_callbacks",
     "RichProgressCallback": "gruppo.trainer.callbacks",
+    "LiveProgressCallback": "gruppo.trainer.progress",
     "BEMACallback": "gruppo.trainer.callbacks",
     "WeaveCallback": "gruppo.trainer.completion_callbacks",
     "apply_chat_template": "gruppo.data.chat",
