@@ -5,20 +5,16 @@ ModelArguments    the model
 LaunchArguments   how many processes, and where to go on
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from gruppo.config.fields import option
 from gruppo.config.model import ModelConfig
 from gruppo.config.script import GRPOScriptArguments
 
 __all__ = ["LaunchArguments", "ModelArguments", "RunArguments"]
 
 NAMED = "`module:name` or `file.py:name`"
-
-
-def _also(default: Any, help: str, *names: str) -> Any:
-    """A field that has other names."""
-    return field(default=default, metadata={"help": help, "aliases": [f"--{name}" for name in names]})
 
 
 @dataclass
@@ -29,24 +25,24 @@ class RunArguments(GRPOScriptArguments):
         RunArguments(dataset_name="prompts.jsonl", reward_funcs=["accuracy_reward", "my_rewards.py:brevity"])
     """
 
-    dataset_name: str | None = _also(
+    dataset_name: str | None = option(
         None, "Hub id, a JSONL, parquet or CSV file, several of them (`data/*.jsonl`), or a folder.", "dataset"
     )
-    dataset_map: str | None = _also(
+    dataset_map: str | None = option(
         None, f"A function from a row of the dataset to the columns that it adds or replaces: {NAMED}."
     )
-    eval_dataset: str | None = _also(None, "Like dataset_name, to evaluate on; None takes dataset_test_split.")
-    reward_funcs: list[str] | None = _also(
+    eval_dataset: str | None = option(None, "Like dataset_name, to evaluate on; None takes dataset_test_split.")
+    reward_funcs: list[str] | None = option(
         None,
         f"Rewards: the name of a shipped one, {NAMED}, a dotted path, or the name of a reward model. In a file, "
         "a mapping from a name to arguments is a function that makes the reward.",
         "reward",
         "rewards",
     )
-    tools: list[str] | None = _also(None, f"Functions that the model may call: {NAMED}.")
-    environment_factory: str | None = _also(None, f"What makes the environment of a completion: {NAMED}.")
-    rollout_func: str | None = _also(None, f"A function that samples in place of the engine (GRPO): {NAMED}.")
-    peft: dict[str, Any] | None = _also(None, "Fields of peft.LoraConfig; use_peft with lora_* is the other way.")
+    tools: list[str] | None = option(None, f"Functions that the model may call: {NAMED}.")
+    environment_factory: str | None = option(None, f"What makes the environment of a completion: {NAMED}.")
+    rollout_func: str | None = option(None, f"A function that samples in place of the engine (GRPO): {NAMED}.")
+    peft: dict[str, Any] | None = option(None, "Fields of peft.LoraConfig; use_peft with lora_* is the other way.")
 
 
 @dataclass
@@ -57,7 +53,7 @@ class ModelArguments(ModelConfig):
         ModelArguments(model_name_or_path="Qwen/Qwen2.5-0.5B-Instruct", dtype="bfloat16")
     """
 
-    model_name_or_path: str | None = _also(None, "Hub id or local folder of the model.", "model")
+    model_name_or_path: str | None = option(None, "Hub id or local folder of the model.", "model")
 
 
 @dataclass
@@ -68,9 +64,11 @@ class LaunchArguments:
         LaunchArguments(launch="fsdp2", nproc=8)
     """
 
-    launch: str | None = _also(None, "Start several processes, which share the work so: ddp, fsdp2, zero1, zero2, zero3.")
-    nproc: int | None = _also(None, "How many, with launch; None is one for each GPU here.")
-    accelerate_config: str | None = _also(
+    launch: str | None = option(
+        None, "Start several processes, which share the work so: ddp, fsdp2, zero1, zero2, zero3."
+    )
+    nproc: int | None = option(None, "How many, with launch; None is one for each GPU here.")
+    accelerate_config: str | None = option(
         None, "The same by accelerate's words: a config file, or single_gpu, multi_gpu, fsdp2, zero1, zero2, zero3."
     )
-    resume: bool = _also(False, "Go on from the newest good checkpoint in output_dir.")
+    resume: bool = option(False, "Go on from the newest good checkpoint in output_dir.")

@@ -144,7 +144,8 @@ def load_rewards(run: Run) -> list[Any]:
 
 def load_tools(run: Run) -> dict[str, Any]:
     """The trainer's arguments about several turns; those that are not asked for are left out."""
-    script, found = run.script, {}
+    script = run.script
+    found: dict[str, Any] = {}
     if script.tools:
         found["tools"] = [load_named(entry, run.folder, "tools") for entry in script.tools]
     factory: Any = script.environment_factory

@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gruppo.cli.arguments import LaunchArguments, ModelArguments, RunArguments
 from gruppo.cli.parser import TrlParser, read_yaml, take_config_option
@@ -51,16 +51,25 @@ class Run:
     path: Path | None = None  # the file
 
     @classmethod
-    def read(cls, argv: Sequence[str] | Path, command: str = "train", *, build: bool = True) -> "Run":
+    def read(
+        cls,
+        argv: Sequence[str] | Path,
+        command: str = "train",
+        *,
+        build: bool = True,
+        strict: bool = True,
+        processes: int | None = None,
+    ) -> "Run":
         """From the arguments of a command, or from a file alone.
 
-        Without `build` the config is not made: the process that launches others must not touch a GPU and counts no
-        processes, and a report about a run goes on where a field is wrong.
+        Without `build` the config is not made: the process that launches others must not touch a GPU, and would count
+        one process. Without `strict` what is unknown or missing is passed over, for a report on the rest. With
+        `processes` the config is that of a process among so many.
         """
         strings = with_recipe([str(argv)] if isinstance(argv, Path) else argv)
         path, _ = take_config_option(list(strings))
         trainer, strings = _take_trainer(strings, {} if path is None else read_yaml(path), command)
-        parser = make_parser(trainer, command)
+        parser = make_parser(trainer, command, processes)
         if not build:
             parser.dataclass_types.pop()  # what is left comes back as a namespace
         *parsed, of_file, of_line = parser.parse_args_and_config(
@@ -70,15 +79,23 @@ class Run:
         script, mixture = _with_mixture(script, mixture)
         if build:
             config = _with_model(config, model_args)
-        accelerate = _for_accelerate(parser, path, of_file, of_line)
+        accelerate = _for_accelerate(parser, path, of_file, of_line) if strict else ()
         run = cls(trainer, script, config, model_args, mixture, launching, accelerate, path)
-        run.check_complete()
+        if strict:
+            run.check_complete()
         return run
 
     @property
     def model(self) -> str:
         assert self.model_args.model_name_or_path is not None
         return self.model_args.model_name_or_path
+
+    @property
+    def processes(self) -> int:
+        """How many the run asks for, where that is said; GPUs are not counted."""
+        strings = list(self.accelerate)
+        named = int(strings[strings.index("--num_processes") + 1]) if "--num_processes" in strings else 1
+        return self.launching.nproc or named
 
     @property
     def folder(self) -> Path:
@@ -106,13 +123,22 @@ class Run:
             raise ConfigError("rollout_func works with GRPO only: RLOOTrainer has no such argument.")
 
 
-def make_parser(trainer: str, command: str = "train") -> TrlParser:
+class RunParser(TrlParser):
+    """TrlParser for a program that says what is wrong in one line, not with the names of all its options."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message[:1].upper()}{message[1:]}.")
+
+
+def make_parser(trainer: str, command: str = "train", processes: int | None = None) -> RunParser:
     """The parser of all that a run may say; the config comes last."""
     import gruppo
 
-    config = gruppo.GRPOConfig if trainer == "grpo" else gruppo.RLOOConfig
+    config: Any = gruppo.GRPOConfig if trainer == "grpo" else gruppo.RLOOConfig
+    if processes is not None:
+        config = type(config.__name__, (config,), {"world_size": property(lambda self: processes)})
     types = [RunArguments, ModelArguments, DatasetMixtureConfig, LaunchArguments, config]
-    return TrlParser(types, prog=f"gruppo {command}", usage=USAGE % command, allow_abbrev=False, add_help=False)
+    return RunParser(types, prog=f"gruppo {command}", usage=USAGE % command, allow_abbrev=False, add_help=False)
 
 
 def with_recipe(argv: Sequence[str]) -> list[str]:
@@ -184,9 +210,7 @@ def is_launched() -> bool:
 # ---- from what was said to what is meant
 
 
-def _with_mixture(
-    script: RunArguments, mixture: DatasetMixtureConfig
-) -> tuple[RunArguments, DatasetMixtureConfig]:
+def _with_mixture(script: RunArguments, mixture: DatasetMixtureConfig) -> tuple[RunArguments, DatasetMixtureConfig]:
     """A `dataset` that is more than a name is a mixture."""
     named: Any = script.dataset_name
     if named is not None and mixture.datasets:
@@ -205,12 +229,16 @@ def _with_model(config: Any, model: ModelArguments) -> Any:
         logger.warning(f"{', '.join(changed)}: no effect without use_peft.")
     words = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
     said = {
-        word: getattr(model, name) for name, word in words.items() if getattr(model, name) != getattr(ModelConfig, name)
+        word: getattr(model, name)
+        for name, word in words.items()
+        if getattr(model, name) != getattr(ModelConfig, name)
     }
     given = dict(config.model_init_kwargs or {})
     for word, value in said.items():
         if given.setdefault(word, value) != value:
-            raise ConfigError(f"model_init_kwargs[{word!r}]={given[word]!r}, but it is also set to {value!r}; keep one.")
+            raise ConfigError(
+                f"model_init_kwargs[{word!r}]={given[word]!r}, but it is also set to {value!r}; keep one."
+            )
     if given:
         config = copy.copy(config)
         config.model_init_kwargs = given

@@ -153,11 +153,11 @@ def _made(run: Run) -> Any:
     from gruppo import LiveProgressCallback
 
     if not sys.stderr.isatty():
-        _quiet_bars()
+        quiet_bars()
     return make_trainer(run, callbacks=[LiveProgressCallback()])
 
 
-def _quiet_bars() -> None:
+def quiet_bars() -> None:
     """Bars of files that are read are for people who watch."""
     from datasets import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
@@ -183,14 +183,18 @@ def finished(trainer: Any, seconds: float) -> str:
 
     folder = trainer.args.output_dir
     recorded = "" if trainer.args.record == "off" else f" Look at it: gruppo view {shlex.quote(folder)}"
-    return f"Finished {trainer.state.global_step} updates in {duration(seconds)}. Model and record: {folder}.{recorded}"
+    return (
+        f"Finished {trainer.state.global_step} updates in {duration(seconds)}. Model and record: {folder}.{recorded}"
+    )
 
 
 def stopped(trainer: Any, code: Any, again: str) -> str:
     step, resume = trainer.state.global_step, with_resume(again)
     if code == STOPPED:
         return f"Stopped after update {step}, which is saved. Go on with: {resume}"
-    return f"Stopped after update {step}, which could NOT be saved. The newest checkpoint: {_newest(trainer)}. {resume}"
+    return (
+        f"Stopped after update {step}, which could NOT be saved. The newest checkpoint: {_newest(trainer)}. {resume}"
+    )
 
 
 def failed(trainer: Any, error: BaseException, again: str) -> str:

@@ -57,11 +57,11 @@ class LiveProgressCallback(TrainerCallback):
     """Show updates, reward with its spread, length, KL, entropy, seconds by phase and the time left.
 
     In a terminal it is a panel of two lines that is drawn anew, with what the run is doing at the moment. In a pipe or
-    a notebook it is a line per log. It stands in for the bar and the dictionaries of transformers, which a trainer that
-    is given this callback leaves out; with several processes only the main one shows it. `gruppo train` uses it.
+    a notebook it is a line per log. It stands in for the bar and the dictionaries of transformers, which a trainer
+    that is given this callback leaves out; with several processes only the main one shows it. `gruppo train` uses it.
 
     Example:
-        trainer = GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=rows, callbacks=[LiveProgressCallback()])
+        trainer = GRPOTrainer(model, reward_funcs=reward, train_dataset=rows, callbacks=[LiveProgressCallback()])
         trainer.train()
         update  10/40  reward 0.412 ± 0.301  length 24  0.31 s/update (sampling 0.11, update 0.17)  0:09 left
     """
