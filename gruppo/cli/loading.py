@@ -121,7 +121,7 @@ def load_reward(entry: Any, folder: Path) -> Any:
     if isinstance(entry, Mapping) and len(entry) == 1 and next(iter(entry)) in shipped:
         ((name, arguments),) = entry.items()
         return _made(getattr(gruppo.rewards, name), name, arguments)
-    if entry in READY_MADE:
+    if isinstance(entry, str) and entry in READY_MADE:
         return getattr(gruppo.rewards, entry)(**READY_MADE[entry])
     if isinstance(entry, str) and entry in shipped:
         if entry.startswith("get_"):
@@ -169,25 +169,36 @@ def load_datasets(run: Run) -> tuple[Any, Any]:
         raise ConfigError("eval_dataset is set, but nothing is evaluated: set eval_strategy to steps or epoch.")
     train = evaluation = None
     if run.mixture.datasets or script.dataset_name is not None:
-        parts = _load(_mixture(run, script.dataset_train_split))
+        parts = _load(_mixture(run))
         train, evaluation = parts["train"], parts.get("test") if evaluates else None
     if script.eval_dataset is not None:
         evaluation = _load(_of_entry(run, script.eval_dataset, script.dataset_test_split))["train"]
     elif evaluates and evaluation is None and not run.config.eval_benchmarks and not run.mixture.datasets:
-        evaluation = _load(_mixture(run, script.dataset_test_split, whole=True))["train"]
+        evaluation = _load(_test_split(run))["train"]
     if script.dataset_map is not None:
         function = load_named(script.dataset_map, run.folder, "dataset_map")
         train, evaluation = (None if part is None else part.map(function) for part in (train, evaluation))
     return train, evaluation
 
 
-def _mixture(run: Run, split: str, *, whole: bool = False) -> DatasetMixtureConfig:
-    """The datasets of a run as a mixture, which may be one of one; `whole` sets no rows of it aside."""
+def _mixture(run: Run) -> DatasetMixtureConfig:
+    """The datasets to train on as a mixture, which may be one of one."""
     if run.mixture.datasets:
         listed = [_with_files(entry, run.folder) for entry in run.mixture.datasets]
         return dataclasses.replace(run.mixture, datasets=listed)
-    mixture = _of_entry(run, run.script.dataset_name, split)
-    return mixture if whole else dataclasses.replace(mixture, test_split_size=run.mixture.test_split_size)
+    mixture = _of_entry(run, run.script.dataset_name, run.script.dataset_train_split)
+    return dataclasses.replace(mixture, test_split_size=run.mixture.test_split_size)
+
+
+def _test_split(run: Run) -> DatasetMixtureConfig:
+    """Another split of the dataset to train on."""
+    named = run.script.dataset_name
+    mixture = _of_entry(run, named, run.script.dataset_test_split)
+    if mixture.datasets[0].data_files is not None:
+        raise ConfigError(
+            f"{named} has no split to evaluate on: set eval_dataset to another file, or test_split_size to a share."
+        )
+    return mixture
 
 
 def _of_entry(run: Run, entry: Any, split: str) -> DatasetMixtureConfig:
@@ -196,10 +207,6 @@ def _of_entry(run: Run, entry: Any, split: str) -> DatasetMixtureConfig:
         mixture = DatasetMixtureConfig(datasets=entry if isinstance(entry, list) else [entry], streaming=streaming)
         return dataclasses.replace(mixture, datasets=[_with_files(each, run.folder) for each in mixture.datasets])
     config = _with_files(DatasetConfig(path=entry, name=run.script.dataset_config, split=split), run.folder)
-    if config.data_files is not None and split == run.script.dataset_test_split and entry == run.script.dataset_name:
-        raise ConfigError(
-            f"{entry} has no split to evaluate on: set eval_dataset to another file, or test_split_size to a share."
-        )
     return DatasetMixtureConfig(datasets=[config], streaming=streaming)
 
 

@@ -54,8 +54,8 @@ Train with GRPO. Flags and keys of the file are those of `trl grpo`: all fields
 of GRPOConfig and ModelConfig, dataset_name, reward_funcs …, and those below.
 
 examples:
-  gruppo grpo --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/DeepMath-103K \\
-      --reward accuracy_reward --output_dir run --learning_rate 1e-6
+  gruppo grpo --model Qwen/Qwen2.5-0.5B-Instruct --reward accuracy_reward \\
+      --dataset trl-lib/DeepMath-103K --output_dir run --learning_rate 1e-6
   gruppo grpo --model ./m --dataset 'data/*.jsonl' --reward my_rewards.py:score
   gruppo grpo --config of_trl.yaml --num_processes 8
 """,
@@ -66,8 +66,8 @@ Train with RLOO. Flags and keys of the file are those of `trl rloo`: all fields
 of RLOOConfig and ModelConfig, dataset_name, reward_funcs …, and those below.
 
 examples:
-  gruppo rloo --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/DeepMath-103K \\
-      --reward accuracy_reward --output_dir run --beta 0.05
+  gruppo rloo --model Qwen/Qwen2.5-0.5B-Instruct --reward accuracy_reward \\
+      --dataset trl-lib/DeepMath-103K --output_dir run --beta 0.05
   gruppo rloo recipes/rloo.yaml --model ./my-model
 """,
 }
@@ -75,8 +75,8 @@ COMMON_HELP = """
   --model NAME             name on the hub, or folder (model_name_or_path)
   --dataset NAME           hub id, JSONL, parquet or CSV file, glob, or folder
                            (dataset_name); docs/cli.md has mixtures
-  --reward NAME [NAME …]   shipped reward, module:name, file.py:name, or a reward
-                           model (reward_funcs); --tools takes the same
+  --reward NAME [NAME …]   shipped reward, module:name, file.py:name, or reward
+                           model (reward_funcs); --tools takes such names too
   --eval_dataset NAME      with --eval_strategy steps
   --dataset_map NAME       a function from a row to the columns it adds
   --environment_factory NAME, --rollout_func NAME

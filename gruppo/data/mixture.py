@@ -31,7 +31,7 @@ def get_dataset(mixture_config: "DatasetMixtureConfig") -> "DatasetDict | Iterab
         _check_rows(mixture_config.datasets, parts)
         counts = _rows_to_keep([len(part) for part in parts], fractions)
         parts = [part.select(range(count)) for part, count in zip(parts, counts, strict=True) if count]
-    joined = concatenate_datasets(parts)
+    joined = concatenate_datasets([_plain_strings(part) for part in parts] if len(parts) > 1 else parts)
     if mixture_config.streaming:
         return IterableDatasetDict({"train": joined})
     if mixture_config.test_split_size is None:
@@ -77,6 +77,16 @@ def _load(entry: "DatasetConfig", streaming: bool) -> Any:
             streaming=streaming,
         )
     return dataset if entry.columns is None else dataset.select_columns(entry.columns)
+
+
+def _plain_strings(part: Any) -> Any:
+    """CSV files come with strings of another type than the rest, which could not be joined with them."""
+    from datasets import Value
+
+    large = [name for name, kind in (part.features or {}).items() if kind == Value("large_string")]
+    for name in large:
+        part = part.cast_column(name, Value("string"))
+    return part
 
 
 def _is_saved(folder: Path) -> bool:
