@@ -72,6 +72,7 @@ class LiveProgressCallback(TrainerCallback):
         self._phase: Callable[[], tuple[str, float]] = lambda: ("", 0.0)
         self._update = self._total = self._first = 0
         self._started = 0.0
+        self._logs: dict[str, Any] = {}
         self._metrics = ""
 
     @property
@@ -93,6 +94,7 @@ class LiveProgressCallback(TrainerCallback):
             return
         self._update = self._first = state.global_step
         self._total, self._metrics, self._started = state.max_steps, "", time.monotonic()
+        self._logs = {}
         console = self.console
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(get_renderable=self.render, console=console, refresh_per_second=4)
@@ -103,9 +105,12 @@ class LiveProgressCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         logs: Mapping[str, Any] = kwargs.get("logs") or {}
-        if not state.is_world_process_zero or "reward" not in logs:  # an evaluation, or the summary at the end
+        if not state.is_world_process_zero or "step_time" not in logs:  # an evaluation, or the summary at the end
             return
-        self._update, self._metrics = state.global_step, metrics_line(logs)
+        # An update on completions that were sampled before logs no rewards: those of their generation stay.
+        kept = {key: value for key, value in self._logs.items() if key not in dict(PHASES)}
+        self._logs = kept | {key: value for key, value in logs.items() if value is not None}
+        self._update, self._metrics = state.global_step, metrics_line(self._logs)
         if self._live is None:
             self._print(f"{self._count()}  {self._metrics}  {duration(self.seconds_left)} left")
 

@@ -130,7 +130,11 @@ def test_rows_are_changed_by_a_function(home: Path, recipe: Any) -> None:
         ({"dataset": "no-one/nothing"}, DataError, "no-one/nothing cannot be loaded.*hub needs the network"),
         ({"dataset": "rows.csv", "eval_strategy": "epoch"}, ConfigError, "no split to evaluate on"),
         ({"eval_dataset": "rows.csv"}, ConfigError, "nothing is evaluated: set eval_strategy"),
-        ({"dataset": "saved", "dataset_train_split": "train", "datasets": [{"path": "a", "x": 1}]}, ConfigError, "`x`"),
+        (
+            {"dataset": "saved", "dataset_train_split": "train", "datasets": [{"path": "a", "x": 1}]},
+            ConfigError,
+            "`x`",
+        ),
     ],
 )
 def test_rows_that_cannot_be_had(

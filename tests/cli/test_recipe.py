@@ -90,7 +90,9 @@ def test_two_names_of_one_setting(recipe: Any) -> None:
 
 def test_an_unknown_key_names_the_file_and_the_nearest(recipe: Any) -> None:
     path = recipe(learning_rat=1e-5)
-    with pytest.raises(ConfigError, match=rf"{path.name}: Unknown argument `learning_rat`. Did you mean `learning_rate`"):
+    with pytest.raises(
+        ConfigError, match=rf"{path.name}: Unknown argument `learning_rat`. Did you mean `learning_rate`"
+    ):
         Run.read(path)
 
 

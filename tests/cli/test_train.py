@@ -1,11 +1,8 @@
 """`gruppo train`, `grpo` and `rloo`: that they train, what they show, and what they say at the end."""
 
 import importlib
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +10,6 @@ import pytest
 from gruppo import cli
 from gruppo.errors import AuditError
 
-ROOT = Path(__file__).parents[2]
 train: Any = importlib.import_module("gruppo.cli.train")  # `gruppo.cli` has a function of that name
 
 
@@ -73,14 +69,10 @@ def test_help_has_examples_and_fits_a_terminal(command: str, capsys: pytest.Capt
 class FakeTrainer:
     """As much of a trainer as the last words need."""
 
-    class args:
-        output_dir, record, process_index, push_to_hub = "runs/x", "all", 0, False
-
-    class state:
-        global_step = 7
-
-    def __init__(self, ends: BaseException) -> None:
+    def __init__(self, ends: BaseException, output_dir: str = "runs/x") -> None:
         self.ends = ends
+        self.args = SimpleNamespace(output_dir=output_dir, record="all", push_to_hub=False)
+        self.state = SimpleNamespace(global_step=7)
 
     def train(self, **_: Any) -> None:
         raise self.ends
@@ -113,10 +105,9 @@ def test_every_end_says_how_to_go_on(
     assert all(word in err for word in words), err
 
 
-def test_a_failure_names_the_checkpoint(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeTrainer.args, "output_dir", str(tmp_path))
+def test_a_failure_names_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-5").mkdir()
-    said = train.failed(FakeTrainer(ValueError()), ValueError("bad"), "gruppo train r.yaml --resume")
+    said = train.failed(FakeTrainer(ValueError(), str(tmp_path)), ValueError("bad"), "gruppo train r.yaml --resume")
     assert f"Go on from {tmp_path / 'checkpoint-5'} with: gruppo train r.yaml --resume" in said
 
 
@@ -131,26 +122,27 @@ def test_an_interrupt_while_things_are_loaded(
     assert "nothing was trained. The same command begins again" in capsys.readouterr().err
 
 
-@pytest.mark.medium
-def test_a_run_that_is_stopped_goes_on_as_it_says(recipe: Any, tmp_path: Path) -> None:
-    """A real signal to a real process; the command it prints is then run."""
-    path = recipe(max_steps=200, save_strategy="steps", save_steps=1000)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "gruppo", "train", str(path)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, "PYTHONUNBUFFERED": "1"}
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("update   2/200"):
-            break
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 75, err
-    last = err.strip().splitlines()[-1]
-    assert last.endswith(f"Go on with: gruppo train {path} --resume")
-    saved = max(int(folder.name.removeprefix("checkpoint-")) for folder in (tmp_path / "run").glob("checkpoint-*"))
-    changes = ["--resume", "--max_steps", str(saved + 1), "--resume_allow_changes", "max_steps"]
-    ended = subprocess.run([*command, *changes], env=environment, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert f"update {saved + 1}/{saved + 1}" in ended.stdout
+STOPS = """
+import os, signal
+
+calls = []
+
+def stops(completions, **_):
+    calls.append(1)
+    if len(calls) == 3:  # in the third update
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [float(len(c)) for c in completions]
+"""
+
+
+def test_a_run_that_is_stopped_goes_on_as_it_says(
+    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stops.py").write_text(STOPS)
+    path = recipe(rewards=["stops.py:stops"], max_steps=4, save_strategy="steps", save_steps=1000)
+    assert cli.main(["train", str(path)]) == 75
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last == f"gruppo train: Stopped after update 2, which is saved. Go on with: gruppo train {path} --resume"
+    assert cli.main(last.partition("Go on with: gruppo ")[2].split()) == 0
+    out = capsys.readouterr().out
+    assert [line[:10] for line in out.splitlines() if line.startswith("update")] == ["update 3/4", "update 4/4"]

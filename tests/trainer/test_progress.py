@@ -61,6 +61,17 @@ def test_plain_lines_in_a_pipe() -> None:
     assert "\x1b" not in file.getvalue()
 
 
+def test_an_update_that_samples_nothing_keeps_what_is_known() -> None:
+    file = io.StringIO()
+    callback = LiveProgressCallback(Console(file=file))
+    callback.on_train_begin(None, state(), None)
+    callback.on_log(None, state(1), None, logs=LOGS)
+    callback.on_log(None, state(2), None, logs={"step_time": 0.5, "update/seconds": 0.4, "entropy": 0.4, "kl": None})
+    line = file.getvalue().splitlines()[1]
+    assert "reward 0.500 ± 0.250" in line
+    assert "kl 0.0123  entropy 0.400  0.50 s/update (update 0.40)" in line, "no seconds of sampling"
+
+
 def test_plain_lines_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), force_jupyter=True)
     assert not console.is_terminal
