@@ -8,8 +8,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from gruppo.cli import checks
 from gruppo.cli.checks import Parts
 from gruppo.cli.findings import Findings
@@ -63,12 +61,10 @@ def check(argv: Sequence[str]) -> Findings:
     """
     findings = Findings()
     argv, template = _take_template(argv)
-    # Half precision is refused where there is nothing to run it on, and it is not here that the run will be.
-    elsewhere = not torch.accelerator.is_available() and not any("use_cpu" in string for string in argv)
-    run, built = _read([*argv, *(["--use_cpu", "true"] if elsewhere else [])], findings)
+    run, built = _read(argv, findings)
     if run is None:
         return findings
-    parts = Parts(run, built=built, elsewhere=elsewhere, template=template)
+    parts = Parts(run, built=built, template=template)
     steps = [checks.rewards, checks.tools, checks.dataset, checks.reward_calls, checks.reward_scores]
     steps += [checks.prompts, checks.lengths, checks.parity, checks.plan, checks.folder] if built else []
     for step in steps:
@@ -96,7 +92,7 @@ def _read(argv: Sequence[str], findings: Findings) -> tuple[Run | None, bool]:
     """The run and whether its config could be built; without it, what else the words say."""
     # ValueError: of transformers, about its own fields.
     with findings.about("fields", ValueError):
-        run = Run.read(argv, processes=Run.read(argv, build=False).processes)
+        run = Run.of_another_machine(argv)
         checks.fields(run, findings)
         return run, True
     with findings.about("fields", ValueError):

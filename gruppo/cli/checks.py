@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import statistics
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ class Parts:
 
     run: Run
     built: bool = True  # whether run.config is a config
-    elsewhere: bool = False  # whether it says use_cpu only because there is no GPU here
     template: str | None = None  # the form in which the rewards want the answer
     rewards: dict[str, Any] = field(default_factory=dict)
     toolset: Any = None
@@ -340,12 +339,7 @@ def plan(parts: Parts, findings: Findings) -> None:
     if importlib.util.find_spec("gruppo.cli.plan") is None:
         return
     with findings.about("plan"):
-        run = parts.run
-        if parts.elsewhere:
-            config = copy(run.config)
-            config.use_cpu = False
-            run = replace(run, config=config)
-        described = importlib.import_module("gruppo.cli.plan").describe(run)
+        described = importlib.import_module("gruppo.cli.plan").describe(parts.run)
         for line in str(described).splitlines():
             findings.ok("plan", line)
 

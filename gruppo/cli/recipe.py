@@ -72,17 +72,37 @@ class Run:
         parser = make_parser(trainer, command, processes)
         if not build:
             parser.dataclass_types.pop()  # what is left comes back as a namespace
+        _refuse_repetitions(parser, strings)
         *parsed, of_file, of_line = parser.parse_args_and_config(
             strings, return_remaining_strings=True, separate_remaining_strings=True
         )
         script, model_args, mixture, launching, config = parsed
-        script, mixture = _with_mixture(script, mixture)
         if build:
             config = _with_model(config, model_args)
+            _warn(script, mixture, model_args)
+        script, mixture = _with_mixture(script, mixture)
         accelerate = _for_accelerate(parser, path, of_file, of_line) if strict else ()
         run = cls(trainer, script, config, model_args, mixture, launching, accelerate, path)
         if strict:
             run.check_complete()
+        return run
+
+    @classmethod
+    def of_another_machine(cls, argv: Sequence[str] | Path, command: str = "train") -> "Run":
+        """The run as it will be where it is started: with all its processes, and on GPUs though there are none here.
+
+        Example:
+            Run.of_another_machine(["recipes/multi_node.yaml"]).config.world_size == 16
+        """
+        import torch
+
+        strings = [str(argv)] if isinstance(argv, Path) else list(argv)
+        asked = cls.read(strings, command, build=False)
+        # Half precision is refused where there is nothing to run it on.
+        pretend = not torch.accelerator.is_available() and not asked.config.use_cpu
+        run = cls.read([*strings, *(["--use_cpu"] * pretend)], command, processes=asked.processes)
+        if pretend:
+            run.config.use_cpu = False
         return run
 
     @property
@@ -143,7 +163,19 @@ def make_parser(trainer: str, command: str = "train", processes: int | None = No
 
 def with_recipe(argv: Sequence[str]) -> list[str]:
     """`RECIPE.yaml …` as `--config RECIPE.yaml …`."""
-    return ["--config", *argv] if argv and not argv[0].startswith("-") else list(argv)
+    strings = ["--config", *argv] if argv and not argv[0].startswith("-") else list(argv)
+    if sum(string.partition("=")[0] == "--config" for string in strings) > 1:
+        raise ConfigError("There are two files; name one, first on the line or with --config.")
+    return strings
+
+
+def _refuse_repetitions(parser: RunParser, strings: Sequence[str]) -> None:
+    """Raise for a list that is given twice, of which the first half would be lost."""
+    given = [parser._option_string_actions.get(string.partition("=")[0]) for string in strings]
+    for action in given:
+        if action is not None and action.nargs == "+" and given.count(action) > 1:
+            flag = action.option_strings[-1]
+            raise ConfigError(f"{flag} is given more than once: name all values after one, {flag} A B.")
 
 
 def _take_trainer(strings: list[str], values: Mapping[str, Any], command: str) -> tuple[str, list[str]]:
@@ -213,20 +245,24 @@ def is_launched() -> bool:
 def _with_mixture(script: RunArguments, mixture: DatasetMixtureConfig) -> tuple[RunArguments, DatasetMixtureConfig]:
     """A `dataset` that is more than a name is a mixture."""
     named: Any = script.dataset_name
-    if named is not None and mixture.datasets:
-        logger.warning(f"`datasets` is given, so dataset_name={named!r} is not used.")
     if named is None or isinstance(named, str):
         return script, mixture
     listed = mixture.datasets or (named if isinstance(named, list) else [named])
     return replace(script, dataset_name=None), replace(mixture, datasets=listed)
 
 
-def _with_model(config: Any, model: ModelArguments) -> Any:
-    """The config, with what ModelConfig says about loading in its model_init_kwargs."""
-    unused = [f.name for f in fields(ModelConfig) if f.name.startswith(("lora_", "use_rslora", "use_dora"))]
-    changed = [name for name in unused if getattr(model, name) != getattr(ModelConfig, name)]
+def _warn(script: RunArguments, mixture: DatasetMixtureConfig, model: ModelArguments) -> None:
+    """About words that change nothing; TRL takes them as well."""
+    if script.dataset_name is not None and mixture.datasets:
+        logger.warning(f"`datasets` is given, so dataset_name={script.dataset_name!r} is not used.")
+    about_adapters = [f.name for f in fields(ModelConfig) if f.name.startswith(("lora_", "use_rslora", "use_dora"))]
+    changed = [name for name in about_adapters if getattr(model, name) != getattr(ModelConfig, name)]
     if changed and not model.use_peft:
         logger.warning(f"{', '.join(changed)}: no effect without use_peft.")
+
+
+def _with_model(config: Any, model: ModelArguments) -> Any:
+    """The config, with what ModelConfig says about loading in its model_init_kwargs."""
     words = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
     said = {
         word: getattr(model, name)

@@ -102,7 +102,14 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
         return 0
     asked = Run.read(argv, command, build=False)
     if not is_launched() and asks_for_processes(asked):
-        return launch(asked, command, argv)
+        code = launch(asked, command, argv)
+        if code:  # a launcher has a code of its own, whatever that of its processes was
+            again = with_resume(f"gruppo {command} {shlex.join(argv)}")
+            _say(
+                command,
+                f"The processes ended, the launcher with code {code}; their lines say why. Go on with: {again}",
+            )
+        return code
     return train(argv, command)
 
 

@@ -88,6 +88,17 @@ def test_on_cpus_torchrun_starts_them(recipe: Any, monkeypatch: pytest.MonkeyPat
     assert "--nproc_per_node=2" in command
 
 
+def test_an_end_of_the_processes_is_told(
+    recipe: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(launching, "run_command", lambda started, patience: 1)
+    path = recipe()
+    assert cli.main(["train", str(path), "--launch", "ddp", "--nproc", "2"]) == 1
+    again = f"gruppo train {path} --launch ddp --nproc 2 --resume"
+    assert capsys.readouterr().err.endswith(f"the launcher with code 1; their lines say why. Go on with: {again}\n")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

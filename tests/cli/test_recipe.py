@@ -76,6 +76,8 @@ def test_the_line_wins_over_the_file(recipe: Any) -> None:
         ([*LEAST, "--rollout_func", "a:b"], "rloo", "rollout_func works with GRPO only"),
         ([*LEAST, "--dtype", "bfloat16", "--model_init_kwargs", '{"dtype": "auto"}'], "grpo", "keep one"),
         (["none.yaml"], "train", "no such file"),
+        (["a.yaml", "--config", "b.yaml"], "train", "There are two files"),
+        ([*LEAST, "--reward", "other"], "grpo", "--rewards is given more than once: name all values after one"),
     ],
 )
 def test_what_cannot_be_meant(argv: list[str], command: str, message: str) -> None:
@@ -128,6 +130,13 @@ def test_the_config_of_one_process_among_several() -> None:
         Run.read(small)
     assert Run.read(small, processes=8).config.generation_batch_size == 8
     assert Run.read(small, build=False).config.num_generations == 8, "not built, so not refused"
+
+
+def test_a_run_is_read_where_it_does_not_run() -> None:
+    run = Run.of_another_machine([*LEAST[:-2], "--bf16", "true", "--num_processes", "4", "--num_generations", "8"])
+    assert (run.config.world_size, run.config.generation_batch_size) == (4, 32)
+    assert run.config.bf16
+    assert not run.config.use_cpu
 
 
 def test_accelerates_options_are_known() -> None:
