@@ -272,9 +272,7 @@ def _with_model(config: Any, model: ModelArguments) -> Any:
     given = dict(config.model_init_kwargs or {})
     for word, value in said.items():
         if given.setdefault(word, value) != value:
-            raise ConfigError(
-                f"model_init_kwargs[{word!r}]={given[word]!r}, but it is also set to {value!r}; keep one."
-            )
+            logger.warning(f"model_init_kwargs says {word}={given[word]!r}, so {word}={value!r} is not used.")
     if given:
         config = copy.copy(config)
         config.model_init_kwargs = given

@@ -74,7 +74,6 @@ def test_the_line_wins_over_the_file(recipe: Any) -> None:
         ([*LEAST, "--trainer", "ppo"], "train", "trainer='ppo' is not one of grpo, rloo"),
         ([*LEAST, "--trainer", "rloo"], "grpo", "Use `gruppo train`"),
         ([*LEAST, "--rollout_func", "a:b"], "rloo", "rollout_func works with GRPO only"),
-        ([*LEAST, "--dtype", "bfloat16", "--model_init_kwargs", '{"dtype": "auto"}'], "grpo", "keep one"),
         (["none.yaml"], "train", "no such file"),
         (["a.yaml", "--config", "b.yaml"], "train", "There are two files"),
         ([*LEAST, "--reward", "other"], "grpo", "--rewards is given more than once: name all values after one"),
@@ -122,6 +121,12 @@ def test_datasets_beat_a_name(recipe: Any, caplog: pytest.LogCaptureFixture) -> 
 def test_adapter_settings_without_an_adapter_are_named(recipe: Any, caplog: pytest.LogCaptureFixture) -> None:
     Run.read(recipe(lora_r=8))
     assert "lora_r: no effect without use_peft" in caplog.text
+
+
+def test_loading_by_keywords_wins_as_in_trl(recipe: Any, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run.read(recipe(dtype="bfloat16", model_init_kwargs={"dtype": "auto", "revision": "x"}))
+    assert run.config.model_init_kwargs == {"dtype": "auto", "revision": "x"}
+    assert "model_init_kwargs says dtype='auto', so dtype='bfloat16' is not used" in caplog.text
 
 
 def test_the_config_of_one_process_among_several() -> None:
