@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import statistics
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -39,6 +40,7 @@ class Parts:
     model: Any = None  # without weights
     processing: Any = None
     encoder: Any = None
+    longest: int | None = None  # prompt, in tokens
 
     @property
     def brings_more(self) -> bool:
@@ -59,6 +61,19 @@ def fields(run: Run, findings: Findings) -> None:
     where = "" if run.processes == 1 else f" on {run.processes} processes"
     said = f"{type(config).__name__}: {prompts} prompts × {config.num_generations} completions a generation{where}"
     findings.ok("fields", f"{said}, up to {config.max_completion_length} tokens each")
+    for package, install, what in _optional(run):
+        if importlib.util.find_spec(package) is None:
+            findings.warning("fields", f"{what} needs {package}, which is not installed here: pip install {install}")
+
+
+def _optional(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Packages that the run needs beside those that are always there, how they are installed, and what for."""
+    if run.config.samples_with_vllm and run.config.vllm_mode == "colocate":
+        yield "vllm", "gruppo[vllm]", "use_vllm"
+    if str(run.launching.launch or run.launching.accelerate_config).startswith("zero"):
+        yield "deepspeed", "gruppo[deepspeed]", "ZeRO"
+    if run.model_args.load_in_4bit or run.model_args.load_in_8bit:
+        yield "bitsandbytes", "bitsandbytes", "load_in_4bit"
 
 
 def rewards(parts: Parts, findings: Findings) -> None:
@@ -225,7 +240,10 @@ def _outline(run: Run, described: Any) -> Any:
     given = {"trust_remote_code": run.config.trust_remote_code, **(run.config.model_init_kwargs or {})}
     kind = model_class(run.model, given)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(described) if kind is AutoModelForCausalLM else kind(described)
+        if kind is AutoModelForCausalLM:
+            model = kind.from_config(described, trust_remote_code=run.config.trust_remote_code)
+        else:
+            model = kind(described)
     model.config._name_or_path = run.model
     return model
 
@@ -252,7 +270,7 @@ def lengths(parts: Parts, findings: Findings) -> None:
                 "lengths", f"max_prompt_length={limit} cuts {cut} of {len(counts)} prompts: their beginning is lost."
             )
         parts.encoder(rows)  # raises for prompts that leave no room
-        longest = counts[-1] if limit is None else min(counts[-1], limit)
+        parts.longest = longest = counts[-1] if limit is None else min(counts[-1], limit)
         if context is not None and longest + config.max_completion_length > context:
             findings.warning(
                 "lengths",
@@ -295,6 +313,8 @@ def _too_large(parts: Parts) -> str | None:
 
     weights = sum(weight.numel() for weight in parts.model.parameters())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and (parts.run.model_args.load_in_4bit or parts.run.model_args.load_in_8bit):
+        return "quantised weights need a GPU"
     needed, free = PARITY_COPIES * 4 * weights, free_memory(device)
     if needed > free:
         return f"it needs about {needed / 2**30:.0f} GiB of memory, of which {free / 2**30:.0f} are free here"

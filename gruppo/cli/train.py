@@ -161,6 +161,8 @@ def _made(run: Run) -> Any:
 
     if not sys.stderr.isatty():
         quiet_bars()
+    if run.config.process_index == 0:
+        print(f"{run.trainer.upper()} of {run.model}, into {run.config.output_dir} …", flush=True)
     return make_trainer(run, callbacks=[LiveProgressCallback()])
 
 

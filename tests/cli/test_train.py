@@ -17,6 +17,7 @@ def test_a_file_is_a_run(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["train", str(recipe()), "--max_steps", "1"]) == 0
     assert (tmp_path / "run" / "model.safetensors").exists()
     out = capsys.readouterr().out
+    assert out.splitlines()[0].startswith("GRPO of ")
     assert "update 1/1  reward " in out
     assert "{'loss'" not in out, "transformers' dictionaries are replaced"
     run = tmp_path / "run"
