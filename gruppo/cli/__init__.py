@@ -14,7 +14,7 @@ __all__ = ["COMMANDS", "main"]
 
 
 def demo(argv: list[str]) -> int:
-    """Watch a tiny model learn arithmetic: three minutes, CPU only."""
+    """Watch a tiny model learn sums (under three minutes, CPU only)."""
     from gruppo.demo.run import main as run_demo
 
     return run_demo(argv)
