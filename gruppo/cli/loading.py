@@ -71,20 +71,19 @@ def _made(factory: Any, name: str, arguments: Any) -> Any:
 
 
 def _module(home: str, folder: Path) -> Any:
-    for place in (folder.resolve(), Path.cwd()):
-        if str(place) not in sys.path:
-            sys.path.insert(0, str(place))
-    if home.endswith(".py"):
-        return _module_of_file(located(home, folder))
+    file = located(home, folder).resolve() if home.endswith(".py") else None
+    places = [folder.resolve(), Path.cwd(), *([] if file is None else [file.parent])]  # a file may import its siblings
+    for place in map(str, places):
+        if place not in sys.path:
+            sys.path.insert(0, place)
     try:
-        return importlib.import_module(home)
+        return importlib.import_module(home) if file is None else _module_of_file(file)
     except ImportError as error:
-        raise ConfigError(f"The module {home!r} cannot be imported: {error}.") from error
+        raise ConfigError(f"{home} cannot be imported: {error}.") from error
 
 
 def _module_of_file(path: Path) -> Any:
     """The module of a file, run once however often it is named."""
-    path = path.resolve()
     if not path.is_file():
         raise ConfigError(f"There is no file {path}.")
     known = sys.modules.get(path.stem)

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from gruppo import cli
+from gruppo.cli.loading import load_named, make_trainer
+from gruppo.cli.recipe import Run
 from gruppo.errors import AuditError
 
+ROOT = Path(__file__).parents[2]
 train: Any = importlib.import_module("gruppo.cli.train")  # `gruppo.cli` has a function of that name
 
 
@@ -34,16 +37,53 @@ def test_flags_are_a_run(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "model.safetensors").exists()
 
 
-def test_tools_adapters_and_evaluation_reach_the_trainer(recipe: Any, home: Path) -> None:
-    from gruppo.cli.loading import make_trainer
-    from gruppo.cli.recipe import Run
-
+def test_adapters_and_evaluation_reach_the_trainer(recipe: Any, home: Path) -> None:
     changes = {"peft": {"r": 2}, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     path = recipe(eval_dataset=str(home / "rows.jsonl"), ignore_bias_buffers=True, **changes)
     trainer = make_trainer(Run.read(path))
     assert type(trainer.model).__name__.startswith("PeftModel")
     assert len(trainer.eval_dataset) == 8
     assert trainer.model._ddp_params_and_buffers_to_ignore == []
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo's model with a chat template that knows tools."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    model, tokenizer = load_named(f"{ROOT}/examples/tiny_chat.py:load", ROOT)()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_tools_reach_the_trainer(recipe: Any, chat_model: str, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"prompt": [{"role": "user", "content": "6*7"}], "answer": "42"}\n' * 4)
+    calculator = ROOT / "examples" / "calculator.py"
+    about = {"model": chat_model, "dataset": "chats.jsonl", "rewards": [f"{calculator}:exact_match"]}
+    trainer = make_trainer(Run.read(recipe(tools=[f"{calculator}:calc"], max_steps=1, **about)))
+    assert [tool.__name__ for tool in trainer.tools] == ["calc"]
+    trainer.train()
+    assert "tools/call_frequency" in trainer.state.log_history[0]
+
+
+def test_environments_and_rollout_functions_reach_the_trainer(recipe: Any, chat_model: str, tmp_path: Path) -> None:
+    game = ROOT / "examples" / "guessing_game.py"
+    path = recipe(model=chat_model, dataset=None, rewards=None, environment_factory=f"{game}:GuessingGame")
+    (tmp_path / "chats.jsonl").write_text('{"prompt": [{"role": "user", "content": "?"}], "number": 3}\n' * 4)
+    trainer = make_trainer(Run.read([str(path), "--dataset", "chats.jsonl", "--reward", f"{game}:found"]))
+    assert trainer.toolset.environments is not None
+    (tmp_path / "sampler.py").write_text("def nothing(prompts, trainer):\n    raise NotImplementedError\n")
+    trainer = make_trainer(Run.read(recipe(rollout_func="sampler.py:nothing")))
+    assert trainer.custom_rollout is not None
+
+
+def test_a_process_that_was_launched_starts_no_others(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(train, "train", lambda argv, command: begun.append(argv) or 0)
+    path = str(recipe(num_processes=2, launch="ddp"))
+    assert cli.main(["train", path]) == 0
+    assert begun == [[path]]
 
 
 def test_a_model_that_is_not_there(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
