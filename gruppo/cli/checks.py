@@ -190,9 +190,10 @@ def _judge(name: str, tried: Any, findings: Findings) -> None:
         findings.error("reward", f"{name}: {'; '.join(tried.warnings)}")
         return
     span = f"{scores[0]:g}" if len(scores) == 1 else f"{scores[0]:g} to {scores[-1]:g}"
-    findings.ok("reward", f"{name}: scores {span} on {len(tried.trials)} completions of {REWARD_ROWS} rows at most")
+    rows = len({trial.row for trial in tried.trials})
+    findings.ok("reward", f"{name}: scores {span} on {len(tried.trials)} made-up completions of {rows} rows")
     for warning in tried.warnings:
-        findings.warning("reward", f"{name} {warning}")
+        findings.warning("reward", f"{name}: {warning}")
 
 
 # ---- the model

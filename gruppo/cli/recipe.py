@@ -73,9 +73,14 @@ class Run:
         if not build:
             parser.dataclass_types.pop()  # what is left comes back as a namespace
         _refuse_repetitions(parser, strings)
-        *parsed, of_file, of_line = parser.parse_args_and_config(
-            strings, return_remaining_strings=True, separate_remaining_strings=True
-        )
+        try:
+            *parsed, of_file, of_line = parser.parse_args_and_config(
+                strings, return_remaining_strings=True, separate_remaining_strings=True
+            )
+        except ConfigError:
+            raise
+        except ValueError as error:  # of transformers, about its own fields
+            raise ConfigError(str(error)) from error
         script, model_args, mixture, launching, config = parsed
         if build:
             config = _with_model(config, model_args)
@@ -226,7 +231,13 @@ def _for_accelerate(parser: TrlParser, path: Path | None, of_file: list[str], of
             found += [flag] * (value == "True")
         else:
             found += [flag, value]
-    return (*found, *of_line)
+    for string in of_line:
+        if string.startswith("--"):  # one spelling for --num-processes=8 and --num_processes 8
+            flag, *value = string[2:].split("=", 1)
+            found += [f"--{flag.replace('-', '_')}", *value]
+        else:
+            found.append(string)
+    return tuple(found)
 
 
 def _without_trainer(of_file: list[str]) -> list[str]:

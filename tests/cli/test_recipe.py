@@ -74,6 +74,7 @@ def test_the_line_wins_over_the_file(recipe: Any) -> None:
         ([*LEAST, "--trainer", "ppo"], "train", "trainer='ppo' is not one of grpo, rloo"),
         ([*LEAST, "--trainer", "rloo"], "grpo", "Use `gruppo train`"),
         ([*LEAST, "--rollout_func", "a:b"], "rloo", "rollout_func works with GRPO only"),
+        ([*LEAST, "--save_strategy", "steps", "--load_best_model_at_end"], "grpo", "load_best_model_at_end"),
         (["none.yaml"], "train", "no such file"),
         (["a.yaml", "--config", "b.yaml"], "train", "There are two files"),
         ([*LEAST, "--reward", "other"], "grpo", "--rewards is given more than once: name all values after one"),
@@ -138,7 +139,8 @@ def test_the_config_of_one_process_among_several() -> None:
 
 
 def test_a_run_is_read_where_it_does_not_run() -> None:
-    run = Run.of_another_machine([*LEAST[:-2], "--bf16", "true", "--num_processes", "4", "--num_generations", "8"])
+    run = Run.of_another_machine([*LEAST[:-2], "--bf16", "true", "--num-processes=4", "--num_generations", "8"])
+    assert run.accelerate == ("--num_processes", "4")
     assert (run.config.world_size, run.config.generation_batch_size) == (4, 32)
     assert run.config.bf16
     assert not run.config.use_cpu
