@@ -7,11 +7,15 @@ those that do not need it are still looked at.
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from gruppo.cli import checks
 from gruppo.cli.checks import Parts
 from gruppo.cli.findings import Findings
 from gruppo.cli.recipe import Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["check", "main"]
 
@@ -44,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from gruppo.cli.train import quiet_bars
 
     quiet_bars()
-    findings = check(argv)
-    findings.print(Console())
+    findings = check(argv, Console())
     if findings.errors:
         print(f"{findings.summary}: this run would not work. Mend it and check again.")
         return 1
@@ -53,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check(argv: Sequence[str]) -> Findings:
-    """Look at everything.
+def check(argv: Sequence[str], console: "Console | None" = None) -> Findings:
+    """Look at everything, and show each finding as it comes.
 
     Example:
         check(["recipes/grpo.yaml", "--model", "./model"]).errors == []
     """
-    findings = Findings()
+    findings = Findings(console=console)
     argv, template = _take_template(argv)
     run, built = _read(argv, findings)
     if run is None:
@@ -96,5 +99,4 @@ def _read(argv: Sequence[str], findings: Findings) -> tuple[Run | None, bool]:
         return run, True
     with findings.about("fields"):
         return Run.read(argv, build=False, strict=False), False
-    findings.found = list(dict.fromkeys(findings.found))
     return None, False

@@ -170,7 +170,10 @@ def reward_scores(parts: Parts, findings: Findings) -> None:
     from gruppo.rewards.resolve import is_reward_model
 
     config = parts.run.config
-    for name, reward in parts.rewards.items() if parts.rows else ():
+    if parts.rewards and not parts.rows:
+        findings.warning("reward", f"{', '.join(parts.rewards)}: there, but not tried, as there are no rows.")
+        return
+    for name, reward in parts.rewards.items():
         if isinstance(reward, str) or is_reward_model(reward):
             findings.ok("reward", f"{name}: a reward model, which is not tried here")
             continue

@@ -11,6 +11,7 @@ from gruppo.errors import ConfigError, DataError, PackingError, ParityError, Rew
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 __all__ = ["Finding", "Findings"]
 
@@ -38,6 +39,13 @@ class Finding:
     def __str__(self) -> str:
         return f"{self.level:<8} {self.what:<10} {self.text}"
 
+    def coloured(self) -> "Text":
+        from rich.text import Text
+
+        line = Text(str(self))
+        line.stylize(STYLES[self.level], 0, len(self.level))
+        return line
+
 
 @dataclass
 class Findings:
@@ -51,15 +59,23 @@ class Findings:
     """
 
     found: list[Finding] = field(default_factory=list)
+    console: "Console | None" = None  # where each is shown as it is found
 
     def ok(self, what: str, text: str) -> None:
-        self.found.append(Finding(OK, what, text))
+        self._add(Finding(OK, what, text))
 
     def warning(self, what: str, text: str) -> None:
-        self.found.append(Finding(WARNING, what, text))
+        self._add(Finding(WARNING, what, text))
 
     def error(self, what: str, text: str) -> None:
-        self.found.append(Finding(ERROR, what, text))
+        self._add(Finding(ERROR, what, text))
+
+    def _add(self, finding: Finding) -> None:
+        if finding in self.found:
+            return
+        self.found.append(finding)
+        if self.console is not None:
+            self.console.print(finding.coloured(), soft_wrap=True)
 
     @contextmanager
     def about(self, what: str, *others: type[Exception]) -> Iterator[None]:
@@ -84,15 +100,6 @@ class Findings:
             f"{count[level]} {level}{'s' if count[level] > 1 else ''}" for level in (ERROR, WARNING) if count[level]
         ]
         return " and ".join(parts) or "Nothing to complain about"
-
-    def print(self, console: "Console") -> None:
-        """The lines, the level of each in its colour."""
-        from rich.text import Text
-
-        for finding in self.found:
-            line = Text(str(finding))
-            line.stylize(STYLES[finding.level], 0, len(finding.level))
-            console.print(line, soft_wrap=True)
 
 
 @contextmanager

@@ -240,7 +240,7 @@ def _load(mixture: DatasetMixtureConfig) -> Any:
     except (OSError, ValueError, DatasetsError) as error:  # not there, not reachable, no such split, not readable
         named = ", ".join(str(entry.data_files or entry.path) for entry in mixture.datasets)
         raise DataError(
-            f"The dataset {named} cannot be loaded: {error} A file or folder is found from the working folder or "
+            f"The dataset {named} cannot be loaded: {str(error).rstrip('.')}. A file or folder is found from the working folder or "
             "from that of the recipe; a name on the hub needs the network, or its files in the cache."
         ) from error
 
@@ -282,7 +282,7 @@ def check_model_is_there(run: Run) -> Any:
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"The model {run.model!r} cannot be loaded: {first} It is a folder with config.json, or a name on the "
+            f"The model {run.model!r} cannot be loaded: {first.rstrip('.')}. It is a folder with config.json, or a name on the "
             "hub, which needs the network or its files in the cache."
         ) from error
 

@@ -233,8 +233,8 @@ def _for_accelerate(parser: TrlParser, path: Path | None, of_file: list[str], of
             found += [flag, value]
     for string in of_line:
         if string.startswith("--"):  # one spelling for --num-processes=8 and --num_processes 8
-            flag, *value = string[2:].split("=", 1)
-            found += [f"--{flag.replace('-', '_')}", *value]
+            flag, *given = string[2:].split("=", 1)
+            found += [f"--{flag.replace('-', '_')}", *given]
         else:
             found.append(string)
     return tuple(found)

@@ -68,6 +68,13 @@ def test_everything_else_is_still_checked_with_a_wrong_field(recipe: Any, home: 
     assert len(findings.errors) == 3
 
 
+@pytest.mark.usefixtures("tries_rewards")
+def test_rewards_without_rows_are_only_named(recipe: Any) -> None:
+    findings = check([str(recipe(dataset="no-one/nothing"))])
+    assert said(findings, "reward", "warning") == "brevity: there, but not tried, as there are no rows."
+    assert levels(findings)["model"] == {"ok"}
+
+
 def test_an_unknown_key_does_not_end_it(recipe: Any) -> None:
     findings = check([str(recipe(learning_rat=1.0))])
     assert "Did you mean `learning_rate`" in said(findings, "fields")

@@ -111,6 +111,23 @@ def test_rows_to_evaluate_on(files: Path, recipe: Any) -> None:
     assert both(dataset=mixture, test_split_size=1) == (2, 1)
 
 
+def test_a_name_on_the_hub(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def load_dataset(**words: Any) -> Dataset:
+        asked.append({key: value for key, value in words.items() if value is not None})
+        return Dataset.from_list([{"prompt": "a"}])
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    about = {"dataset": "openai/gsm8k", "dataset_config": "main", "eval_strategy": "epoch"}
+    train, evaluation = load_datasets(Run.read(recipe(**about)))
+    assert [(each["path"], each["name"], each["split"]) for each in asked] == [
+        ("openai/gsm8k", "main", "train"),
+        ("openai/gsm8k", "main", "test"),
+    ]
+    assert len(train) == len(evaluation) == 1
+
+
 def test_a_stream(files: Path, recipe: Any) -> None:
     train, _ = load_datasets(Run.read(recipe(dataset=str(files / "rows.jsonl"), dataset_streaming=True)))
     assert [row["prompt"] for row in train] == ["a", "b"]
