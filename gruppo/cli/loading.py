@@ -240,8 +240,8 @@ def _load(mixture: DatasetMixtureConfig) -> Any:
     except (OSError, ValueError, DatasetsError) as error:  # not there, not reachable, no such split, not readable
         named = ", ".join(str(entry.data_files or entry.path) for entry in mixture.datasets)
         raise DataError(
-            f"The dataset {named} cannot be loaded: {str(error).rstrip('.')}. A file or folder is found from the working folder or "
-            "from that of the recipe; a name on the hub needs the network, or its files in the cache."
+            f"The dataset {named} cannot be loaded: {str(error).rstrip('.')}. A file or folder is found from the working "
+            "folder or from that of the recipe; a name on the hub needs the network, or its files in the cache."
         ) from error
 
 
@@ -280,9 +280,9 @@ def check_model_is_there(run: Run) -> Any:
     try:
         return AutoConfig.from_pretrained(run.model, trust_remote_code=run.config.trust_remote_code, **known)
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
+        first = str(error).strip().splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"The model {run.model!r} cannot be loaded: {first.rstrip('.')}. It is a folder with config.json, or a name on the "
+            f"The model {run.model!r} cannot be loaded: {first}. It is a folder with config.json, or a name on the "
             "hub, which needs the network or its files in the cache."
         ) from error
 
