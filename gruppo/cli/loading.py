@@ -240,8 +240,8 @@ def _load(mixture: DatasetMixtureConfig) -> Any:
     except (OSError, ValueError, DatasetsError) as error:  # not there, not reachable, no such split, not readable
         named = ", ".join(str(entry.data_files or entry.path) for entry in mixture.datasets)
         where = (
-            " A file or folder is found from the working folder or from that of the recipe; a name on the hub needs the "
-            "network, or its files in the cache."
+            " A file or folder is found from the working folder or from that of the recipe; a name on the hub needs "
+            "the network, or its files in the cache."
         )
         advice = where if isinstance(error, OSError) else ""
         raise DataError(f"The dataset {named} cannot be loaded: {str(error).rstrip('.')}.{advice}") from error
