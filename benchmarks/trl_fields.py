@@ -1,16 +1,20 @@
 """Write down TRL's config fields and their defaults, for the table in docs/five-minutes.md.
 
-    make bench-peers && .venv-peers/bin/python benchmarks/trl_fields.py benchmarks/results/trl_fields.json
+    make bench-peers
+    .venv-peers/bin/python benchmarks/trl_fields.py --out benchmarks/results/trl_fields.json
 
 Names and defaults only, as `dataclasses.fields` tells them.
 """
 
 import argparse
 import json
+import sys
 from dataclasses import MISSING, Field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from transformers import TrainingArguments
 
@@ -29,7 +33,7 @@ def main() -> None:
     from trl import GRPOConfig, RLOOConfig
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("output", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     inherited = {field.name: default(field) for field in fields(TrainingArguments)}
     found = {}
@@ -40,7 +44,7 @@ def main() -> None:
             name: value for name, value in values.items() if name not in inherited or value != inherited[name]
         }
     result = {**provenance("trl"), **found}
-    options.output.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    options.out.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
