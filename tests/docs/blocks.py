@@ -77,7 +77,8 @@ def check_names(block: Block, namespace: dict[str, Any]) -> None:
     known = {**public_names(), **namespace}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            module = importlib.import_module(node.module)
+            # What is said to be imported from TRL must be here under the same name.
+            module = importlib.import_module(re.sub(r"^trl\b", "gruppo", node.module))
             for alias in node.names:
                 assert hasattr(module, alias.name), f"{block.where}: {node.module} has no {alias.name}"
                 known[alias.asname or alias.name] = getattr(module, alias.name)
