@@ -5,7 +5,6 @@ plain imports.
 """
 
 from importlib import import_module
-from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,7 +77,9 @@ if not TYPE_CHECKING:  # a checker would take every misspelt name for one that i
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            return _version("gruppo")
+            from importlib.metadata import version
+
+            return version("gruppo")
         if name not in _HOME:
             raise AttributeError(f"module 'gruppo' has no attribute {name!r}")
         return getattr(import_module(_HOME[name]), name)

@@ -77,8 +77,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "gruppo", folder / "gruppo", ignore=shutil.ignore_patterns("__pycache__"))
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", "dist", ".",
-        folder=folder)  # fmt: skip
+    offline = ("-q", "--no-deps", "--no-build-isolation", "--no-index")
+    run(sys.executable, "-m", "pip", "wheel", *offline, "-w", "dist", ".", folder=folder)
     (built,) = (folder / "dist").glob("*.whl")
     return built
 
@@ -89,8 +89,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clean")
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", folder=folder)
     interpreter = folder / "venv/bin/python"
-    run(sys.executable, "-m", "pip", "--python", interpreter, "install", "-q", "--no-deps", "--no-index", wheel,
-        folder=folder)  # fmt: skip
+    offline = ("-q", "--no-deps", "--no-index")
+    run(sys.executable, "-m", "pip", "--python", interpreter, "install", *offline, wheel, folder=folder)
     (packages,) = (folder / "venv/lib").glob("python*/site-packages")
     # Paths that a .pth file names have no .pth files of their own read: the checkout stays out.
     (packages / "around.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -150,9 +150,8 @@ def test_scripts_are_checked_against_the_types_of_the_package(python: Path, tmp_
 def test_checkers_see_the_names_that_are_loaded_lazily(package: str) -> None:
     """The imports for checkers and the table for running programs say the same."""
     tree = ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8"))
-    (table,) = (
-        ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-    )  # fmt: skip
+    values = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+    (table,) = (ast.literal_eval(value) for value in values if isinstance(value, ast.Dict))
     guarded = next(node for node in tree.body if isinstance(node, ast.If))
     imported = {
         node.names[0].name: node.module.removeprefix("gruppo.rewards." if "rewards" in package else "")
@@ -177,7 +176,9 @@ def test_importing_is_quick() -> None:
     assert best_seconds(sys.executable, "-m", "gruppo", "--help") - nothing < 5 * SECONDS
 
 
-@pytest.mark.parametrize("code", ["import gruppo", "import gruppo.cli", "from gruppo.cli import main; main(['--help'])"])
+@pytest.mark.parametrize(
+    "code", ["import gruppo", "import gruppo.cli", "from gruppo.cli import main; main(['--help'])"]
+)
 def test_importing_and_helping_load_nothing_heavy(code: str) -> None:
     shown = f"""
 import sys

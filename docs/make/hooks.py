@@ -36,7 +36,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Put in the sections of the README that are asked for, and turn links to the repository into links of the site."""
+    """Put in the sections of the README that are asked for; links to the repository become links of the site."""
     home = ROOT if page.file.src_uri in ROOT_PAGES.values() else ROOT / "docs"
     markdown = site_links(markdown, home)
     return _README.sub(lambda match: site_links(readme_section(match[1]), ROOT), markdown)
@@ -59,7 +59,7 @@ def site_links(markdown: str, home: Path) -> str:
     """The text with every link of a file in `home` made one of the site; links to folders become plain text.
 
     Example:
-        site_links("[a](../benchmarks/results/demo.json)", ROOT / "docs") == "[a](repository/benchmarks/results/demo.json)"
+        site_links("[a](../examples/calculator.py)", ROOT / "docs") == "[a](repository/examples/calculator.py)"
     """
 
     def site_link(match: re.Match[str]) -> str:

@@ -157,9 +157,7 @@ def staleness() -> Picture:
         picture.text(10, y + 10, title)
         picture.text(750, y + 10, words, anchor="end", color="soft", size=12)
         x, weights = 10.0, 0
-        for generation in range(4 // len(halves) if len(halves) > 1 else 4):
-            if x > 640:
-                break
+        for _ in range(4 // len(halves)):
             picture.box(x, y + 22, 78, 36, "sample\nW" + str(weights), line="mark")
             sampled = weights
             x += 86

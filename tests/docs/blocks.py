@@ -4,9 +4,9 @@ Python is run, all blocks of a page in one namespace and an empty folder, unless
 
     <!-- not run: needs a GPU -->
 
-Then it is compiled, its imports are made, the keywords of calls are held against the real signatures, and configs whose
-arguments are literals are made. Code that the page does not show can stand in a comment; it makes what a block needs, or
-checks what it did:
+Then it is compiled, its imports are made, the keywords of calls are held against the real signatures, and configs
+whose arguments are literals are made. Code that the page does not show can stand in a comment; it makes what a block
+needs, or checks what it did:
 
     <!-- run:
     assert score == [1.0]

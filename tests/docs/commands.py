@@ -37,7 +37,7 @@ def check(words: list[str]) -> None:
         assert words[0] in FOREIGN, f"nothing checks `{words[0]}`"
 
 
-class Parsed(Exception):
+class Parsed(Exception):  # noqa: N818  (it is no error)
     """Raised when the arguments of a command have been understood."""
 
 
