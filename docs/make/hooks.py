@@ -19,6 +19,7 @@ ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"
 COPIES = "repository"  # the folder of the site with files of the repository
 
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
+_FOR_TESTS = re.compile(r"^<!-- (?:not )?run:.*?-->\n", re.DOTALL | re.MULTILINE)  # see tests/docs/blocks.py
 _README = re.compile(r"<!-- README: (.+?) -->")
 _MATH = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 _PICTURE = re.compile(r'<img alt="([^"]*)" src="(?:\.\./)?pictures/([\w-]+)\.svg" ?/?>')
@@ -38,7 +39,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Put in the sections of the README that are asked for; links to the repository become links of the site."""
     home = ROOT if page.file.src_uri in ROOT_PAGES.values() else ROOT / "docs"
-    markdown = site_links(markdown, home)
+    markdown = site_links(_FOR_TESTS.sub("", markdown), home)
     return _README.sub(lambda match: site_links(readme_section(match[1]), ROOT), markdown)
 
 

@@ -36,6 +36,12 @@ def test_every_page_is_there(site: Path) -> None:
         assert (site / f"{page}.html").is_file(), page
 
 
+def test_what_is_written_for_the_tests_is_not_shown(site: Path) -> None:
+    for page in site.glob("*.html"):
+        assert "run:\n" not in page.read_text(encoding="utf-8"), page.name
+    assert "assert " not in (site / "faq.html").read_text(encoding="utf-8")
+
+
 def test_nothing_is_loaded_from_another_host(site: Path) -> None:
     """Links may lead anywhere; what a browser fetches by itself may not."""
     fetched = r"<(?:script|img|iframe)[^>]*\ssrc=\"([^\"]+)\"|<link[^>]*\shref=\"([^\"]+)\""
