@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Iterator
 from typing import Any
@@ -49,29 +50,21 @@ def _gruppo(words: list[str]) -> None:
         assert main(words) == 0
         return
     assert words[0] in COMMANDS, f"there is no command `gruppo {words[0]}`"
-    parse_args, parse_known_args = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args
-    whole = []
+    original = argparse.ArgumentParser.parse_known_args
 
-    def all_of_them(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
-        whole.append(True)
-        parse_args(self, *args, **kwargs)
+    def parse(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        options, unknown = original(self, *args, **kwargs)
+        if unknown and sys._getframe(1).f_code.co_name == "parse_args":
+            return options, unknown  # which refuses them
         raise Parsed
 
-    def some_of_them(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
-        found = parse_known_args(self, *args, **kwargs)
-        if whole:
-            return found
-        raise Parsed
-
-    setattr(argparse.ArgumentParser, "parse_args", all_of_them)  # noqa: B010
-    setattr(argparse.ArgumentParser, "parse_known_args", some_of_them)  # noqa: B010
+    setattr(argparse.ArgumentParser, "parse_known_args", parse)  # noqa: B010
     try:
         COMMANDS[words[0]](words[1:])
     except Parsed:
         return
     finally:
-        setattr(argparse.ArgumentParser, "parse_args", parse_args)  # noqa: B010
-        setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)  # noqa: B010
+        setattr(argparse.ArgumentParser, "parse_known_args", original)  # noqa: B010
     raise AssertionError(f"gruppo {shlex.join(words)} parsed nothing")
 
 
