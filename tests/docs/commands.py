@@ -86,6 +86,8 @@ def _python(words: list[str]) -> None:
     if words[0] == "-c":
         compile(words[1], "docs", "exec")
     elif words[0] == "-m":
+        if words[1].startswith(("recipes.", "benchmarks.")):
+            assert (ROOT / words[1].replace(".", "/")).with_suffix(".py").is_file(), f"there is no module {words[1]}"
         CHECKS.get(words[1], lambda rest: None)(words[2:])
     else:
         assert words[0] == "train.py" or (ROOT / words[0]).is_file(), f"there is no file {words[0]}"

@@ -1,11 +1,13 @@
 """Every piece of code in the README and the docs is run, or held against what it calls."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gruppo.cli import COMMANDS
 from gruppo.errors import ConfigError
 from tests.docs import commands
 from tests.docs.blocks import LANGUAGES, PAGES, Block, blocks, check_names, python_code, run
@@ -57,6 +59,20 @@ def test_commands_could_be_started(block: Block) -> None:
             commands.check(words)
 
 
+SENTENCES = sorted({code for page in PAGES for code in re.findall(r"`(gruppo [a-z][^`…]*)`", page.read_text("utf-8"))})
+
+
+@pytest.mark.parametrize("command", SENTENCES)
+def test_commands_in_sentences_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They may be cut short, so only the names of their flags are looked for."""
+    words = command.split()[1:]
+    assert words[0] in COMMANDS
+    with suppress(SystemExit):
+        COMMANDS[words[0]](["--help"])
+    known = capsys.readouterr().out
+    assert [word for word in words if word.startswith("--") and word not in known] == []
+
+
 def _has_commands(text: str) -> bool:
     """Whether a block without a language holds commands; drawings and outputs may not be readable as words."""
     return any(line.split(" ")[0] in commands.CHECKS for line in text.splitlines())
@@ -104,6 +120,7 @@ def test_a_wrong_block_that_is_not_run_is_found(text: str, error: type[Exception
         "make tset",
         "pip install '.[maths]'",
         "python benchmarks/no_such.py",
+        "python -m recipes.gsm8k_smollm2.no_such",
         "accelerate launch --config_file recipes/accelerate/fsdp3.yaml train.py",
         "torchrun --nprocs 8 train.py",
         "no-such-program",
