@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from latex2mathml.converter import convert
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[2]
 # Pages of the site that lie at the top of the repository.
@@ -29,17 +29,20 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages at the top of the repository, and every file that a page links to outside of docs/."""
     for source, page in ROOT_PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
-    linked = {ROOT / name for page in [ROOT / "README.md", *_pages()] for name in _outside(page)}
-    for path in sorted(linked):
-        name = path.relative_to(ROOT).as_posix()
-        files.append(File.generated(config, f"{COPIES}/{name}", abs_src_path=str(path)))
+    for path in sorted(_copied()):
+        name = f"{COPIES}/{path.relative_to(ROOT).as_posix()}"
+        copy = File.generated(config, name, abs_src_path=str(path), inclusion=InclusionLevel.NOT_IN_NAV)
+        files.append(copy)
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Put in the sections of the README that are asked for; links to the repository become links of the site."""
-    home = ROOT if page.file.src_uri in ROOT_PAGES.values() else ROOT / "docs"
-    markdown = site_links(_FOR_TESTS.sub("", markdown), home)
+    name = PurePosixPath(page.file.src_uri)
+    home = ROOT if str(name) in ROOT_PAGES.values() else ROOT / "docs"
+    if name.is_relative_to(COPIES):
+        home = ROOT / name.relative_to(COPIES).parent
+    markdown = site_links(_FOR_TESTS.sub("", markdown), home, to_top="../" * (len(name.parts) - 1))
     return _README.sub(lambda match: site_links(readme_section(match[1]), ROOT), markdown)
 
 
@@ -56,8 +59,10 @@ def readme_section(title: str) -> str:
     return readme.partition(f"\n## {title}\n")[2].partition("\n## ")[0].strip()
 
 
-def site_links(markdown: str, home: Path) -> str:
+def site_links(markdown: str, home: Path, to_top: str = "") -> str:
     """The text with every link of a file in `home` made one of the site; links to folders become plain text.
+
+    `to_top` leads from the page to the top of the site.
 
     Example:
         site_links("[a](../examples/calculator.py)", ROOT / "docs") == "[a](repository/examples/calculator.py)"
@@ -71,12 +76,9 @@ def site_links(markdown: str, home: Path) -> str:
         name = path.relative_to(ROOT).as_posix()
         if path.is_dir():
             return text
-        if name in ROOT_PAGES:
-            return f"[{text}]({ROOT_PAGES[name]}{anchor})"
-        if name == "README.md":
-            return f"[{text}](index.md{anchor})"
-        inside = PurePosixPath(name).is_relative_to("docs")
-        return f"[{text}]({name.removeprefix('docs/') if inside else f'{COPIES}/{name}'}{anchor})"
+        pages = {**ROOT_PAGES, "README.md": "index.md"}
+        inside = name.removeprefix("docs/") if name.startswith("docs/") else f"{COPIES}/{name}"
+        return f"[{text}]({to_top}{pages.get(name, inside)}{anchor})"
 
     return "".join(
         part if part.startswith("```") else _LINK.sub(site_link, part)
@@ -98,8 +100,15 @@ def _formula(match: re.Match[str]) -> str:
     return convert(latex, display="block" if match[1] == "div" else "inline")
 
 
-def _pages() -> list[Path]:
-    return [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ROOT_PAGES)]
+def _copied() -> set[Path]:
+    """Every file that the site must have because a page, or a page among these, links to it."""
+    found: set[Path] = set()
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ROOT_PAGES)]
+    while pages:
+        linked = {ROOT / name for page in pages for name in _outside(page)} - found
+        found |= linked
+        pages = [path for path in linked if path.suffix == ".md"]
+    return found
 
 
 def _outside(page: Path) -> list[str]:
