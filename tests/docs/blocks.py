@@ -12,6 +12,8 @@ needs, or checks what it did:
     assert score == [1.0]
     -->
 
+A page that reads `runs/demo` finds a short run of the demo there.
+
 Commands in shell blocks are parsed by the parsers of their programs and not run; YAML is read as what it is.
 """
 

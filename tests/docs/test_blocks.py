@@ -1,6 +1,7 @@
 """Every piece of code in the README and the docs is run, or held against what it calls."""
 
 import re
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,12 @@ def name(page: Path) -> str:
 
 @pytest.mark.medium
 @pytest.mark.parametrize("page", [page for page in PYTHON if page.name not in LONG], ids=name)
-def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.chdir(tmp_path)
+    if any("runs/demo" in block.text for block in python_code(page)):
+        shutil.copytree(request.getfixturevalue("demo_run"), tmp_path, dirs_exist_ok=True)
     namespace: dict[str, Any] = {"__name__": "docs", "__file__": str(tmp_path / "page.py")}
     for block in python_code(page):
         if block.reason is None:
