@@ -79,6 +79,11 @@ def test_the_readme_is_on_the_first_page(site: Path) -> None:
     ).read_bytes()
 
 
+def test_of_programs_there_are_those_that_pages_link_to(site: Path) -> None:
+    assert (site / "repository/examples/calculator.py").is_file()
+    assert {path.relative_to(site).parts[0] for path in site.rglob("*.py")} == {"repository"}
+
+
 def test_the_table_of_fields_is_current() -> None:
     page = fields.PAGE.read_text(encoding="utf-8")
     assert fields.fill(page) == page, "run `python docs/make/fields.py`"
