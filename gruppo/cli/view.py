@@ -1,10 +1,9 @@
 """`gruppo view`: a local page over run folders, or a report of them in one file."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from gruppo.config.hints import nearest
+from gruppo.cli.options import CommandParser
 
 EXAMPLES = """\
 examples:
@@ -17,14 +16,12 @@ A run on another machine: `ssh -L 8123:127.0.0.1:8123 HOST gruppo view RUN --por
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    arguments = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    arguments = CommandParser(
         prog="gruppo view",
         description="A local page over run folders: curves, groups, tokens, prompts and evaluations. It only reads, "
         "answers on this machine only, and needs no network.",
         epilog=EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     arguments.add_argument(
         "folders",
@@ -45,10 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from gruppo.view.queries import Desk
 
     arguments = parser()
-    options, unknown = arguments.parse_known_args(argv)
-    if unknown:
-        known = [name for action in arguments._actions for name in action.option_strings]
-        arguments.error(f"unknown option {unknown[0]}.{nearest(unknown[0].partition('=')[0], known)}")
+    options = arguments.parse_args(argv)
     if options.export is not None and (options.open or options.port):
         arguments.error("--export writes a file and ends: it does not go with --port or --open")
     if not 0 <= options.port <= 65535:

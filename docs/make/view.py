@@ -1,6 +1,6 @@
 """Makes the pictures of docs/view.md: trains the demo, opens the viewer on it and takes them.
 
-python docs/figures/view.py                  (CPU only; needs chromium and playwright)
+python docs/make/view.py                  (CPU only; needs chromium and playwright)
 """
 
 import os
@@ -20,7 +20,7 @@ from gruppo import GRPOConfig, GRPOTrainer
 from gruppo.demo import exact_match, load_task, model_path
 from gruppo.demo.run import settings
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "pictures"
 STEPS = 15
 SIZE = {"width": 1100, "height": 760}
 
