@@ -20,7 +20,7 @@ from gruppo import GRPOConfig, GRPOTrainer
 from gruppo.demo import exact_match, load_task, model_path
 from gruppo.demo.run import settings
 
-HERE = Path(__file__).parents[1] / "pictures"
+HERE = Path(__file__).parents[1] / "figures"
 STEPS = 15
 SIZE = {"width": 1100, "height": 760}
 
