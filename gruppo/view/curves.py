@@ -7,8 +7,9 @@ from typing import Any
 
 from gruppo.runs import Run
 from gruppo.runs.follow import new_lines
+from gruppo.runs.lines import plain
 
-__all__ = ["Curves", "thin"]
+__all__ = ["Curves", "finite", "thin"]
 
 POINTS = 2000  # of a curve that is drawn
 OWN_KEYS = {"update", "kind", "time", "nonfinite"}
@@ -54,7 +55,7 @@ class Curves:
         """Read what is new; the version grows if there was something."""
         with self._lock:
             events = self._new("events.jsonl")
-            if any(event.get("event") in STARTS for event in events):  # lines of metrics may have been cut
+            if any(str(event.get("event")) in STARTS for event in events):  # lines of metrics may have been cut
                 self._curves, self.summary, self._positions["metrics.jsonl"] = {}, {}, 0
             self.events += events
             lines = self._new("metrics.jsonl")
@@ -91,7 +92,23 @@ class Curves:
             if isinstance(value, int | float) or name in nonfinite:
                 curve = self._curves.setdefault(name, Curve())
                 curve.updates.append(update)
-                curve.values.append(float(value) if isinstance(value, int | float) else math.nan)
+                curve.values.append(_float(value))
+
+
+def _float(value: Any) -> float:
+    """A number of a line; NaN for one that was not finite, or is too large to be one."""
+    try:
+        return math.nan if value is None or isinstance(value, str | list | dict) else float(value)
+    except OverflowError:
+        return math.nan
+
+
+def finite(value: Any) -> Any:
+    """What a file of JSON held, without NaN and the infinities; null if it is nested deeper than can be walked."""
+    try:
+        return plain(value)
+    except RecursionError:
+        return None
 
 
 def thin(updates: list[int], values: list[float], most: int = POINTS) -> tuple[list[int], list[float | None]]:

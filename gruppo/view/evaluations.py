@@ -10,6 +10,7 @@ from gruppo.errors import DataError
 from gruppo.evaluation.compare import compare
 from gruppo.evaluation.store import EvaluationFolder
 from gruppo.evaluation.types import Scored
+from gruppo.view.curves import finite
 
 __all__ = ["Evaluation", "compare_two"]
 
@@ -31,15 +32,19 @@ class Evaluation:
 
     def overview(self) -> dict[str, Any]:
         """What results.json says, and which passes have attempts."""
-        results = self.folder.results() or {}
+        try:
+            results, problem = self.folder.results() or {}, None
+        except DataError as error:  # the other folders can be shown all the same
+            results, problem = {}, str(error)
         passes = [{"benchmark": benchmark, "pass": decoding} for benchmark, decoding in self.folder.passes()]
         benchmarks = results.get("benchmarks")
         return {
             "name": self.name,
             "path": str(self.path),
-            "model": results.get("model"),
-            "benchmarks": benchmarks if isinstance(benchmarks, dict) else {},
+            "model": str(results.get("model", "")),
+            "benchmarks": (finite(benchmarks) or {}) if isinstance(benchmarks, dict) else {},
             "passes": passes,
+            "problem": problem,
         }
 
     def attempts(self, benchmark: str, decoding: str) -> dict[str, list[dict[str, Any]]]:
@@ -65,10 +70,14 @@ class Evaluation:
 def _attempts(path: Path, benchmark: str, decoding: str, changed: int) -> dict[str, list[dict[str, Any]]]:
     """Read once, and again when a file has changed."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for scored in EvaluationFolder(path).attempts(benchmark, decoding):
+    try:
+        attempts = EvaluationFolder(path).attempts(benchmark, decoding)
+    except (ValueError, KeyError, TypeError, IndexError) as error:  # a file that `gruppo eval` did not write
+        raise DataError(f"The attempts of {benchmark} in {path} cannot be read: {error!r}") from error
+    for scored in attempts:
         found.setdefault(scored.attempt.problem, []).append(_attempt(scored))
-    for attempts in found.values():
-        attempts.sort(key=lambda attempt: attempt["sample"])
+    for own in found.values():
+        own.sort(key=lambda attempt: attempt["sample"])
     return found
 
 

@@ -12,7 +12,7 @@ from gruppo.errors import DataError
 from gruppo.runs import Run
 from gruppo.runs.rollouts import REWARD, REWARD_KIND
 from gruppo.view import prompts
-from gruppo.view.curves import Curves
+from gruppo.view.curves import Curves, finite
 from gruppo.view.groups import Groups, Passing, plain, summarise
 from gruppo.view.index import Frame, Index, failed_answers
 from gruppo.view.tokens import Decoder, load_decoder, token_view
@@ -66,9 +66,9 @@ class RunSource:
 
     def _status(self) -> str:
         """The last word of the run on itself; a run that was killed says nothing and is taken for one that goes on."""
-        kinds = [event.get("event") for event in self.curves.events]
+        kinds = [str(event.get("event")) for event in self.curves.events]
         ends = [kind for kind in kinds if kind in ENDS or kind in ("started", "resumed")]
-        return str(ends[-1]) if ends and ends[-1] in ENDS else "running"
+        return ends[-1] if ends and ends[-1] in ENDS else "running"
 
     def overview(self) -> dict[str, Any]:
         frame, columns = self.index.frame, self.index.frame.columns
@@ -84,7 +84,7 @@ class RunSource:
             "metrics": self.curves.names,
             "splits": splits,
             "rewards": list(frame.rewards),
-            "events": self.curves.events[-50:],
+            "events": [finite(event) or {} for event in self.curves.events[-50:]],
             "state": self.state(),
         }
 

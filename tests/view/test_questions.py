@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,23 @@ def test_files_that_cannot_be_read_are_left_out(tmp_path: Path, caplog: pytest.L
     desk = runs.desk(tmp_path)
     assert ask(desk, "state")["runs"][0]["completions"] == 12
     assert sum("is left out" in message for message in caplog.messages) == 2, "once for each"
+
+
+def test_lines_of_a_stranger_do_not_break_an_answer(run_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_folder, tmp_path / "run")
+    with open(tmp_path / "run" / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"update": 9, "kind": "train", "loss": 1' + "0" * 400 + ', "reward": NaN, "odd": [1], "x": "1"}\n')
+        file.write('{"update": "x", "loss": 1}\n[1]\n{"update": 10, "kind": [], "nonfinite": 3, "reward": 1e999}\n')
+    with open(tmp_path / "run" / "events.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"event": ["started"], "value": Infinity}\n{"event": {}, "time": 1e999}\n')
+        file.write('{"event": ' + "[" * 700 + "]" * 700 + "}\n")
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation" / "results.json").write_text("[NaN")
+    desk = runs.desk(tmp_path)
+    overview = ask(desk, "overview")
+    assert overview["runs"][0]["state"]["status"] == "finished"
+    assert [curve["values"][-1] for curve in ask(desk, "curves", name=["loss", "reward"])] == [None, None]
+    assert "is no JSON" in overview["evaluations"][0]["problem"]
 
 
 # ---- groups

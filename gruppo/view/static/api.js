@@ -25,7 +25,7 @@ export async function ask(question, values = {}, signal = undefined) {
     if (error.name === "AbortError") throw error;
     throw new Error("The viewer does not answer. Is `gruppo view` still running?");
   }
-  const answer = await response.json();
+  const answer = await response.json().catch(() => ({})); // a failure of the viewer itself is told in its terminal
   if (!response.ok) throw new Error(answer.error ?? `The viewer answered ${response.status}.`);
   return answer;
 }

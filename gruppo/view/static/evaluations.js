@@ -20,7 +20,8 @@ export function show(page) {
       ["Tokens", (row) => number(row.numbers.mean_tokens, 0), "number"],
     ], rows, { id: "results" });
   const comparison = compared(page, all);
-  return { node: el("section", {}, el("h2", { tabindex: "-1" }, "Evaluations"), results, comparison.node), ready: comparison.load };
+  const problems = all.filter((each) => each.problem).map((each) => el("p", { class: "notice" }, words(each.problem)));
+  return { node: el("section", {}, el("h2", { tabindex: "-1" }, "Evaluations"), problems, results, comparison.node), ready: comparison.load };
 }
 
 const keyOf = ({ benchmark, pass }) => `${benchmark} ${pass}`;
