@@ -130,7 +130,7 @@ class ModelShape:
         return working + (layer + self.stream_bytes(passes) if checkpointing else self.layers * layer)
 
     def backward_bytes(self, passes: Passes) -> int:
-        """Of one token: gradients inside the layer whose backward pass runs, of gate, up, their product, the stream."""
+        """Of one token: gradients inside the layer whose backward pass runs (gate, up, their product, the stream)."""
         return (3 * self.intermediate + 2 * self.hidden) * passes.product
 
     def cast_bytes(self, passes: Passes) -> int:
