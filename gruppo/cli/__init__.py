@@ -28,6 +28,13 @@ def evaluate(argv: list[str]) -> int:
     return run_evaluation(argv)
 
 
+def plan(argv: list[str]) -> int:
+    """Memory and seconds of a run before it is started, with the arithmetic, and the largest settings that fit."""
+    from gruppo.cli.plan import main as make_plan
+
+    return make_plan(argv)
+
+
 def train(argv: list[str]) -> int:
     """Train from one YAML file, on one process or on several (--launch ddp, fsdp2, zero2, zero3)."""
     from gruppo.cli.train import main as run_training
@@ -45,6 +52,7 @@ def vllm_serve(argv: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "eval": evaluate,
+    "plan": plan,
     "train": train,
     "vllm-serve": vllm_serve,
 }
