@@ -22,6 +22,7 @@ from gruppo.plan.job import Adapter, Job, Model
 from gruppo.plan.measured import MEASURED
 from gruppo.plan.memory import Memory
 from gruppo.plan.reading import read_model
+from gruppo.plan.seconds import Seconds
 from gruppo.plan.terms import GIB
 
 RESULTS = Path(__file__).parent / "results"
@@ -205,8 +206,9 @@ def case_job(case: dict[str, Any], device: Device, **known: Any) -> Job:
 
 
 def cpu_device(memory_gib: float = 16) -> Device:
-    """A CPU as far as memory goes."""
-    return Device("CPU", 1, 1, 0.02, memory_gib, kind="cpu")
+    """One thread of a CPU, with so much memory."""
+    speed = MEASURED["cpu"]["tflops_per_thread"]
+    return Device("CPU", speed, speed, MEASURED["cpu"]["bandwidth"], memory_gib, kind="cpu")
 
 
 def cpu_memory(name: str = "plan_cpu") -> Iterator[Comparison]:
@@ -217,12 +219,66 @@ def cpu_memory(name: str = "plan_cpu") -> Iterator[Comparison]:
         yield Comparison(f"{name}: {case}", "GiB of the process", measured / GIB, memory.device_bytes / GIB)
 
 
+def gpu_memory(name: str = "plan_gpu") -> Iterator[Comparison]:
+    """The largest phase of each run, and the phases that took a quarter of it or more."""
+    result = load(f"{name}.json")
+    for case, run in result["runs"].items():
+        if "failed" in run:
+            continue
+        memory = Memory(case_job(run["case"], device_of(result)))
+        phases = {phase.name: phase.bytes - memory.program.bytes for phase in memory.phases}
+        phases["parity"] = phases.pop("parity check", 0)
+        phases["update"] = max(phases["update"], phases.pop("optimizer step"))
+        largest = max(run["peak_bytes"].values())
+        yield Comparison(f"{name}: {case}", "GiB allocated", largest / GIB, max(phases.values()) / GIB)
+        for phase in ("sampling", "parity", "update"):
+            measured = run["peak_bytes"].get(phase, 0)
+            if phases[phase] and measured > largest / 4:
+                yield Comparison(f"{name}: {case}", f"GiB in {phase}", measured / GIB, phases[phase] / GIB)
+
+
+# ---- seconds
+
+
+def step_seconds() -> Iterator[Comparison]:
+    """Steps and their parts; what rewards take is not predicted and not counted."""
+    for name in STEPS:
+        median = load(f"{name}.json")["engines"]["gruppo"]["median"]
+        job = step_job(name)
+        seconds = Seconds(job, Memory(job))
+        sampling = sum(part.seconds for part in seconds.sampling)
+        update = next(part for part in seconds.parts if part.name == "update").seconds
+        yield Comparison(name, "seconds of a step", median["step"] - median["rewards"], seconds.step)
+        yield Comparison(name, "seconds of sampling", median["generation"], sampling)
+        yield Comparison(name, "seconds of the update", median["update"], update)
+
+
+def rollout_seconds() -> Iterator[Comparison]:
+    for name in ROLLOUTS:
+        job = rollout_job(name)
+        predicted = sum(part.seconds for part in Seconds(job, Memory(job)).sampling)
+        measured = load(f"{name}.json")["engines"]["builtin"]["median_seconds"]
+        yield Comparison(name, "seconds of a rollout", measured, predicted)
+
+
+def cpu_seconds(name: str = "plan_cpu") -> Iterator[Comparison]:
+    """Processor seconds of the last update of each run, on one thread."""
+    for case, run in load(f"{name}.json")["runs"].items():
+        job = case_job(run["case"], cpu_device())
+        predicted = Seconds(job, Memory(job)).step
+        yield Comparison(f"{name}: {case}", "processor seconds of a step", run["steps"][-1]["step"], predicted)
+
+
 def comparisons() -> Iterator[Comparison]:
     yield from step_memory()
     yield from update_memory()
     yield from rollout_memory()
-    if (RESULTS / "plan_cpu.json").exists():
-        yield from cpu_memory()
+    yield from cpu_memory()
+    if (RESULTS / "plan_gpu.json").exists():
+        yield from gpu_memory()
+    yield from step_seconds()
+    yield from rollout_seconds()
+    yield from cpu_seconds()
 
 
 def main() -> None:

@@ -100,9 +100,8 @@ class Memory(Standing):
         if not fits:
             wide = job.weight_bytes
         row = job.prompt_tokens + min(job.completion_tokens, _PARITY_TOKENS)
-        values = 6 * shape.hidden + 5 * shape.query_width + 4 * shape.intermediate
-        if not job.on_cpu:
-            values += shape.heads * row  # there the scores of all pairs are kept
+        # Wide types have no kernel that does without the scores of all pairs.
+        values = 6 * shape.hidden + 5 * shape.query_width + 4 * shape.intermediate + shape.heads * row
         head = job.model.head_weights * wide if job.trains_head else 0
         logits = 3 * (row - job.prompt_tokens + 1) * shape.vocabulary * wide
         kept = row * shape.layers * values * wide + head + logits

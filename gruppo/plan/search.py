@@ -62,7 +62,7 @@ def largest_settings(job: Job) -> list[Largest]:
     if job.sampler == "builtin":
         means = f"completions on a device, {size} of a prompt, that are decoded together"
         found.insert(0, Largest("generation batch", together, means))
-    return found + [_model_class(job, whole_weights=True), _model_class(job, whole_weights=False)]
+    return [*found, _model_class(job, whole_weights=True), _model_class(job, whole_weights=False)]
 
 
 def _without_checkpointing(job: Job) -> bool:

@@ -95,9 +95,10 @@ class ModelShape:
         MLP gate and up; if its operations are not fused, what lies between them too.
         """
         stream, product, on_gpu = passes.stream, passes.product, passes.device == "cuda"
-        norm = stream if passes.fused else 4 + stream
-        if passes.fused and not on_gpu and stream < 4:
-            norm = 8  # torch's own operations in float32
+        norm = stream
+        if not passes.fused or (not on_gpu and stream < 4):
+            # torch's own operations, in float32; what the weight is multiplied by only where it is trained.
+            norm = 4 + (0 if passes.adapted is not None else stream if not passes.fused else 4)
         # Without a GPU, attention gathers rows of similar length: the output is kept twice, and keys for every reader.
         attention = (2, 2) if on_gpu else (3, 4)
         attended = attention[0] * self.query_width + attention[1] * self.key_width
