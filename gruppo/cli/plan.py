@@ -246,16 +246,46 @@ def find_adapter(peft: Mapping[str, Any] | None, model: Model) -> Adapter | None
     return Adapter(int(peft.get("r", 8)), frozenset(names))
 
 
-def _bits(options: argparse.Namespace, settings: Mapping[str, Any]) -> int | None:
-    asked = dict((settings.get("model_init_kwargs") or {}).get("quantization_config") or {})
-    if options.load_in_4bit or asked.get("load_in_4bit"):
-        return 4
-    return 8 if options.load_in_8bit or asked.get("load_in_8bit") else None
+def describe(
+    model_config: Any,
+    args: Any,
+    device: Device,
+    *,
+    peft: Mapping[str, Any] | None = None,
+    prompt_tokens: int = _PROMPT_TOKENS,
+    name: str = "model",
+) -> list[str]:
+    """The plan of a run on this many processes in a few lines, from a transformers config and a GRPOConfig.
+
+    Example:
+        print("\\n".join(describe(AutoConfig.from_pretrained(folder), config, DEVICES["H100"], prompt_tokens=512)))
+    """
+    from gruppo.plan.reading import read_model
+
+    model, loading = read_model(model_config, name), args.model_init_kwargs or {}
+    job = make_job(
+        model,
+        device,
+        args,
+        dtype=_dtype(loading, model_config),
+        autocast=bool(args.bf16 or args.fp16),
+        adapter=find_adapter(peft, model),
+        bits=_bits(loading),
+        prompt_tokens=prompt_tokens,
+        processes=args.world_size,
+    )
+    # A config knows its own process's part of the batch already.
+    return Forecast(job.with_(micro_batch_rows=args.per_device_train_batch_size)).lines()
 
 
-def _dtype(options: argparse.Namespace, settings: Mapping[str, Any], config: Any) -> str:
-    loading = settings.get("model_init_kwargs") or {}
-    said = options.dtype or loading.get("dtype") or loading.get("torch_dtype") or "float32"
+def _bits(loading: Mapping[str, Any]) -> int | None:
+    asked = loading.get("quantization_config") or {}
+    read = asked.get if isinstance(asked, Mapping) else lambda key: getattr(asked, key, False)
+    return 4 if read("load_in_4bit") else 8 if read("load_in_8bit") else None
+
+
+def _dtype(loading: Mapping[str, Any], config: Any) -> str:
+    said = loading.get("dtype") or loading.get("torch_dtype") or "float32"
     name = str(getattr(config, "dtype", None) or "float32" if said == "auto" else said).removeprefix("torch.")
     if name not in _WIDTHS:
         raise ConfigError(f"dtype={name!r} is not one of {', '.join(_WIDTHS)}.{nearest(name, _WIDTHS)}")
@@ -273,7 +303,8 @@ def read_job(options: argparse.Namespace, fields: Mapping[str, Any]) -> Job:
     device = find_one(options, on_cpu=bool(settings.get("use_cpu")))
     peft = {"r": options.lora_r, "target_modules": options.lora_targets or "all-linear"} if options.lora_r else None
     adapter = find_adapter(peft or (run.peft if run else None), model)
-    bits = _bits(options, settings)
+    loading = dict(settings.get("model_init_kwargs") or {}) | ({"dtype": options.dtype} if options.dtype else {})
+    bits = 4 if options.load_in_4bit else 8 if options.load_in_8bit else _bits(loading)
     if bits is not None and adapter is None:
         raise ConfigError(f"Weights in {bits} bits cannot be trained themselves: say --lora-r, or leave them whole.")
     on_cpu = device.kind == "cpu"
@@ -283,7 +314,7 @@ def read_job(options: argparse.Namespace, fields: Mapping[str, Any]) -> Job:
         model,
         device,
         args,
-        dtype=_dtype(options, settings, config),
+        dtype=_dtype(loading, config),
         autocast=autocast,
         adapter=adapter,
         bits=bits,
