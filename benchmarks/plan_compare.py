@@ -1,6 +1,6 @@
 """What `gruppo plan` predicts beside what committed results have measured.
 
-    python benchmarks/plan_compare.py            (a table)
+    python benchmarks/plan_compare.py            (prints them and fills the tables of docs/plan.md)
 
 Every result of a whole run, of an update or of a rollout that says how much memory it took is compared; none is left
 out. Constants that a prediction needs come from some of the same files (benchmarks/plan_constants.py), so seconds on
@@ -9,7 +9,7 @@ the H200 are partly a fit; memory is arithmetic but for the program itself and t
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -281,9 +281,56 @@ def comparisons() -> Iterator[Comparison]:
     yield from cpu_seconds()
 
 
+# ---- the page
+
+
+def example_table() -> str:
+    """The worked example: the update of a step, term by term, and what was measured."""
+    name = "step_qwen2-1.5b"
+    memory, record = Memory(step_job(name)), load(f"{name}.json")["engines"]["gruppo"]
+    (update,) = [phase for phase in memory.phases if phase.name == "update"]
+    rows = [f"| {term.name} | {term.formula} | {term.bytes / GIB:.2f} |" for term in update.terms]
+    allocated = (update.bytes - memory.program.bytes) / GIB
+    return "\n".join(
+        [
+            "| | counted as | GiB |",
+            "|---|---|---|",
+            *rows,
+            f"| together | | {update.bytes / GIB:.2f} |",
+            "",
+            f"Without the program {allocated:.2f} GiB; measured were {record['peak_allocated_gib']:.2f}. On the "
+            f"device, with gaps, {memory.device_bytes / GIB:.2f} GiB; measured were {record['peak_device_gib']:.2f}.",
+        ]
+    )
+
+
+def table(found: Iterable[Comparison]) -> str:
+    rows = [
+        f"| {one.source} | {one.what} | {one.measured:.2f} | {one.predicted:.2f} | {one.error:+.0%} |" for one in found
+    ]
+    return "\n".join(["| result | what | measured | predicted | error |", "|---|---|---|---|---|", *rows])
+
+
+def fill_page(page: str) -> str:
+    """docs/plan.md with the tables of the committed results."""
+    found = list(comparisons())
+    parts = {
+        "example": example_table(),
+        "memory": table(one for one in found if "GiB" in one.what),
+        "seconds": table(one for one in found if "seconds" in one.what),
+    }
+    for name, text in parts.items():
+        first, last = f"<!-- {name}: benchmarks/plan_compare.py -->", f"<!-- end of {name} -->"
+        start, end = page.index(first) + len(first), page.index(last)
+        page = f"{page[:start]}\n{text}\n{page[end:]}"
+    return page
+
+
 def main() -> None:
     for one in comparisons():
-        print(f"{one.source:55} {one.what:36} {one.measured:9.3f} {one.predicted:9.3f} {one.error:+7.1%}")
+        print(f"{one.source:58} {one.what:36} {one.measured:9.3f} {one.predicted:9.3f} {one.error:+7.1%}")
+    path = RESULTS.parent.parent / "docs" / "plan.md"
+    path.write_text(fill_page(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Qwen2Config, TrainerCallback
@@ -149,20 +151,24 @@ def watch(trainer: Any, probe: Probe, clock: Clock) -> None:
     wrap(trainer, "add_logps", "scoring")
 
 
-def make_model(case: Case, folder: Path, device: str) -> None:
-    """Random weights of the case's shape, with the demo's tokenizer, which nothing in them ends a completion of."""
+def random_model(case: Case, device: str) -> Any:
+    """Random weights of the case's shape, with nothing in them that ends a completion."""
     none = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             Qwen2Config(**case.shape, **none, max_position_embeddings=32768), dtype=getattr(torch, case.weights)
         )
+
+
+def make_model(case: Case, folder: Path) -> None:
+    """The model in a folder, with the demo's tokenizer."""
     AutoTokenizer.from_pretrained(model_path()).save_pretrained(folder)
-    model.save_pretrained(folder)
+    random_model(case, "cpu").save_pretrained(folder)
 
 
-def measure(case: Case, folder: Path, *, on_cpu: bool) -> dict[str, Any]:
-    """Train, and say what each phase took."""
+def measure(case: Case, folder: Path | None, *, on_cpu: bool) -> dict[str, Any]:
+    """Train the model of a folder, or one that is made on the device, and say what each phase took."""
     from gruppo import GRPOConfig, GRPOTrainer
 
     probe, clock = Probe(on_cpu=on_cpu), Clock(on_cpu)
@@ -173,12 +179,17 @@ def measure(case: Case, folder: Path, *, on_cpu: bool) -> dict[str, Any]:
         from peft import LoraConfig
 
         peft_config = LoraConfig(task_type="CAUSAL_LM", **case.lora)
-    rows = word_prompts(AutoTokenizer.from_pretrained(folder), case.prompts * case.updates, case.prompt_tokens)
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    rows = word_prompts(tokenizer, case.prompts * case.updates, case.prompt_tokens)
+    settings = case.settings("", on_cpu=on_cpu)
+    if folder is None:
+        del settings["model_init_kwargs"]
     with tempfile.TemporaryDirectory() as out:
         trainer = GRPOTrainer(
-            model=str(folder),
+            model=random_model(case, "cuda") if folder is None else str(folder),
+            processing_class=tokenizer,
             reward_funcs=spread,
-            args=GRPOConfig(**case.settings(out, on_cpu=on_cpu)),
+            args=GRPOConfig(**settings | {"output_dir": out}),
             train_dataset=Dataset.from_list(rows),
             peft_config=peft_config,
             callbacks=[clock],
@@ -238,11 +249,12 @@ def work(asked: Path, answer: Path, *, on_cpu: bool) -> None:
     """The other side of `apart`."""
     case = Case(**json.loads(asked.read_text(encoding="utf-8")))
     with tempfile.TemporaryDirectory() as folder:
-        build = [sys.executable, __file__, str(asked), folder, "cpu" if on_cpu else "cuda"]
-        subprocess.run(build, check=True)  # elsewhere, so that its memory does not count
-        found = measure(case, Path(folder), on_cpu=on_cpu)
+        if on_cpu:
+            build = [sys.executable, __file__, str(asked), folder]
+            subprocess.run(build, check=True)  # elsewhere, so that its memory does not count
+        found = measure(case, Path(folder) if on_cpu else None, on_cpu=on_cpu)
     answer.write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    make_model(Case(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), Path(sys.argv[2]), sys.argv[3])
+    make_model(Case(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), Path(sys.argv[2]))

@@ -65,3 +65,9 @@ def test_a_prediction_that_is_off_is_noticed() -> None:
     with pytest.raises(AssertionError):
         check([Comparison("a run", "GiB", measured=10.0, predicted=11.6)], MEMORY)
     check([Comparison("a run", "GiB", measured=10.0, predicted=8.6)], MEMORY)
+
+
+def test_the_page_shows_these_predictions() -> None:
+    page = (RESULTS.parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
+    assert "| activations of layers | 8,376 tokens × 28 layers × 55,296 B | 12.08 |" in page
+    assert plan_compare.fill_page(page) == page, "run `python benchmarks/plan_compare.py`"
