@@ -318,7 +318,7 @@ def read_job(options: argparse.Namespace, fields: Mapping[str, Any]) -> Job:
         autocast=autocast,
         adapter=adapter,
         bits=bits,
-        prompt_tokens=options.prompt_tokens or _PROMPT_TOKENS,
+        prompt_tokens=options.prompt_tokens or args.max_prompt_length or _PROMPT_TOKENS,
         mean_completion_tokens=options.mean_completion_length,
         processes=options.gpus,
         sharding=options.launch or ("none" if options.gpus == 1 else "ddp"),
@@ -329,7 +329,11 @@ def read_job(options: argparse.Namespace, fields: Mapping[str, Any]) -> Job:
 def main(argv: Sequence[str] | None = None) -> int:
     own = parser()
     rest, fields = take_fields(sys.argv[2:] if argv is None else argv, own._option_string_actions)
-    forecast = Forecast(read_job(options := own.parse_args(rest), fields))
+    options = own.parse_args(rest)
+    job = read_job(options, fields)
+    said = options.prompt_tokens is not None
+    assumed = f"prompts of {job.prompt_tokens} tokens are assumed: --prompt-tokens says how long they are"
+    forecast = Forecast(job, () if said else (assumed,))
     if options.json:
         print(json.dumps(forecast.to_dict(), indent=1))
     else:

@@ -21,6 +21,7 @@ class Forecast:
     """
 
     job: Job
+    assumed: tuple[str, ...] = ()  # what nobody has said
 
     @cached_property
     def memory(self) -> Memory:
@@ -48,13 +49,14 @@ class Forecast:
             f"sampling {memory.rollout_plan.rows} completions at once with {memory.rollout_plan.kv_tokens:,} places "
             f"for keys and values; update in passes of {memory.pack_tokens:,} tokens"
             + (", with gradient checkpointing" if memory.update_plan.checkpointing else ""),
-            f"about {self.seconds.step:.1f} s a step, without the rewards",
+            f"between phases {memory.between.bytes / GIB:.1f} GiB stay; about {self.seconds.step:.1f} s a step, "
+            "rewards not counted",
         ]
         return said + self.warnings()
 
     def warnings(self) -> list[str]:
         """What a reader should know of these numbers."""
-        job, found = self.job, []
+        job, found = self.job, list(self.assumed)
         if not job.knows_optimizer:
             found.append(f"optim={job.optimizer!r} is not known here: two values per trained weight are assumed")
         if job.sampler == "transformers":
@@ -73,6 +75,7 @@ class Forecast:
             "peak_bytes": memory.peak.bytes,
             "device_bytes": memory.device_bytes,
             "limiting_phase": memory.peak.name,
+            "resident_bytes": memory.between.bytes,
             "phases": {
                 phase.name: {"bytes": phase.bytes, "terms": [asdict(term) for term in phase.terms]}
                 for phase in memory.phases

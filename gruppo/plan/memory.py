@@ -55,13 +55,23 @@ class Memory(Standing):
             Phase("loading", (self.program, *self.standing_weights())),
             Phase("sampling", tuple(self._sampling())),
         ]
-        if self.job.parity and self.job.packed:
+        if self._checks_parity:
             found.append(Phase("parity check", tuple(self._parity())))
         if self.job.reference or self.job.old_logps:
             found.append(Phase("scoring", tuple(self._scoring())))
         found.append(Phase("update", tuple(self._update())))
         found.append(Phase("optimizer step", tuple(self._step())))
         return tuple(found)
+
+    @property
+    def _checks_parity(self) -> bool:
+        """Under spread weights it is left out where a process has no room for the whole model and its gradient."""
+        if not self.job.parity or not self.job.packed:
+            return False
+        if self.job.shares == 1:
+            return True
+        held = sum(term.bytes for term in self.standing())
+        return self.shadow is not None and self.capacity - held >= 3 * self.shadow.bytes
 
     def standing_weights(self) -> list[Term]:
         return [term for term in (self.weights, self.adapter, self.reference) if term is not None]
@@ -187,6 +197,11 @@ class Memory(Standing):
             yield product("temporary copies", (job.trained, "weights"), (job.trained_bytes, "B"), over=job.shares)
 
     # ---- the result
+
+    @cached_property
+    def between(self) -> Phase:
+        """What stays from phase to phase once the first update is done."""
+        return Phase("between phases", (self.program, *self.standing(), *self._pool_that_stays(), self.states))
 
     @cached_property
     def peak(self) -> Phase:

@@ -38,6 +38,9 @@ def test_the_numbers_of_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["rollout_plan"] == {"kv_tokens": 270_104, "rows": 512, "prefill_tokens": 6368}
     assert found["update_plan"] == {"tokens": 8548, "group_tokens": 17096, "checkpointing": False}
     assert found["peak_bytes"] == found["phases"]["update"]["bytes"]
+    resident = [term["bytes"] for term in found["phases"]["update"]["terms"][:3]]  # program, weights, optimizer
+    assert found["resident_bytes"] == sum(resident)
+    assert found["warnings"] == []
     assert found["step_seconds"] == pytest.approx(8.7, rel=0.25), "step_qwen2-1.5b.json"
     assert {one["setting"] for one in found["largest"]} == {"generation batch", "max_completion_length", "model"}
 
@@ -93,6 +96,7 @@ def test_a_file_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "adapter" in names
     (weights,) = [term for term in found["phases"]["loading"]["terms"] if term["name"] == "weights"]
     assert weights["bytes"] == 2 * found["weights"]
+    assert found["warnings"] == ["prompts of 256 tokens are assumed: --prompt-tokens says how long they are"]
     assert numbers(capsys, path, "--device", "L4", "--model", "qwen2-0.5b")["model"] == "qwen2-0.5b"
     on_cpu = numbers(capsys, recipe(tmp_path, use_cpu=True, bf16=False), "--threads", "2")
     assert on_cpu["device"]["kind"] == "cpu"
