@@ -85,7 +85,10 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> tuple[Model, An
             f"model={name!r} is no shape ({', '.join(PRESETS)}), no folder with a config.json, and no model that can "
             f"be had from the hub: {str(error).splitlines()[0]}{close}"
         ) from error
-    return read_model(config, name), config
+    try:
+        return read_model(config, name), config
+    except ValueError as error:
+        raise ConfigError(f"model={name!r} cannot be planned with: {error}.") from error
 
 
 # ---- the device

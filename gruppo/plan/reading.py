@@ -15,15 +15,9 @@ def read_model(config: Any, name: str = "model") -> Model:
         read_model(AutoConfig.from_pretrained("Qwen/Qwen2.5-1.5B")).weights == 1_543_714_304
     """
     import torch
-    import transformers
 
-    architecture = (getattr(config, "architectures", None) or [""])[0]
-    kind: Any = getattr(transformers, architecture, None)
     with torch.device("meta"):
-        if hasattr(kind, "_from_config"):
-            module = kind._from_config(config)
-        else:
-            module = transformers.AutoModelForCausalLM.from_config(config)
+        module = _model_class(config)._from_config(config)
     text = config.get_text_config()
     head = module.get_output_embeddings()
     tied = head is not None and head.weight is module.get_input_embeddings().weight
@@ -34,6 +28,19 @@ def read_model(config: Any, name: str = "model") -> Model:
         projections=_projections(module, head),
         tied=tied,
     )
+
+
+def _model_class(config: Any) -> Any:
+    """The class that the config names, or the usual one for its kind: of language models, or of those that see."""
+    import transformers
+
+    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    if named is not None:
+        return named
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise ValueError(f"transformers has no class of a language model for {type(config).__name__}")
 
 
 def _projections(module: Any, head: Any) -> dict[str, Projection]:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-# Projections whose input is a normalised stream.
-_OF_THE_STREAM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+# Projections of the normalised stream, of attention and of the MLP, and those back from the MLP, as models name them.
+_ATTENTION_IN = {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"}
+_MLP_IN = {"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "c_fc", "fc1"}
+_MLP_OUT = {"down_proj", "dense_4h_to_h", "fc2"}
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Passes:
         """
         if self.adapted is None:
             return 5 if self.mixed else 2
-        found = [name in self.adapted for name in _OF_THE_STREAM]
-        return sum(found) if self.product < 4 else any(found[:3]) + any(found[3:])
+        found = [self.adapted & _ATTENTION_IN, self.adapted & _MLP_IN]
+        return sum(len(names) if self.product < 4 else bool(names) for names in found)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class ModelShape:
         """Gate, up, and what is not made again: the active gate, and the product of both as the operand of `down`."""
         fused = passes.fused and passes.device == "cuda"
         if passes.adapted is not None:
-            return (2 if fused else 3) + ("down_proj" in passes.adapted)
+            return (2 if fused else 3) + bool(passes.adapted & _MLP_OUT)
         return 4 if not fused else 3 if passes.mixed else 2
 
     def stream_bytes(self, passes: Passes) -> int:

@@ -57,7 +57,7 @@ def test_a_fit_finds_the_best_point_of_its_grid() -> None:
 
 @pytest.mark.slow
 def test_a_tiny_run_is_measured_phase_by_phase() -> None:
-    case = plan_gpu.tiny(plan_gpu.CASES["1.5B bf16, reference"])
+    case = plan_gpu.tiny(plan_gpu.CASES["0.5B bf16, reference"])
     found = plan_runs.apart(case, on_cpu=True, limit=500, script=plan_gpu.__file__)
     assert "failed" not in found, json.dumps(found)
     assert set(found["peak_bytes"]) == {"loading", "update", "sampling", "parity", "scoring"}

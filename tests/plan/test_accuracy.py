@@ -33,6 +33,14 @@ def test_memory_of_runs_on_a_cpu() -> None:
     check(found, MEMORY)
 
 
+def test_the_budgets_of_runs_on_a_cpu_are_those_that_the_runs_chose() -> None:
+    for name, run in load("plan_cpu.json")["runs"].items():
+        memory = Memory(plan_compare.case_job(run["case"], plan_compare.cpu_device()))
+        assert memory.rollout_plan.to_dict() == run["plans"]["rollout"]["plan"], name
+        assert memory.update_plan.to_dict() == run["plans"]["update"]["plan"], name
+        assert (memory.job.model.weights, memory.job.trained)[memory.job.adapter is not None] == run["trained"], name
+
+
 @pytest.mark.skipif(not (RESULTS / "plan_gpu.json").exists(), reason="benchmarks/plan_gpu.py has not been run yet")
 def test_memory_of_the_phases_of_runs_on_a_gpu() -> None:
     check(list(plan_compare.gpu_memory()), MEMORY)

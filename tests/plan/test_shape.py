@@ -5,8 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2VLConfig,
+    Qwen3Config,
+)
 
 from gruppo.plan import ModelShape, Passes
 from gruppo.plan.presets import PRESETS, preset
@@ -15,6 +22,7 @@ from gruppo.policy.adapters import adapted_projections
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import Packer
 from gruppo.types import TrainBatch
+from tests.engine.models import BUILDERS, build
 
 SIZES: dict[str, Any] = dict(
     hidden_size=128, intermediate_size=384, num_attention_heads=8, num_key_value_heads=2, vocab_size=128,
@@ -116,6 +124,22 @@ def test_presets_have_the_weights_of_the_real_modules(name: str) -> None:
     read = read_model(config, name)
     assert (read.shape, read.weights, read.tied) == (model.shape, model.weights, model.tied)
     assert read.projections == model.projections
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_weights_are_counted_without_memory_for_them(name: str) -> None:
+    model = build(name)
+    read = read_model(model.config, name)
+    assert read.weights == sum(parameter.numel() for parameter in model.parameters())
+    linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    assert read.linear_weights == sum(part.weight.numel() for part in linears), "layers and head"
+
+
+def test_models_that_see_are_read_and_those_without_a_head_are_refused() -> None:
+    seeing = Qwen2VLConfig(text_config=dict(SIZES, num_hidden_layers=2), vision_config=dict(depth=1, embed_dim=32))
+    assert read_model(seeing).shape == ModelShape(2, 128, 384, 8, 2, 16, 128)
+    with pytest.raises(ValueError, match="no class of a language model for CLIPVisionConfig"):
+        read_model(CLIPVisionConfig())
 
 
 def test_presets_are_as_large_as_their_names_say() -> None:
