@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoConfig
 
-from gruppo import GRPOConfig, cli
+from gruppo import cli
 from gruppo.cli.plan import describe, take_fields
+from gruppo.cli.train import Run
 from gruppo.demo import model_path
 from gruppo.plan import DEVICES
 
@@ -113,6 +113,11 @@ def test_a_file_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--model", "qwen2-1.5b", "--device", "H200", "--load-in-4bit"], "--lora-r"),
         (["--model", "qwen2-1.5b", "--device", "H200", "--lora-r", "4", "--lora-targets", "q_prj"], "q_proj"),
         (["--model", "qwen2-1.5b", "--device", "H200", "--num-generations", "7"], "7"),
+        (["--model", "qwen2-1.5b", "--device", "H200", "--gpus", "0"], "--gpus 0 must be positive"),
+        (
+            ["--model", "qwen2-1.5b", "--device", "H200", "--prompt-tokens", "-3"],
+            "--prompt-tokens -3 must be positive",
+        ),
         (["nowhere.yaml", "--device", "H200"], "nowhere.yaml cannot be read"),
     ],
 )
@@ -139,11 +144,13 @@ def test_options_and_fields_are_told_apart() -> None:
 
 
 def test_a_few_lines_for_a_check(tmp_path: Path) -> None:
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, num_generations=8, per_device_train_batch_size=16)
-    lines = describe(AutoConfig.from_pretrained(model_path()), args, DEVICES["L4"], prompt_tokens=40, name="demo")
-    assert lines[0].startswith("demo (0.00B weights), 16 completions a generation and device, prompts of 40")
+    run = Run.read(Path(recipe(tmp_path)))
+    lines = describe(run, DEVICES["L4"], prompt_tokens=40).splitlines()
+    assert "(0.00B weights), 16 completions a generation and device, prompts of 40" in lines[0]
     assert "GiB of 22.0 (L4), in the " in lines[1]
     assert "fits" in lines[1]
     assert len(lines) == 4
-    strange = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, optim="galore_adamw", optim_target_modules=["attn"])
-    assert "is not known here" in describe(AutoConfig.from_pretrained(model_path()), strange, DEVICES["L4"])[-1]
+    strange = Run.read(Path(recipe(tmp_path, optim="galore_adamw", optim_target_modules=["attn"])))
+    assert "is not known here" in describe(strange, DEVICES["L4"])
+    here = describe(Run.read(Path(recipe(tmp_path, use_cpu=True))))
+    assert "(CPU)" in here
