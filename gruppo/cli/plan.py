@@ -103,11 +103,6 @@ def _device_here() -> str:
 # ---- the run
 
 
-def read_recipe(path: Path) -> Run:
-    """The run of a file; the one place that knows how files are read."""
-    return Run.read(path)
-
-
 def take_fields(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dict[str, Any]]:
     """The arguments without those that are no options of this command, and these as fields of a config.
 
@@ -144,7 +139,7 @@ def describe(run: Run, device: Device | None = None, prompt_tokens: int | None =
     Example:
         print(describe(Run.read(Path("run.yaml")), DEVICES["H100"], prompt_tokens=512))
     """
-    asked = Asked.of(run)
+    asked = Asked.of_run(run)
     if device is None:
         options = parser().parse_args([])
         device = find_one(options, on_cpu=asked.on_cpu or not _has_gpu())
@@ -167,13 +162,13 @@ def read_job(options: argparse.Namespace, fields: Mapping[str, Any]) -> Job:
     ):
         if (value := getattr(options, name)) is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be positive.")
+    known: dict[str, Any] = {"processes": options.gpus, "options": frozenset(vars(options))}
     if options.recipe is not None:
-        run = read_recipe(options.recipe)
+        asked = Asked.of_run(Run.read(options.recipe), fields, **known)
     elif options.model is not None:
-        run = Run("grpo", options.model, dataset=None, rewards=[])
+        asked = Asked.of_settings(options.model, fields, **known)
     else:
         raise ConfigError("Say what to plan: a file of `gruppo train`, or --model with a shape, a folder or a name.")
-    asked = Asked.of(run, fields, options.gpus, frozenset(vars(options)))
     loading = dict(asked.loading)
     if options.dtype:
         loading["dtype"] = options.dtype

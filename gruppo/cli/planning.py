@@ -45,13 +45,11 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> tuple[Model, An
         raise ConfigError(f"model={name!r} cannot be planned with: {error}.") from error
 
 
-def planning_config(
-    settings: Mapping[str, Any], trainer: str, processes: int, options: frozenset[str] = frozenset()
-) -> Any:
+def planning_config(settings: Mapping[str, Any], trainer: str, processes: int, options: frozenset[str]) -> Any:
     """The config of a run on so many processes, as one that can be made here, where there may be none of its devices.
 
     Precision is left out, which a config checks against the devices that are here, and all processes' completions are
-    those of one.
+    those of one. `options` are names that could have been meant by an unknown field.
     """
     import gruppo
 
@@ -167,26 +165,56 @@ class Asked:
     launch: str | None = None
 
     @classmethod
-    def of(
+    def of_settings(
         cls,
-        run: Run,
-        fields: Mapping[str, Any] | None = None,
+        model: str,
+        settings: Mapping[str, Any],
+        *,
+        trainer: str = "grpo",
+        peft: Mapping[str, Any] | None = None,
         processes: int = 1,
         options: frozenset[str] = frozenset(),
     ) -> "Asked":
-        """From the run of a file, with fields of its config over it; `options` could also have been meant by those."""
-        settings = {**(run.settings or {}), **(fields or {})}
-        args = planning_config(settings, run.trainer, processes, options)
+        """From fields of a config that is not made, of each of so many processes."""
+        args = planning_config(settings, trainer, processes, options)
+        on_cpu = bool(settings.get("use_cpu"))
         return cls(
-            run.model,
+            model,
             args,
             micro_batch_rows=max(args.per_device_train_batch_size // processes, 1),
             loading=settings.get("model_init_kwargs") or {},
-            peft=run.peft,
-            autocast=True if settings.get("fp16") else settings.get("bf16", True if settings.get("use_cpu") else None),
-            on_cpu=bool(settings.get("use_cpu")),
+            peft=peft,
+            autocast=True if settings.get("fp16") else settings.get("bf16", True if on_cpu else None),
+            on_cpu=on_cpu,
             processes=processes,
         )
+
+    @classmethod
+    def of_config(
+        cls, model: str, args: Any, *, peft: Mapping[str, Any] | None = None, launch: str | None = None
+    ) -> "Asked":
+        """From the config of one of a run's processes, which knows how many there are.
+
+        Example:
+            Asked.of_config("qwen2-1.5b", GRPOConfig("run")).job(DEVICES["H100"])
+        """
+        return cls(
+            model,
+            args,
+            micro_batch_rows=args.per_device_train_batch_size,
+            loading=args.model_init_kwargs or {},
+            peft=peft,
+            autocast=bool(args.bf16 or args.fp16),
+            on_cpu=bool(args.use_cpu),
+            processes=args.world_size,
+            launch=launch,
+        )
+
+    @classmethod
+    def of_run(cls, run: Run, fields: Mapping[str, Any] | None = None, **known: Any) -> "Asked":
+        """From the run of a file, with fields over it: the one place that knows what a file becomes."""
+        settings = {**(run.settings or {}), **(fields or {})}
+        return cls.of_settings(run.model, settings, trainer=run.trainer, peft=run.peft, **known)
 
     def job(self, device: Device, **known: Any) -> Job:
         """The job on a device; `known` are further arguments of `make_job`."""

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gruppo import cli
+from gruppo import GRPOConfig, cli
 from gruppo.cli.plan import describe, take_fields
+from gruppo.cli.planning import Asked
 from gruppo.cli.train import Run
 from gruppo.demo import model_path
 from gruppo.plan import DEVICES
@@ -154,3 +155,12 @@ def test_a_few_lines_for_a_check(tmp_path: Path) -> None:
     assert "is not known here" in describe(strange, DEVICES["L4"])
     here = describe(Run.read(Path(recipe(tmp_path, use_cpu=True))))
     assert "(CPU)" in here
+
+
+def test_a_config_that_is_made_is_planned_as_its_fields_are(tmp_path: Path) -> None:
+    fields = dict(num_generations=4, per_device_train_batch_size=8, max_completion_length=64, beta=0.1)
+    made = GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=True, model_init_kwargs={"dtype": "bfloat16"}, **fields
+    )
+    said = Asked.of_settings("qwen2-0.5b", {**fields, "bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}})
+    assert Asked.of_config("qwen2-0.5b", made).job(DEVICES["L4"]) == said.job(DEVICES["L4"])
