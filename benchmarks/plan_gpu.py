@@ -33,7 +33,7 @@ from gruppo.plan.seconds import Seconds
 
 QWEN2_0_5B = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14)
 QWEN2_0_5B |= dict(num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True)
-_LARGE = Case(QWEN2_1_5B, prompts=8, completions=8, prompt_tokens=200, new_tokens=128, weights="bfloat16")
+_LARGE = Case(QWEN2_1_5B, prompts=8, completions=8, prompt_tokens=200, new_tokens=128, weights="bfloat16", updates=2)
 _SMALL = replace(_LARGE, shape=QWEN2_0_5B)
 _LORA = {"r": 16, "target_modules": "all-linear"}
 CASES = {
@@ -41,7 +41,7 @@ CASES = {
     "1.5B float32, autocast": replace(_LARGE, weights="float32"),
     "1.5B bf16, LoRA": replace(_LARGE, lora=_LORA),
     "1.5B bf16, checkpointing": replace(_LARGE, fields={"gradient_checkpointing": True}),
-    "1.5B bf16, reference": replace(_LARGE, fields={"beta": 0.04}),
+    "0.5B bf16, reference": replace(_SMALL, fields={"beta": 0.04}),
     "0.5B bf16, long prompts": replace(_SMALL, prompts=4, prompt_tokens=2000),
     "0.5B float32, LoRA": replace(_SMALL, weights="float32", lora=_LORA),
     "0.5B bf16, padded rows": replace(_SMALL, prompts=2, fields={"packed_update": False}),

@@ -44,14 +44,15 @@ class Forecast:
         said = [
             f"{job.model.name} ({job.model.weights / 1e9:.2f}B weights), {job.rows} completions a generation and "
             f"device, prompts of {job.prompt_tokens} and completions of up to {job.completion_tokens} tokens",
-            f"peak memory {memory.device_bytes / GIB:.1f} GiB of {job.device.memory:.1f} ({job.device.name}), in the "
-            f"{peak.name}: {verdict}; the most of it is {most.name}, {most.bytes / GIB:.1f} GiB",
+            f"peak memory {memory.device_bytes / GIB:.1f} GiB of {job.device.memory:.1f} ({job.device.name}): "
+            f"{verdict}; largest phase: {peak.name}, most of it {most.name}, {most.bytes / GIB:.1f} GiB",
             f"sampling {memory.rollout_plan.rows} completions at once with {memory.rollout_plan.kv_tokens:,} places "
             f"for keys and values; update in passes of {memory.pack_tokens:,} tokens"
             + (", with gradient checkpointing" if memory.update_plan.checkpointing else ""),
-            f"between phases {memory.between.bytes / GIB:.1f} GiB stay; about {self.seconds.step:.1f} s a step, "
-            "rewards not counted",
+            f"between phases {memory.between.bytes / GIB:.1f} GiB stay",
         ]
+        if memory.fits:
+            said.append(f"about {self.seconds.step:.1f} s for a generation and its updates, rewards not counted")
         return said + self.warnings()
 
     def warnings(self) -> list[str]:

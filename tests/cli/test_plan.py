@@ -1,6 +1,7 @@
 """`gruppo plan`: from files and from options, as tables and as numbers, and what it says to mistakes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_the_tables_show_the_arithmetic(capsys: pytest.CaptureFixture[str], monk
             "270,104 places × 28,672 B",
             "512 steps of 512 rows",
         ),
-        *("of 139.8 (H200), in the update: fits", "max_completion_length", "qwen2-14b"),
+        *("of 139.8 (H200): fits; largest phase: update", "max_completion_length", "qwen2-14b"),
     ):
         assert said in text
 
@@ -148,9 +149,12 @@ def test_a_few_lines_for_a_check(tmp_path: Path) -> None:
     run = Run.read(Path(recipe(tmp_path)))
     lines = describe(run, DEVICES["L4"], prompt_tokens=40).splitlines()
     assert "(0.00B weights), 16 completions a generation and device, prompts of 40" in lines[0]
-    assert "GiB of 22.0 (L4), in the " in lines[1]
-    assert "fits" in lines[1]
-    assert len(lines) == 4
+    assert "GiB of 22.0 (L4): fits; largest phase: " in lines[1]
+    assert "s for a generation and its updates" in lines[-1]
+    assert len(lines) == 5
+    nothing = describe(run, replace(DEVICES["L4"], memory=0.5)).splitlines()
+    assert "does not fit" in nothing[1]
+    assert len(nothing) == 4, "nor does it take any time"
     strange = Run.read(Path(recipe(tmp_path, optim="galore_adamw", optim_target_modules=["attn"])))
     assert "is not known here" in describe(strange, DEVICES["L4"])
     here = describe(Run.read(Path(recipe(tmp_path, use_cpu=True))))
