@@ -29,7 +29,7 @@ def evaluate(argv: list[str]) -> int:
 
 
 def plan(argv: list[str]) -> int:
-    """Memory and seconds of a run before it is started, with the arithmetic, and the largest settings that fit."""
+    """Memory and time of a run before it starts; what else would fit."""
     from gruppo.cli.plan import main as make_plan
 
     return make_plan(argv)

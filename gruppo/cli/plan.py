@@ -1,9 +1,9 @@
 """`gruppo plan`: memory and seconds of a run before it is started, with the arithmetic shown.
 
-    gruppo plan run.yaml --device H100                        # a file of `gruppo train`
-    gruppo plan --model qwen2-1.5b --device H200 --num-generations 16 --max-completion-length 512
-    gruppo plan --model ./folder --device "RTX 4090" --dtype bfloat16 --lora-r 16 --prompt-tokens 800
-    gruppo plan --model qwen2-7b --device H100 --gpus 8 --launch fsdp2 --json
+  gruppo plan run.yaml --device H100                        # a file of `gruppo train`
+  gruppo plan --model qwen2-1.5b --device H200 --per-device-train-batch-size 64 --max-completion-length 512
+  gruppo plan --model ./folder --device "RTX 4090" --dtype bfloat16 --lora-r 16 --prompt-tokens 800
+  gruppo plan --model qwen2-7b --device H100 --gpus 8 --launch fsdp2 --json
 
 The model is a public shape (qwen2-1.5b, llama3-8b, …), a folder with a config.json, or a name on the hub; its weights
 are never read. Any field of GRPOConfig is an option. Completions are taken to be as long as they may be, unless

@@ -1,6 +1,7 @@
 """`gruppo plan`: from files and from options, as tables and as numbers, and what it says to mistakes."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def test_a_file_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             ["--model", "qwen2-1.5b", "--device", "H200", "--prompt-tokens", "-3"],
             "--prompt-tokens -3 must be positive",
         ),
-        (["nowhere.yaml", "--device", "H200"], "nowhere.yaml cannot be read"),
+        (["nowhere.yaml", "--device", "H200"], "nowhere.yaml"),
     ],
 )
 def test_mistakes_are_explained(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +135,17 @@ def test_a_device_that_is_not_in_the_table(capsys: pytest.CaptureFixture[str]) -
     assert (found["device"]["halves"], found["device"]["memory"]) == (1000, 200)
     # What is said wins over the table.
     assert not numbers(capsys, *LARGE, "--memory", "10", code=1)["fits"]
+
+
+def test_the_help_has_examples_that_work(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["plan", "--help"])
+    assert stop.value.code == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  gruppo plan")]
+    assert len(lines) == 4
+    for line in lines:
+        if "run.yaml" not in line and "folder" not in line:
+            assert cli.main(shlex.split(line.strip())[1:]) == 0
 
 
 def test_options_and_fields_are_told_apart() -> None:
