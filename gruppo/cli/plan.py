@@ -23,7 +23,7 @@ import yaml
 
 from gruppo.cli.plan_report import Forecast, print_forecast
 from gruppo.cli.planning import PROMPT_TOKENS, Asked
-from gruppo.cli.train import Run
+from gruppo.cli.recipe import Run
 from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError
 from gruppo.plan import DEVICES, Device, find_device, free_memory
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("recipe", nargs="?", type=Path, metavar="RUN.YAML", help="a file of `gruppo train`")
     found.add_argument("--model", help="instead of a file, or over it: a shape, a folder, or a name on the hub")
     found.add_argument("--device", help="name of the GPU, or cpu (default: the one here)")
-    found.add_argument("--gpus", type=int, default=1, metavar="N", help="processes (default: %(default)s)")
+    found.add_argument("--gpus", type=int, metavar="N", help="processes (default: what the file says, or 1)")
     found.add_argument("--launch", choices=SHARDINGS[1:], help="how they share the work (default: ddp)")
     found.add_argument("--prompt-tokens", type=int, metavar="N", help=f"of a long prompt (default: {PROMPT_TOKENS})")
     found.add_argument("--mean-completion-length", type=int, metavar="N", help="for seconds (default: the longest)")
@@ -86,16 +86,10 @@ def cpu(memory: float | None = None) -> Device:
     return Device("CPU", speed, speed, MEASURED["cpu"]["bandwidth"], memory or round(free, 1), kind="cpu")
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _device_here() -> str:
     import torch
 
-    if not _has_gpu():
+    if not torch.cuda.is_available():
         raise ConfigError("There is no GPU here: say which one to plan for with --device, or --device cpu.")
     return torch.cuda.get_device_name()
 
@@ -133,19 +127,35 @@ def _value(text: str) -> Any:
         return value
 
 
-def describe(run: Run, device: Device | None = None, prompt_tokens: int | None = None) -> str:
-    """The plan of a run in a few lines, for the device that is named or that is here.
+def forecast_here(run: Run, prompt_tokens: int | None = None) -> Forecast | None:
+    """The forecast of a run on the device that is here; None if it wants a GPU and none, or an unknown one, is."""
+    asked = Asked.of_run(run)
+    if asked.on_cpu:
+        return forecast_on(cpu(), run, prompt_tokens)
+    import torch
+
+    device = find_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return None if device is None else forecast_on(device, run, prompt_tokens)
+
+
+def forecast_on(device: Device, run: Run, prompt_tokens: int | None = None) -> Forecast:
+    """The forecast of a run that was read.
 
     Example:
-        print(describe(Run.read(Path("run.yaml")), DEVICES["H100"], prompt_tokens=512))
+        run = Run.of_another_machine(["recipes/grpo.yaml"])
+        print("\\n".join(forecast_on(DEVICES["H100"], run, prompt_tokens=512).lines()))
     """
     asked = Asked.of_run(run)
-    if device is None:
-        options = parser().parse_args([])
-        device = find_one(options, on_cpu=asked.on_cpu or not _has_gpu())
     tokens = prompt_tokens or asked.args.max_prompt_length or PROMPT_TOKENS
-    job = asked.job(device, prompt_tokens=tokens, threads=os.cpu_count() or 1)
-    return "\n".join(Forecast(job).lines())
+    return Forecast(asked.job(device, prompt_tokens=tokens, threads=os.cpu_count() or 1))
+
+
+def _read(options: argparse.Namespace, fields: Mapping[str, Any]) -> Run:
+    """The run of a file with fields over it, as it will be where it is started."""
+    strings = [str(options.recipe), *(part for name, value in fields.items() for part in (f"--{name}", str(value)))]
+    if options.gpus is not None:
+        strings += ["--nproc", str(options.gpus), "--launch", options.launch or "ddp"]
+    return Run.of_another_machine(strings, "plan")
 
 
 def read_job(options: argparse.Namespace, fields: Mapping[str, Any]) -> Job:
@@ -162,9 +172,9 @@ def read_job(options: argparse.Namespace, fields: Mapping[str, Any]) -> Job:
     ):
         if (value := getattr(options, name)) is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be positive.")
-    known: dict[str, Any] = {"processes": options.gpus, "options": frozenset(vars(options))}
+    known: dict[str, Any] = {"processes": options.gpus or 1, "options": frozenset(vars(options))}
     if options.recipe is not None:
-        asked = Asked.of_run(Run.read(options.recipe), fields, **known)
+        asked = Asked.of_run(_read(options, fields))
     elif options.model is not None:
         asked = Asked.of_settings(options.model, fields, **known)
     else:

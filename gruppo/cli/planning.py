@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gruppo.cli.train import Run
+from gruppo.cli.recipe import Run
 from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError
 from gruppo.plan import Device
@@ -211,10 +211,14 @@ class Asked:
         )
 
     @classmethod
-    def of_run(cls, run: Run, fields: Mapping[str, Any] | None = None, **known: Any) -> "Asked":
-        """From the run of a file, with fields over it: the one place that knows what a file becomes."""
-        settings = {**(run.settings or {}), **(fields or {})}
-        return cls.of_settings(run.model, settings, trainer=run.trainer, peft=run.peft, **known)
+    def of_run(cls, run: Run) -> "Asked":
+        """From a run that was read for all its processes: the one place that knows what a file becomes."""
+        model = run.model_args
+        lora = {"r": model.lora_r, "target_modules": model.lora_target_modules} if model.use_peft else None
+        asked = cls.of_config(run.model, run.config, peft=run.script.peft or lora, launch=run.launching.launch)
+        bits = {"load_in_4bit": model.load_in_4bit, "load_in_8bit": model.load_in_8bit}
+        quantised = {"quantization_config": bits} if any(bits.values()) else {}
+        return replace(asked, loading={**asked.loading, **quantised})
 
     def job(self, device: Device, **known: Any) -> Job:
         """The job on a device; `known` are further arguments of `make_job`."""

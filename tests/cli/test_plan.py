@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from gruppo import GRPOConfig, cli
-from gruppo.cli.plan import describe, take_fields
+from gruppo.cli.plan import forecast_here, forecast_on, take_fields
 from gruppo.cli.planning import Asked
-from gruppo.cli.train import Run
+from gruppo.cli.recipe import Run
 from gruppo.demo import model_path
 from gruppo.plan import DEVICES
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 LARGE = ["--model", "qwen2-1.5b", "--device", "H200", "--num-generations", "16", "--max-completion-length", "512"]
 LARGE += ["--per-device-train-batch-size", "8", "--gradient-accumulation-steps", "64", "--prompt-tokens", "200"]
 
@@ -158,19 +160,33 @@ def test_options_and_fields_are_told_apart() -> None:
 
 
 def test_a_few_lines_for_a_check(tmp_path: Path) -> None:
-    run = Run.read(Path(recipe(tmp_path)))
-    lines = describe(run, DEVICES["L4"], prompt_tokens=40).splitlines()
+    run = Run.of_another_machine([recipe(tmp_path)])
+    lines = forecast_on(DEVICES["L4"], run, prompt_tokens=40).lines()
     assert "(0.00B weights), 16 completions a generation and device, prompts of 40" in lines[0]
     assert "GiB of 22.0 (L4): fits; largest phase: " in lines[1]
     assert "s for a generation and its updates" in lines[-1]
     assert len(lines) == 5
-    nothing = describe(run, replace(DEVICES["L4"], memory=0.5)).splitlines()
+    nothing = forecast_on(replace(DEVICES["L4"], memory=0.5), run).lines()
     assert "does not fit" in nothing[1]
     assert len(nothing) == 4, "nor does it take any time"
-    strange = Run.read(Path(recipe(tmp_path, optim="galore_adamw", optim_target_modules=["attn"])))
-    assert "is not known here" in describe(strange, DEVICES["L4"])
-    here = describe(Run.read(Path(recipe(tmp_path, use_cpu=True))))
-    assert "(CPU)" in here
+    strange = Run.of_another_machine([recipe(tmp_path, optim="galore_adamw", optim_target_modules=["attn"])])
+    assert "is not known here" in forecast_on(DEVICES["L4"], strange).lines()[-1]
+    here = forecast_here(Run.of_another_machine([recipe(tmp_path, use_cpu=True)]))
+    assert here is not None
+    assert here.job.on_cpu
+    assert torch.cuda.is_available() or forecast_here(run) is None
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_has_a_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a shape in the place of its model, which is not here."""
+    asked = [str(RECIPES / name), "--model", "qwen2-1.5b", "--device", "H200", "--prompt-tokens", "300", "--json"]
+    assert cli.main(["plan", *asked]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    terms = str(found["phases"]["update"]["terms"])
+    assert ("adapter" in terms) is (name == "lora_24gb.yaml")
+    assert ("/ 16 processes" in terms) is (name == "multi_node.yaml")
 
 
 def test_a_config_that_is_made_is_planned_as_its_fields_are(tmp_path: Path) -> None:
