@@ -54,7 +54,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(options.threads)
     if options.case_file:
-        work(options.case_file, options.answer, on_cpu=True)
+        work(options.case_file, options.answer, on_cpu=True, loads=True)
         return
     runs = {}
     for name in options.cases:

@@ -94,7 +94,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.case_file:
-        work(options.case_file, options.answer, on_cpu=bool(options.cpu))
+        work(options.case_file, options.answer, on_cpu=bool(options.cpu), loads=False)
         return
     device = cpu_device() if options.tiny else find_device(torch.cuda.get_device_name())
     if device is None:

@@ -186,7 +186,7 @@ def measure(case: Case, folder: Path | None, *, on_cpu: bool) -> dict[str, Any]:
         del settings["model_init_kwargs"]
     with tempfile.TemporaryDirectory() as out:
         trainer = GRPOTrainer(
-            model=random_model(case, "cuda") if folder is None else str(folder),
+            model=random_model(case, "cpu" if on_cpu else "cuda") if folder is None else str(folder),
             processing_class=tokenizer,
             reward_funcs=spread,
             args=GRPOConfig(**settings | {"output_dir": out}),
@@ -245,14 +245,14 @@ def apart(case: Case, *, on_cpu: bool, limit: float, script: str, threads: int =
         return json.loads(answer.read_text(encoding="utf-8")) | {"seconds": round(time.monotonic() - start, 1)}
 
 
-def work(asked: Path, answer: Path, *, on_cpu: bool) -> None:
-    """The other side of `apart`."""
+def work(asked: Path, answer: Path, *, on_cpu: bool, loads: bool) -> None:
+    """The other side of `apart`. With `loads` the model comes from a folder, otherwise it is made on the device."""
     case = Case(**json.loads(asked.read_text(encoding="utf-8")))
     with tempfile.TemporaryDirectory() as folder:
-        if on_cpu:
+        if loads:
             build = [sys.executable, __file__, str(asked), folder]
             subprocess.run(build, check=True)  # elsewhere, so that its memory does not count
-        found = measure(case, Path(folder) if on_cpu else None, on_cpu=on_cpu)
+        found = measure(case, Path(folder) if loads else None, on_cpu=on_cpu)
     answer.write_text(json.dumps(found), encoding="utf-8")
 
 
