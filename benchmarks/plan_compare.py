@@ -132,6 +132,9 @@ def update_memory() -> Iterator[Comparison]:
     changes: dict[str, dict[str, Any]] = {
         "everything": {},
         "fused_layers=False": {"fused": False},
+        "fused_head=False": {},  # not told apart
+        "prompts not shared": {"generations": 1},
+        "garbage collection": {},
         "max_tokens_per_micro_batch=4400": {"tokens": 4400},
         "max_tokens_per_micro_batch=2300": {"tokens": 2300},
         "gradient_checkpointing=True": {"checkpointing": True},

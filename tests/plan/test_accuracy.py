@@ -23,7 +23,9 @@ def test_memory_of_whole_steps_on_an_h200() -> None:
 
 def test_memory_of_updates_and_rollouts_on_an_h200() -> None:
     found = [*plan_compare.update_memory(), *plan_compare.rollout_memory()]
-    assert len(found) == 11
+    assert len(found) == 14
+    cases = load("update_qwen2-1.5b.json")["cases"]
+    assert {one.source for one in found} >= {f"update_qwen2-1.5b: {case}" for case in cases}
     check(found, 0.04)
 
 
