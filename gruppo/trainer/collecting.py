@@ -94,7 +94,7 @@ class Collecting(Overlapping):
         if self.recorder is None or self.args.record != "all":
             return
         start = time.perf_counter()
-        self.recorder.rollouts(
+        number = self.recorder.rollouts(
             recorded_rows(
                 generation,
                 batch,
@@ -105,6 +105,9 @@ class Collecting(Overlapping):
                 group_size=self.group_size,
             )
         )
+        if self.mode == "train":
+            batch.place = torch.tensor(generation.places, dtype=torch.long, device=batch.completion_ids.device)
+            batch.generation = torch.full_like(batch.place, number)
         self._record_seconds += time.perf_counter() - start
 
     def _sample_and_score(self, rows: Sequence[Row], places: Sequence[int] | None = None, attempt: int = 0) -> Scored:

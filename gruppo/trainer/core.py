@@ -277,8 +277,9 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         with self.stopper.abandonable():
             batches = [self._next_micro_batch(step, i) for i, step in enumerate(steps)]
         size = self.update_size(batches) if batches else None
-        self._batches_at_hand, self._loss_at_hand = batches, 0.0
+        self._batches_at_hand, self._loss_at_hand, self._remembered = batches, 0.0, ()
         if size is not None:
+            self._size = size
             self._balance_update(batches, size)
         if size is not None and self.packed is not None:
             batches = self.as_update(batches, size)
