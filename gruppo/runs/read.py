@@ -111,19 +111,21 @@ class Run:
         """The numbers of the updates of which the record has log-probs, in order."""
         return sorted({file.number for file in self._files("updates")})
 
-    def update_logps(self, updates: Container[int] | None = None) -> pa.Table:
+    def update_logps(self, columns: Sequence[str] | None = None, *, updates: Container[int] | None = None) -> pa.Table:
         """What updates computed about their rows: `logps` and what else the loss was made of; docs/run-folder.md.
 
         `generation` and `row` say which completion of the rollouts it is. A run that recorded none gives no rows.
         """
-        tables = []
+        kinds = update_tables.COLUMNS | update_tables.FURTHER
+        names = list(kinds) if columns is None else list(columns)
+        if unknown := [name for name in names if name not in kinds]:
+            raise DataError(f"The updates of a run have no columns {unknown}, but {', '.join(kinds)}")
+        tables = [pa.schema([(name, kinds[name]) for name in names]).empty_table()]
         for file in self._files("updates"):
             if updates is None or file.number in updates:
-                table = self._read(f"updates/{file.path.name}", _known_update_columns)
+                table = self._read(f"updates/{file.path.name}", _known_update_columns, names)
                 tables += [] if table is None else [table]
-        schema = pa.schema(list((update_tables.COLUMNS | update_tables.FURTHER).items()))
-        whole = pa.concat_tables([schema.empty_table(), *tables], promote_options="default")
-        return whole.select(schema.names)
+        return pa.concat_tables(tables, promote_options="default").select(names)
 
     def _files(self, kind: str) -> list[TableFile]:
         """The whole tables of a folder."""

@@ -190,7 +190,7 @@ class RunRecorder:
         if rows is not None and self._keeps_rollouts:
             if self.run_id is None:
                 raise RuntimeError("The record has no run yet: call begin, resume or join first")
-            self._updates.add(number, encode(update_table(rows, number)))
+            self._updates.add(number, encode(update_table(rows, number, self._rank)))
             self._write()
 
     def sync(self) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def _texts(values: Sequence[str | None]) -> pa.Array:
     return pa.array([None if value is None else clean(str(value)) for value in values], pa.string())
 
 
-def lists(values: Sequence[Sequence[Any] | None], kind: pa.DataType) -> pa.Array:
+def lists(values: Sequence[Sequence[Any] | np.ndarray | None], kind: pa.DataType) -> pa.Array:
     """Lists as one run of values and where each begins: Python sees each list once, not each number."""
     dtype = kind.value_type.to_pandas_dtype()
     parts = [np.asarray(() if value is None else value, dtype=dtype) for value in values]

@@ -16,6 +16,7 @@ FORMAT_KEY, FORMAT = b"gruppo.updates", 1
 # The columns of every table, in order.
 COLUMNS: dict[str, pa.DataType] = {
     "update": pa.int64(),
+    "process": pa.int32(),
     "generation": pa.int64(),
     "row": pa.int64(),
     "micro_batch": pa.int32(),
@@ -36,7 +37,6 @@ FURTHER: dict[str, pa.DataType] = {
     "ref_logps": pa.list_(pa.float32()),
     "sampler_logps": pa.list_(pa.float32()),
     "entropies": pa.list_(pa.float32()),
-    "entropy_threshold": pa.float64(),
     "entropy_coef": pa.float64(),
     "kl_penalty": pa.float32(),
 }
@@ -61,12 +61,13 @@ class UpdateRows:
     further: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # columns of FURTHER
 
 
-def to_table(rows: UpdateRows, update: int) -> pa.Table:
+def to_table(rows: UpdateRows, update: int, process: int) -> pa.Table:
     """The rows as a table in the recorded format."""
     count = len(rows.row)
-    values: dict[str, Any] = {"update": [update] * count, "old": [rows.old] * count}
+    same = {"update": update, "process": process, "old": rows.old, **rows.facts}
+    values: dict[str, Any] = {name: [value] * count for name, value in same.items()}
     values |= {name: getattr(rows, name) for name in ("generation", "row", "micro_batch", "logps")}
-    values |= {name: [value] * count for name, value in rows.facts.items()} | dict(rows.further)
+    values |= rows.further
     kinds = {name: kind for name, kind in (COLUMNS | FURTHER).items() if name in COLUMNS or name in values}
     arrays = [
         lists(values[name], kind) if pa.types.is_list(kind) else pa.array(values[name], kind)

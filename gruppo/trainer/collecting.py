@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gruppo.algo.advantages import Advantages, combine_rewards, frac_zero_std
 from gruppo.algo.masks import drop_rows
+from gruppo.config.recipe import estimate_advantages
 from gruppo.data.collate import collate
 from gruppo.errors import RewardError
 from gruppo.policy.loading import vocabulary_size
@@ -34,7 +35,7 @@ class Collecting(Overlapping):
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
         """Rewards of whole groups, of all processes, to advantages; the two trainers differ here."""
-        raise NotImplementedError
+        return estimate_advantages(self.args, self.recipe, rewards_NR, self.reward_weights, group_size, kl_penalty_N)
 
     @torch.no_grad()
     def collect(self, rows: Sequence[Row]) -> TrainBatch:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from gruppo.algo.loss import LossSettings, UpdateSize
 from gruppo.algo.recipes import Recipe
+from gruppo.config.recipe import loss_settings_of, recipe_of
 from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
 from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError
@@ -220,19 +221,12 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
 
     def make_recipe(self) -> Recipe:
         """The row of the recipe table that the config describes."""
-        raise NotImplementedError
+        return recipe_of(self.args)
 
     def make_loss_settings(self) -> LossSettings:
         """The recipe with its numbers."""
-        return LossSettings(
-            objective=self.recipe.objective,
-            ratio=self.recipe.ratio,
-            reduction=self.recipe.reduction,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-            beta=self.beta if self.recipe.kl == "loss" else 0.0,
-            max_completion_length=self.args.max_completion_length,
-        )
+        widths = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
+        return loss_settings_of(self.args, self.recipe, beta=self.beta, **widths)
 
     # ---- an update
 

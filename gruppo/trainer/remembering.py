@@ -24,7 +24,6 @@ class Remembered(NamedTuple):
     loss: Tensor
     logps_BT: Tensor
     entropy_BT: Tensor | None  # where the loss depends on them
-    entropy_threshold: Tensor | None
     entropy_coef: float
     ran_B: Tensor | None  # None: all rows
 
@@ -40,16 +39,16 @@ class Remembering(RouterLoss):
         loss: Tensor,
         logps_BT: Tensor,
         entropy_BT: Tensor,
-        entropy_threshold: Tensor | None,
+        threshold: Tensor | None,
         ran_B: Tensor | None = None,
     ) -> None:
-        """Keep what was computed about the next micro-batch of the update."""
+        """Keep what was computed about the next micro-batch of the update; `threshold` is that of entropies."""
         if self.recorder is None or self.args.record != "all":
             return
-        counts = self.entropy_control.enabled or entropy_threshold is not None
+        counts = self.entropy_control.enabled or threshold is not None
         entropies = entropy_BT.detach() if counts else None
         coef = self.entropy_control.active_coef
-        piece = Remembered(loss.detach(), logps_BT.detach(), entropies, entropy_threshold, coef, ran_B)
+        piece = Remembered(loss.detach(), logps_BT.detach(), entropies, coef, ran_B)
         self._remembered = (*self._remembered, piece)
 
     def _record_update(self) -> None:
@@ -103,9 +102,6 @@ def updated_rows(
     sizes = [len(batch) for batch in batches]
     if any(piece.entropy_coef for piece in pieces):
         further["entropy_coef"] = np.repeat([piece.entropy_coef for piece in pieces], sizes)
-    thresholds = [piece.entropy_threshold for piece in pieces if piece.entropy_threshold is not None]
-    if pieces and len(thresholds) == len(pieces):
-        further["entropy_threshold"] = np.repeat(torch.stack(thresholds).double().tolist(), sizes)
     return UpdateRows(
         generation=generation,
         row=place,
