@@ -28,6 +28,13 @@ def evaluate(argv: list[str]) -> int:
     return run_evaluation(argv)
 
 
+def replay(argv: list[str]) -> int:
+    """Score a recorded run with other rewards, or compute another recipe's loss on it."""
+    from gruppo.cli.replay import main as run_replay
+
+    return run_replay(argv)
+
+
 def train(argv: list[str]) -> int:
     """Train from one YAML file, on one process or on several (--launch ddp, fsdp2, zero2, zero3)."""
     from gruppo.cli.train import main as run_training
@@ -45,6 +52,7 @@ def vllm_serve(argv: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "eval": evaluate,
+    "replay": replay,
     "train": train,
     "vllm-serve": vllm_serve,
 }

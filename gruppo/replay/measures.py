@@ -16,8 +16,8 @@ __all__ = ["groups_of", "of_groups", "of_update"]
 def of_update(update: Update, computed: Sequence[Computed]) -> dict[str, Any]:
     """One line about an update; with two recipes, also how alike their gradients are.
 
-    `length_shares` are the shares of Σ|d loss / d log-prob| that the shortest quarter of the completions has, the next,
-    … and the longest.
+    `length_shares` are the shares of Σ|d loss / d log-prob| of the shortest quarter of the completions, of the next, …
+    and of the longest.
     """
     first = computed[0]
     said: dict[str, Any] = {
