@@ -31,18 +31,16 @@ def advantages_of(generation: Generation, settings: Settings, rewards_NR: Tensor
             f"Rewards of generation {generation.number} judged steps, which are not recorded: its advantages can be "
             "taken as they are, and not computed again."
         )
-    penalty_N = generation.kl_penalty_N
+    penalty_N = None
     if settings.recipe.kl == "reward" and settings.config.beta:
-        recorded = settings.recorded.get("beta") or 0.0
+        penalty_N = generation.kl_penalty()
         if penalty_N is None:
             raise ConfigError(
-                f"beta={settings.config.beta} of RLOO costs reward by the KL to a reference, which this run did not "
-                "record. Set beta=0 as well."
+                f"beta={settings.config.beta} of RLOO costs reward by the KL to a reference, and this run had none. "
+                "Set beta=0 as well."
             )
         if "beta" in settings.changes:
-            penalty_N = penalty_N * (settings.config.beta / recorded)
-    else:
-        penalty_N = None
+            penalty_N = penalty_N * (settings.config.beta / settings.recorded["beta"])
     rewards_NR = generation.rewards_NR if rewards_NR is None else rewards_NR
     weights_R = settings.weights(generation.names)
     config, recipe, size = settings.config, settings.recipe, generation.group_size

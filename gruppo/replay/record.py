@@ -1,7 +1,8 @@
 """What a replay reads: generations with their rewards, and the rows of updates with their log-probs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ class Generation:
     rewards_NR: Tensor  # NaN where a reward gave none
     advantages_N: Tensor  # as recorded
     token_advantages: list[np.ndarray | None]  # where each token has its own
-    kl_penalty_N: Tensor | None  # that the run charged to the rewards
+    kl_penalty: Callable[[], Tensor | None]  # (N,): β Σ_t (ℓ_old − ℓ_ref) with the run's β; None if it had none
 
     def __len__(self) -> int:
         return len(self.advantages_N)
@@ -83,11 +84,13 @@ class Update:
 class Recording:
     """Generations and updates of a run folder, read when they are needed."""
 
-    def __init__(self, run: Run, group_size: int):
+    def __init__(self, run: Run, group_size: int, beta: float = 0.0):
         self.run = run
         self.group_size = group_size
+        self.beta = beta  # of the run
         self._generations: dict[int, Generation] = {}
-        self._kl: dict[int, dict[int, float]] | None = None
+        self._penalties: dict[int, Tensor | None] = {}
+        self._updates: dict[int, list[int]] | None = None  # by generation
 
     def generation(self, number: int) -> Generation:
         """A generation; an error if it is not whole."""
@@ -116,26 +119,48 @@ class Recording:
             torch.from_numpy(np.stack(rewards, 1)).float() if rewards else torch.zeros(count, 0),
             torch.from_numpy(table["advantage"].to_numpy().copy()).float(),
             arrays(table["advantages"]),
-            self._kl_penalty(number, count),
+            partial(self._kl_penalty, number, count),
         )
 
     def _kl_penalty(self, number: int, count: int) -> Tensor | None:
-        """What the KL has cost each row, from the updates that the rows were in; None if it was not charged."""
-        if self._kl is None:
-            self._kl = {}
-            charged = self.run.update_logps(["generation", "row", "kl_penalty"])
-            charged = charged.filter(pc.is_valid(charged["kl_penalty"]))
-            for generation, row, value in zip(*(column.to_pylist() for column in charged.columns), strict=True):
-                self._kl.setdefault(generation, {})[row] = value
-        known = self._kl.get(number)
-        if known is None:
-            return None
-        if len(known) < count:
+        """What the KL has cost each row, or would have: it is known from the updates that the rows were in."""
+        if number in self._penalties:
+            return self._penalties[number]
+        updates = self._updates_with(number)
+        table = self.run.update_logps(["generation", "row", "kl_penalty"], updates=updates)
+        table = table.filter(pc.and_(pc.equal(table["generation"], number), pc.is_valid(table["kl_penalty"])))
+        known = dict(zip(table["row"].to_pylist(), table["kl_penalty"].to_pylist(), strict=True))
+        known = known or self._kl_of_tokens(number, updates)
+        if known and len(known) < count:
             raise DataError(
                 f"The KL of {count - len(known)} of the {count} rows of generation {number} is not known: the run has "
                 "ended before they were trained on."
             )
-        return torch.tensor([known[row] for row in range(count)], dtype=torch.float32)
+        costs = torch.tensor([known[row] for row in range(count)], dtype=torch.float32) if known else None
+        self._penalties[number] = costs
+        return costs
+
+    def _updates_with(self, generation: int) -> list[int]:
+        """The updates that rows of a generation were in."""
+        if self._updates is None:
+            pairs = self.run.update_logps(["generation", "update"]).group_by(["generation", "update"]).aggregate([])
+            self._updates = {}
+            for own, update in zip(pairs["generation"].to_pylist(), pairs["update"].to_pylist(), strict=True):
+                self._updates.setdefault(own, []).append(update)
+        return sorted(self._updates.get(generation, []))
+
+    def _kl_of_tokens(self, number: int, updates: Sequence[int]) -> dict[int, float]:
+        """The same from log-probs, where the run had its KL in the loss."""
+        found: dict[int, float] = {}
+        for batch in (batch for update in updates for batch in self.update(update).micro_batches):
+            if batch.ref_logps_BT is None:
+                return {}
+            old = {"own": batch.logps_BT, "rollout": batch.sampled_BT, "row": batch.old_logps_BT}.get(batch.old)
+            if old is not None:
+                kl_B = ((old - batch.ref_logps_BT).masked_fill(~batch.mask_BT, 0.0)).sum(1)
+                rows = zip(batch.generation, batch.row, kl_B.tolist(), strict=True)
+                found = {row: self.beta * kl for own, row, kl in rows if own == number} | found
+        return found
 
     def update(self, number: int) -> Update:
         """An update; an error if rows of it are missing."""

@@ -83,7 +83,10 @@ def replay(
     else:
         pair = [_Side(own, anew=False)]
     work = _Work(
-        Recording(run, own.group_size), own, pair, None if rewards is None else Rescorer(rewards, own, dataset)
+        Recording(run, own.group_size, own.config.beta),
+        own,
+        pair,
+        None if rewards is None else Rescorer(rewards, own, dataset),
     )
     policy = None if model is None else Policy.of(model, config, groups)
     try:
