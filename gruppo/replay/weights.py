@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gruppo.policy.loading import load_policy
+from gruppo.errors import DataError
+from gruppo.policy.loading import load_policy, placeholder_ids
 from gruppo.policy.logprobs import score_tokens
 from gruppo.replay.compare import likeness
 from gruppo.replay.compute import Computed
@@ -67,16 +68,10 @@ class Policy:
         self, rows: Sequence[tuple[MicroBatch, int]], generation: Generation, wanted: Sequence[Sequence[Tensor]]
     ) -> tuple[list[Tensor], float]:
         """The gradient of all weights for each recipe, and the mean difference of log-probs."""
-        places = [batch.row[i] for batch, i in rows]
-        table = generation.table.take(places)
-        prompts, completions = ([a for a in arrays(table[f"{kind}_tokens"]) if a is not None] for kind in _KINDS)
-        width = max(len(ids) for ids in completions)
-        longest = max(len(ids) for ids in prompts)
-        ids, mask = torch.zeros(len(rows), longest + width).long(), torch.zeros(len(rows), longest + width).long()
-        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            start = longest - len(prompt)
-            ids[i, start : longest + len(completion)] = torch.tensor([*prompt.tolist(), *completion.tolist()])
-            mask[i, start : longest + len(completion)] = 1
+        ids, mask, width = _tokens(generation, [batch.row[i] for batch, i in rows])
+        unseen = torch.tensor(placeholder_ids(self.model), dtype=torch.long)
+        if torch.isin(ids[:, :-width], unseen).any():
+            raise DataError("Prompts have images, which are not in the record: a model cannot score them again.")
         device = next(self.model.parameters()).device
         logps_BT = score_tokens(
             self.model, ids.to(device), mask.to(device), width, temperature=self.temperature
@@ -93,7 +88,19 @@ class Policy:
         return found, _difference(rows, logps_BT.detach().cpu())
 
 
-_KINDS = ("prompt", "completion")
+def _tokens(generation: Generation, rows: Sequence[int]) -> tuple[Tensor, Tensor, int]:
+    """Prompts, padded on the left, and completions, padded on the right; the mask of both; and the latter's width."""
+    table = generation.table.take(rows)
+    prompts, completions = (
+        [[] if ids is None else ids.tolist() for ids in arrays(table[f"{kind}_tokens"])]
+        for kind in ("prompt", "completion")
+    )
+    longest, width = max(map(len, prompts)), max(1, *map(len, completions))
+    ids, mask = (torch.zeros(len(rows), longest + width, dtype=torch.long) for _ in range(2))
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        place = slice(longest - len(prompt), longest + len(completion))
+        ids[i, place], mask[i, place] = torch.tensor([*prompt, *completion], dtype=torch.long), 1
+    return ids, mask, width
 
 
 def _difference(rows: Sequence[tuple[MicroBatch, int]], logps_BT: Tensor) -> float:

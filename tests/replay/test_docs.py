@@ -1,0 +1,43 @@
+"""What docs/replay.md shows runs, on the record of a demo."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from gruppo.cli import main
+from gruppo.demo import load_task
+from tests.replay.conftest import Recorded
+
+PAGE = (Path(__file__).parents[2] / "docs" / "replay.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"`gruppo (replay runs/demo [^`]*)`", PAGE)
+
+
+@pytest.fixture
+def place(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run, its prompts and a reward."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "demo").symlink_to(recorded("dapo"))
+    load_task()[0].to_json(tmp_path / "prompts.jsonl")
+    (tmp_path / "my_rewards.py").write_text("from gruppo.demo import exact_match\n")
+    return tmp_path
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+def test_code(code: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code, "replay.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(command)) == 0
+    assert "cosine" in capsys.readouterr().out
+
+
+def test_there_are_examples() -> None:
+    assert len(COMMANDS) == 3
