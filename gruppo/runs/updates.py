@@ -65,13 +65,15 @@ def to_table(rows: UpdateRows, update: int, process: int) -> pa.Table:
     """The rows as a table in the recorded format."""
     count = len(rows.row)
     same = {"update": update, "process": process, "old": rows.old, **rows.facts}
-    values: dict[str, Any] = {name: [value] * count for name, value in same.items()}
-    values |= {name: getattr(rows, name) for name in ("generation", "row", "micro_batch", "logps")}
-    values |= rows.further
+    values = {name: getattr(rows, name) for name in ("generation", "row", "micro_batch", "logps")} | dict(rows.further)
     kinds = {name: kind for name, kind in (COLUMNS | FURTHER).items() if name in COLUMNS or name in values}
     arrays = [
-        lists(values[name], kind) if pa.types.is_list(kind) else pa.array(values[name], kind)
+        pa.repeat(pa.scalar(same[name], kind), count) if name in same else _column(values[name], kind)
         for name, kind in kinds.items()
     ]
     schema = pa.schema(list(kinds.items()), {FORMAT_KEY: str(FORMAT).encode()})
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    return lists(values, kind) if pa.types.is_list(kind) else pa.array(values, kind)

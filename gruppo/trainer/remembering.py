@@ -6,6 +6,7 @@ values of all rows come from it together.
 
 import time
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,13 +134,11 @@ def _ragged(
     # A piece may be wider than its micro-batch: packed rows are as wide as the widest of the update.
     chosen = [v[:, : m.shape[1]][m] for values in of_tokens.values() for v, m in zip(values, masks, strict=True)]
     flat = torch.cat([values.float() for values in chosen]).cpu().numpy()
-    ends = np.cumsum(lengths)
-    found: dict[str, list[np.ndarray | None]] = {}
-    for i, name in enumerate(of_tokens):
-        own = flat[i * ends[-1] : (i + 1) * ends[-1]]
-        parts = np.split(own, ends[:-1])
-        found[name] = [part if len(part) else None for part in parts]
-    return found
+    bounds = [0, *accumulate(lengths)]
+    return {
+        name: [flat[first + a : first + b] if b > a else None for a, b in pairwise(bounds)]
+        for name, first in zip(of_tokens, range(0, len(flat), bounds[-1] or 1), strict=False)
+    }
 
 
 def _known(tensor: Tensor | None) -> Tensor:
