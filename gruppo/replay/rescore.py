@@ -113,7 +113,8 @@ class Rescorer:
             )
             asked = self.settings.recorded
             names = ("timeout", "sample_timeout", "workers", "memory_gb")
-            bounds: dict[str, Any] = {name: asked.get(f"reward_{name}") for name in names}
+            known = {name: asked.get(f"reward_{name}") for name in names}
+            bounds: dict[str, Any] = {name: value for name, value in known.items() if isinstance(value, int | float)}
             self._runner = RewardRunner(
                 functions,
                 list(self._places),

@@ -12,9 +12,10 @@ from gruppo.runs import Run
 from tests.helpers import length_reward
 from tests.processes import run_together
 from tests.replay.conftest import Recorded
-from tests.replay.worlds import RUNS
+from tests.replay.worlds import OFF_POLICY, RUNS
 from tests.tools.scripted import call, make, turns_in
-from tests.trainer.runs import RecordedGRPO, run
+from tests.trainer.runs import RecordedGRPO, SaveAt, run
+from tests.trainer.runs import make as make_run
 from tests.trainer.test_tools import add
 
 TOLERANCE = 1e-6  # of losses of about 1: float32 is added up in another order
@@ -124,6 +125,19 @@ def test_a_subclass_that_changes_advantages(tmp_path: Path) -> None:
     found = replay(tmp_path)
     assert len(found.notes) == 1
     assert "The run is not reproduced in update 1" in found.notes[0]
+
+
+def test_a_generation_of_another_record(tmp_path: Path) -> None:
+    """A run that goes on in another folder, inside a generation: that record does not have these rows."""
+    settings = OFF_POLICY | {"max_steps": 4}
+    run(tmp_path / "one", GRPOTrainer, callbacks=[SaveAt(1)], **settings)
+    assert check(tmp_path / "one").updates[-1]["update"] == 4
+    other = make_run(tmp_path / "other", GRPOTrainer, **settings)
+    other.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-1"))
+    assert Run(tmp_path / "other").updates == [3, 4], "the second update is on the rest of the generation"
+    assert [update["loss_difference"] for update in replay(tmp_path / "other").updates] == pytest.approx(
+        [0, 0], abs=1e-6
+    )
 
 
 def test_nothing_to_replay(tmp_path: Path) -> None:

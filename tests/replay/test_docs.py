@@ -1,5 +1,6 @@
 """What docs/replay.md shows runs, on the record of a demo."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -10,7 +11,8 @@ from gruppo.cli import main
 from gruppo.demo import load_task
 from tests.replay.conftest import Recorded
 
-PAGE = (Path(__file__).parents[2] / "docs" / "replay.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"`gruppo (replay runs/demo [^`]*)`", PAGE)
 
 
@@ -41,3 +43,13 @@ def test_commands(command: str, place: Path, capsys: pytest.CaptureFixture[str])
 
 def test_there_are_examples() -> None:
     assert len(COMMANDS) == 3
+
+
+def test_the_number_is_the_measured_one() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "results" / "replay.json").read_text())
+    runs = [measured["demo"], *measured["runs"].values()]
+    said = f"{max(run['loss'] for run in runs):.0e}"
+    assert f"no loss is further than {said} from the logged one" in PAGE
+    assert f"equal to the logged losses to {said}" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert max(run["advantage"] for run in runs) == 0
+    assert len(measured["runs"]) == 12

@@ -25,9 +25,8 @@ from gruppo.replay.tables import tables
 from gruppo.runs import Run
 from tests.helpers import chats, length_reward, prompts
 from tests.replay.conftest import Recorded
+from tests.replay.worlds import OFF_POLICY
 from tests.trainer.runs import SaveAt, make, run, with_weights
-
-OFF_POLICY = {"num_iterations": 2, "per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -348,10 +347,9 @@ def test_mistakes_on_the_command_line(
     assert said in capsys.readouterr().err
 
 
-def test_what_a_model_wrote_cannot_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_model_wrote_cannot_reach_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
-    run(tmp_path, GRPOTrainer, max_steps=1)
-    found = replay(tmp_path, rewards=letters)
+    found = replay(folder, rewards=letters)
     assert found.rescored is not None
     entry = {
         "generation": 0,

@@ -24,6 +24,14 @@ def steps(completion_ids: list[list[int]], **kwargs: Any) -> list[Any]:
     ]
 
 
+# Of a tiny model: one generation, two groups, two updates.
+OFF_POLICY: dict[str, Any] = {
+    "num_iterations": 2,
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "learning_rate": 1e-2,
+}
+
 # Rates are high, so that a second pass over a generation finds ratios that are far from 1.
 COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 16,
