@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for file in (options.json, options.parquet):
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"There is no folder {file.parent} to write {file.name} into.")
+    if options.groups < 1:
+        raise ConfigError(f"--groups {options.groups} must be at least 1.")
     if options.dataset and not options.reward:
         raise ConfigError("--dataset is for rewards: say which with --reward.")
     rewards, dataset = _loaded(options.reward, options.dataset)
@@ -89,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         against=against or None,
         model=options.model,
         groups=options.groups,
+        keep_rows=options.parquet is not None,
     )
     Console().print(tables(found))
     if options.json is not None:

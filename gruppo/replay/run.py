@@ -58,13 +58,15 @@ def replay(
     against: Mapping[str, Any] | None = None,
     model: Any = None,
     groups: int = 4,
+    keep_rows: bool = True,
 ) -> Replay:
     """Compute advantages, loss and gradients of recorded rollouts again: as they were, or with something changed.
 
     `rewards` score the completions anew (with columns of `dataset`, if they need some). `changes` are settings that
     differ from the run's, `recipe` among them. What is changed is compared with what was; or, with `against`, which
     are changes too, with a second recipe. With a `model` (a checkpoint, or a loaded one), gradients of its weights are
-    compared as well, on so many `groups`, the first there are.
+    compared as well, on so many `groups`, the first there are. Without `keep_rows`, the table of all rows, with a
+    number for each token, is not made.
 
     Example:
         found = replay("runs/demo", updates=range(3, 8), changes={"loss_type": "dr_grpo"}, against={"recipe": "gspo"})
@@ -82,12 +84,8 @@ def replay(
         pair = [_Side(own, anew=False), _Side(asked, anew=True)]
     else:
         pair = [_Side(own, anew=False)]
-    work = _Work(
-        Recording(run, own.group_size, own.config.beta),
-        own,
-        pair,
-        None if rewards is None else Rescorer(rewards, own, dataset),
-    )
+    rescorer = None if rewards is None else Rescorer(rewards, own, dataset)
+    work = _Work(Recording(run, own.group_size, own.config.beta), own, pair, rescorer, keep_rows)
     policy = None if model is None else Policy.of(model, config, groups)
     try:
         for number in numbers:
@@ -108,8 +106,16 @@ class _Side(NamedTuple):
 class _Work:
     """A replay under way."""
 
-    def __init__(self, recording: Recording, own: Settings, sides: Sequence[_Side], rescorer: Rescorer | None):
+    def __init__(
+        self,
+        recording: Recording,
+        own: Settings,
+        sides: Sequence[_Side],
+        rescorer: Rescorer | None,
+        keep_rows: bool,
+    ):
         self.recording, self.own, self.sides, self.rescorer = recording, own, sides, rescorer
+        self.keep_rows = keep_rows
         self.rescored = Rescored()
         names = [
             side.settings.name + (", other rewards" if side.anew and rescorer is not None else "") for side in sides
@@ -130,7 +136,8 @@ class _Work:
         self.result.updates.append(of_update(update, computed) | again)
         if len(computed) == 2:
             self.result.groups += of_groups(update, computed, self.own.group_size)
-        self.result.rows.add(update, generations, computed)
+        if self.keep_rows:
+            self.result.rows.add(update, generations, computed)
         if policy is not None:
             self.result.weights += policy.compare(update, generations, computed)
 
@@ -167,10 +174,11 @@ class _Work:
         # A loss that nobody knows, or that is not finite, cannot be compared.
         differs = off > SAME_LOSS * max(1.0, abs(update.loss or 0.0)) or worst > SAME_LOSS
         if differs and not any(note.startswith(NOT_AGAIN) for note in self.result.notes):
+            was = "not recorded" if update.loss is None else f"{update.loss:.6g}"
             self.result.notes.append(
                 f"{NOT_AGAIN} in update {update.number}: with the settings of the run the loss is {own.loss:.6g}, and "
-                f"it was {update.loss:.6g}; advantages differ by up to {worst:.2g}. A subclass or a hook has computed "
-                "them in another way."
+                f"it was {was}; advantages differ by up to {worst:.2g}. A subclass or a hook has computed them in "
+                "another way."
             )
         return {"loss_difference": off, "advantage_difference": worst}
 

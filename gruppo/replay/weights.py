@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gruppo.errors import DataError
+from gruppo.errors import ConfigError, DataError
 from gruppo.policy.loading import load_policy, placeholder_ids
 from gruppo.policy.logprobs import score_tokens
 from gruppo.replay.compare import likeness
@@ -38,7 +38,14 @@ class Policy:
             return cls(model.eval(), float(config.get("temperature") or 1.0), groups)
         # Never the record's own word for it: the folder may be a stranger's.
         wanted = SimpleNamespace(model_init_kwargs=None, trust_remote_code=False)
-        return cls(load_policy(str(model), wanted).eval(), float(config.get("temperature") or 1.0), groups)
+        try:
+            loaded = load_policy(str(model), wanted)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"The model {str(model)!r} cannot be loaded: {error}\nAn adapter alone is no model: load it onto its "
+                "own in Python, and give that to gruppo.replay.replay."
+            ) from error
+        return cls(loaded.eval(), float(config.get("temperature") or 1.0), groups)
 
     @property
     def done(self) -> bool:

@@ -101,6 +101,12 @@ class OwnLoss(RecordedGRPO):
         return logits.float().square().mean()
 
 
+class OwnAdvantages(OwnLoss):
+    def estimate_advantages(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().estimate_advantages(*args, **kwargs)
+        return found._replace(advantages_B=2 * found.advantages_B)
+
+
 class OtherAdvantages(RecordedGRPO):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         tensors = super()._generate_and_score_completions(inputs)
@@ -117,6 +123,11 @@ def test_a_subclass_with_a_loss_of_its_own(tmp_path: Path) -> None:
     assert found.updates[0]["recorded_loss"] is None
     assert found.to_dict()["updates"][0]["loss_difference"] is None
     assert found.updates[0]["rows_assumed"] == 4
+
+
+def test_a_subclass_with_everything_of_its_own(tmp_path: Path) -> None:
+    run(tmp_path, OwnAdvantages, max_steps=1)
+    assert "and it was not recorded; advantages differ by up to" in replay(tmp_path).notes[0]
 
 
 def test_a_subclass_that_changes_advantages(tmp_path: Path) -> None:

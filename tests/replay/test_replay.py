@@ -338,6 +338,8 @@ def test_the_command_with_a_reward(folder: Path, tmp_path: Path, capsys: pytest.
         (["--dataset", "x.jsonl"], "say which with --reward"),
         (["--json", "no/such/folder.json"], "no folder no/such"),
         (["--updates", "40:"], "it has 1 to 2"),
+        (["--model", "no/such/model"], "cannot be loaded"),
+        (["--model", "x", "--groups", "0"], "at least 1"),
     ],
 )
 def test_mistakes_on_the_command_line(
