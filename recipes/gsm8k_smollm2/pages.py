@@ -46,11 +46,19 @@ def sweep(results: Results) -> list[str]:
     """What is drawn in the figure of the sweep: experiments with changed settings, and those that they change."""
     changed = [name for name in experiments(results) if name not in TITLES]
     plain = [name for name in TITLES if name in results and any(each.startswith(f"{name}_") for each in changed)]
-    return [*plain, *changed] if changed else []
+    return [*plain, *changed] if changed and len([*plain, *changed]) > 1 else []
 
 
 def title(name: str) -> str:
-    return TITLES.get(name, name)
+    """What tables call an experiment; one of a sweep by what it changes.
+
+    Example:
+        title("dr_grpo_lr1e-5_g8") == "Dr. GRPO + lr1e-5 + g8"
+    """
+    recipe = next((recipe for recipe in (*reversed(TITLES),) if name == recipe or name.startswith(f"{recipe}_")), None)
+    if recipe is None:
+        return name
+    return " + ".join([TITLES[recipe], *name.removeprefix(recipe).split("_")[1:]])
 
 
 # ---- tables

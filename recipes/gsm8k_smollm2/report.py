@@ -1,11 +1,12 @@
 """Result files, figures and tables from the archives of sittings.
 
-    python -m recipes.gsm8k_smollm2.report RUNS      archives → benchmarks/results/learn_smollm2_*.json → pages
-    python -m recipes.gsm8k_smollm2.report           the pages again, from the result files
+    python -m recipes.gsm8k_smollm2.report RUNS      archives → kept runs → result files → pages
+    python -m recipes.gsm8k_smollm2.report           result files and pages again, from the kept runs
 
-RUNS holds the archives, in folders of any depth. A run is compared with the warm-up whose weights it began with, in
-whatever folder that is; runs of all sittings that began with the same weights are put together. The figures go to
-docs/figures, the tables into docs/experiments.md.
+RUNS holds the archives of a sitting, in folders of any depth; its runs are added to those that are kept in
+benchmarks/results/learn_smollm2/. A run is compared with the warm-up whose weights it began with; runs of all sittings
+that began with the same weights are put together. The result files are benchmarks/results/learn_smollm2_*.json, the
+figures go to docs/figures, the tables into docs/experiments.md.
 """
 
 import argparse
@@ -13,9 +14,7 @@ import json
 import math
 import re
 import statistics
-import tarfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,60 +23,13 @@ from gruppo.errors import DataError
 from gruppo.evaluation.compare import compare
 from gruppo.evaluation.statistics import majority_at_k, pass_at_k
 from recipes.gsm8k_smollm2 import pages
+from recipes.gsm8k_smollm2.kept import KEPT, Attempts, Correct, Facts, Run, keep, read_archives, read_kept
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PROVENANCE = ("commit", "date", "device", "python", "versions", "command")
 COLUMNS = ("accuracy", "reward", "length", "clipped", "entropy", "flat", "prompts")  # of steps, for the figures
 MOST_STEPS = 300
-
-Facts = dict[str, Any]
-Attempts = Mapping[str, Sequence[tuple[int, int | None]]]  # of each problem: right or not, and the vote
-Correct = Mapping[str, Attempts]  # by pass
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one job left: its folder, the record of its training, and its evaluation."""
-
-    folder: Path
-    record: Facts | None  # None: the model was evaluated as it is
-    results: Facts | None
-    correct: Correct | None
-
-    @property
-    def experiment(self) -> str:
-        if self.record is None:
-            return "base"
-        return str(self.record.get("experiment", "warmup"))
-
-    @property
-    def seed(self) -> int:
-        return int((self.record or {}).get("seed", 0))
-
-
-# ---- reading
-
-
-def load(runs: Path) -> list[Run]:
-    """All jobs under a folder, those in archives included."""
-    for archive in sorted(runs.rglob("*.tar.gz")):
-        with tarfile.open(archive) as packed:
-            packed.extractall(archive.parent, filter="data")
-    found = {path.parent for name in ("record.json", "warmup.json") for path in runs.rglob(name)}
-    found |= {path.parent.parent for path in runs.rglob("eval/results.json")}
-    if not found:
-        raise DataError(f"{runs} has no record.json, warmup.json or eval/results.json, in archives or beside them.")
-    return [_run(folder) for folder in sorted(found)]
-
-
-def _run(folder: Path) -> Run:
-    def read(name: str) -> Any:
-        path = folder / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-    return Run(folder, read("record.json") or read("warmup.json"), read("eval/results.json"), read("correct.json"))
-
 
 # ---- numbers
 
@@ -183,7 +135,7 @@ def fullest(runs: Sequence[Run]) -> Run:
         for decoding, attempts in (run.correct or {}).items():
             if chosen.correct is not None and attempts != chosen.correct.get(decoding):
                 raise DataError(
-                    f"{chosen.folder} and {run.folder} have the same weights and different evaluations ({decoding}). "
+                    f"{chosen.name} and {run.name} have the same weights and different evaluations ({decoding}). "
                     "Take one of them away, and its archive: all runs that began with them need the same start."
                 )
     return chosen
@@ -194,14 +146,14 @@ def start_for(run: Run, starts: Mapping[str, Run]) -> Run:
     weights = (run.record or {}).get("start_weights")
     start = starts.get(weights or "")
     if start is None:
-        known = ", ".join(f"{each} ({warmup.folder})" for each, warmup in starts.items())
+        known = ", ".join(f"{each} ({warmup.name})" for each, warmup in starts.items())
         raise DataError(
-            f"{run.folder} began with the weights {weights}, and no warm-up here made those; there are {known}. "
+            f"{run.name} began with the weights {weights}, and no warm-up here made those; there are {known}. "
             "Add the archive of the warm-up that it began with, or take the run away."
         )
     if start.correct is None and run.correct is not None:
         raise DataError(
-            f"{start.folder}, which {run.folder} began with, was not evaluated: there is nothing to compare with. "
+            f"{start.name}, which {run.name} began with, was not evaluated: there is nothing to compare with. "
             "Add the archive of a sitting that evaluated it."
         )
     return start
@@ -242,11 +194,9 @@ def experiment_result(name: str, runs: Sequence[Run], starts: Mapping[str, Run])
     assert first is not None
     for earlier, run in pairwise(members):
         if run.record is not None and run.record["config"] != first["config"]:
-            raise DataError(f"{run.folder} and {members[0].folder} are both {name}, with different settings.")
+            raise DataError(f"{run.name} and {members[0].name} are both {name}, with different settings.")
         if run.seed == earlier.seed:
-            raise DataError(
-                f"{run.folder} and {earlier.folder} are both {name} with seed {run.seed}; keep one of them."
-            )
+            raise DataError(f"{run.name} and {earlier.name} are both {name} with seed {run.seed}; keep one of them.")
     result = {key: first[key] for key in (*PROVENANCE, "experiment", "library", "config")}
     result["runs"] = [_member(run, start_for(run, starts)) for run in members]
     # Seeds with different starts have no common difference.
@@ -299,13 +249,15 @@ def write_results(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="?", help="folder of archives; without it, only the pages are made")
+    parser.add_argument("runs", type=Path, nargs="?", help="folder of archives to add to the kept runs")
+    parser.add_argument("--kept", type=Path, default=KEPT, help="folder of the kept runs")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of experiments.md and figures/")
     options = parser.parse_args(argv)
     if options.runs is not None:
-        for path in write_results(load(options.runs), options.results):
-            print(path)
+        keep(read_archives(options.runs), options.kept)
+    for path in write_results(read_kept(options.kept), options.results):
+        print(path)
     for path in pages.write(pages.read_results(options.results), options.docs):
         print(path)
 

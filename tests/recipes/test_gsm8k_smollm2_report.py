@@ -14,7 +14,7 @@ from gruppo.evaluation.store import EvaluationFolder
 from gruppo.evaluation.types import PASSES, Attempt, Problem, Scored
 from gruppo.grading import Grade, Rung
 from gruppo.types import StopReason
-from recipes.gsm8k_smollm2 import pages, report, sitting, train
+from recipes.gsm8k_smollm2 import kept, pages, report, sitting, train
 from recipes.gsm8k_smollm2.sitting import Job, Sitting, parse_jobs
 
 ROOT = Path(__file__).parents[2]
@@ -255,7 +255,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def test_result_files(runs: Path, tmp_path: Path) -> None:
-    written = report.write_results(report.load(runs), tmp_path)
+    written = report.write_results(kept.read_archives(runs), tmp_path)
     names = {path.stem.removeprefix("learn_smollm2_") for path in written}
     assert names == {"start", "grpo", "dapo", "trl"}
     start = json.loads((tmp_path / "learn_smollm2_start.json").read_text())
@@ -282,14 +282,14 @@ def test_result_files(runs: Path, tmp_path: Path) -> None:
 def test_runs_of_an_experiment_share_their_settings(runs: Path, tmp_path: Path) -> None:
     trained(runs / "first/grpo-2", "grpo", 2, 4, 2.0, 5, learning_rate=1.0)
     with pytest.raises(DataError, match="different settings"):
-        report.write_results(report.load(runs), tmp_path)
+        report.write_results(kept.read_archives(runs), tmp_path)
 
 
 def test_a_run_is_compared_with_the_warm_up_that_it_began_with(runs: Path, tmp_path: Path) -> None:
     """Two warm-ups side by side: the second one solves more than runs that began with the first."""
     warmed(runs / "first/warmup-1", solved=7, weights="77aa", seed=1)
     trained(runs / "second/grpo-2", "grpo", 2, solved=8, pace=2.0, updates=5, start="77aa")
-    report.write_results(report.load(runs), tmp_path)
+    report.write_results(kept.read_archives(runs), tmp_path)
     results = pages.read_results(tmp_path)
     assert [run["gain"]["top-1"]["difference"] for run in results["grpo"]["runs"]] == [20, 40, 10]
     assert [run["start_weights"] for run in results["grpo"]["runs"]] == ["00ff", "00ff", "77aa"]
@@ -303,7 +303,7 @@ def test_sittings_whose_warm_ups_made_the_same_weights_count_together(runs: Path
     """The other sitting has a shorter evaluation of the same warm-up, and no samples of its run."""
     warmed(runs / "another/warmup-0", solved=2, decodings=("greedy",))
     trained(runs / "another/grpo-2", "grpo", 2, 9, 2.0, 5, decodings=("greedy",))
-    report.write_results(report.load(runs), tmp_path)
+    report.write_results(kept.read_archives(runs), tmp_path)
     grpo = pages.read_results(tmp_path)["grpo"]
     assert (grpo["gain"]["top-1"]["difference"], grpo["gain"]["top-1"]["runs"]) == (pytest.approx(130 / 3), 3)
     assert (grpo["gain"]["avg@2"]["difference"], grpo["gain"]["avg@2"]["runs"]) == (30, 2)
@@ -314,19 +314,51 @@ def test_sittings_whose_warm_ups_made_the_same_weights_count_together(runs: Path
 def test_a_start_that_is_not_clear(runs: Path, tmp_path: Path) -> None:
     trained(runs / "second/grpo-2", "grpo", 2, 4, 2.0, 5, start="77aa")
     with pytest.raises(DataError, match=r"grpo-2 began with the weights 77aa.*there are 00ff \(.*Add the archive"):
-        report.write_results(report.load(runs), tmp_path)
+        report.write_results(kept.read_archives(runs), tmp_path)
     warmed(runs / "second/warmup-1", solved=3, weights="77aa", decodings=())
     with pytest.raises(DataError, match=r"warmup-1, which .*grpo-2 began with, was not evaluated"):
-        report.write_results(report.load(runs), tmp_path)
+        report.write_results(kept.read_archives(runs), tmp_path)
     warmed(runs / "third/warmup-0", solved=3)
     with pytest.raises(DataError, match=r"the same weights and different evaluations \(greedy\). Take one of them"):
-        report.write_results(report.load(runs), tmp_path)
+        report.write_results(kept.read_archives(runs), tmp_path)
+
+
+def test_runs_are_kept_and_joined_with_those_of_a_later_sitting(runs: Path, tmp_path: Path) -> None:
+    place = tmp_path / "kept"
+    kept.keep(kept.read_archives(runs), place)
+    first = {path.name: path.read_bytes() for path in place.iterdir()}
+    assert "grpo-0.json.gz" in first, "from an archive"
+    later = tmp_path / "later"
+    warmed(later / "warmup-0", solved=2, decodings=("greedy",))
+    trained(later / "grpo-2", "grpo", 2, solved=8, pace=2.0, updates=5)
+    kept.keep(kept.read_archives(later), place)
+    assert {name: (place / name).read_bytes() for name in first} == first, "the fuller evaluation stays"
+    report.write_results(kept.read_kept(place), tmp_path)
+    assert pages.read_results(tmp_path)["grpo"]["gain"]["top-1"]["runs"] == 3
+    trained(tmp_path / "again/grpo-2", "grpo", 2, solved=3, pace=2.0, updates=5)
+    with pytest.raises(DataError, match=r"grpo-2 was kept before, with other numbers.*another seed"):
+        kept.keep(kept.read_archives(tmp_path / "again"), place)
+    warmed(tmp_path / "other/warmup-0", solved=2, weights="77aa")
+    with pytest.raises(DataError, match=r"2 passes, weights 00ff, now 2 passes, weights 77aa"):
+        kept.keep(kept.read_archives(tmp_path / "other"), place)
+
+
+def test_what_is_kept_says_nothing_of_where_it_lay(tmp_path: Path) -> None:
+    trained(tmp_path / "grpo-0", "grpo", 0, solved=3, pace=2.0, updates=5)
+    (tmp_path / "grpo-0/config.yaml").write_text(f"output_dir: {tmp_path}/grpo-0\nseed: 0\n")
+    results = tmp_path / "grpo-0/eval/results.json"
+    results.write_text(json.dumps(json.loads(results.read_text()) | {"source": f"{tmp_path}/grpo-0"}))
+    (tmp_path / "grpo-0/metrics.jsonl").write_text('{"loss": 1.0}\n')
+    kept.keep(kept.read_archives(tmp_path), tmp_path / "kept")
+    (run,) = kept.read_kept(tmp_path / "kept")
+    assert (run.config, run.metrics) == ({"output_dir": "grpo-0", "seed": 0}, [{"loss": 1.0}])
+    assert str(tmp_path) not in json.dumps([run.record, run.results, run.config])
 
 
 def test_a_seed_counts_once(runs: Path, tmp_path: Path) -> None:
     trained(runs / "second/grpo-1", "grpo", 1, 4, 2.0, 5)
     with pytest.raises(DataError, match="are both grpo with seed 1; keep one"):
-        report.write_results(report.load(runs), tmp_path)
+        report.write_results(kept.read_archives(runs), tmp_path)
 
 
 def test_gains_by_metric() -> None:
@@ -358,10 +390,10 @@ def test_gains_by_metric() -> None:
 
 def test_an_empty_folder_and_runs_without_a_start(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has no record\.json"):
-        report.load(tmp_path)
+        kept.read_archives(tmp_path)
     trained(tmp_path / "grpo-0", "grpo", 0, 4, 2.0, 5)
     with pytest.raises(DataError, match="no warm-up"):
-        report.write_results(report.load(tmp_path), tmp_path)
+        report.write_results(kept.read_archives(tmp_path), tmp_path)
 
 
 def test_the_page_and_the_figures(runs: Path, tmp_path: Path) -> None:
@@ -369,12 +401,13 @@ def test_the_page_and_the_figures(runs: Path, tmp_path: Path) -> None:
     docs, results = tmp_path / "docs", tmp_path / "results"
     docs.mkdir()
     results.mkdir()
-    report.main([str(runs), "--results", str(results), "--docs", str(docs)])
+    folders = ["--kept", str(tmp_path / "kept"), "--results", str(results), "--docs", str(docs)]
+    report.main([str(runs), *folders])
     page = (docs / "experiments.md").read_text()
     assert "| SmolLM2-135M-Instruct | – | – | 0.0 | 0.0 | 0.0 | 0.0 |" in page
     assert "| seeds | top-1 | avg@2 | maj@2 | pass@2 |" in page
     assert f"| GRPO | 2 | {' | '.join(['+30.0 (+10.0 to +55.0)'] * 4)} |" in page
-    assert f"| grpo_lr1e-5 | 1 | {' | '.join(['**+70.0** (+40.0 to +100.0)'] * 4)} |" in page
+    assert f"| GRPO + lr1e-5 | 1 | {' | '.join(['**+70.0** (+40.0 to +100.0)'] * 4)} |" in page
     assert (
         "| GRPO ([file](../benchmarks/results/learn_smollm2_grpo.json)) | 2 | 25 (20 to 30) | 50.0 (40.0 to 60.0) |"
         in page
@@ -388,17 +421,17 @@ def test_the_page_and_the_figures(runs: Path, tmp_path: Path) -> None:
         assert figure.stat().st_size < 100_000
     assert "DAPO" in (docs / "figures/learn_smollm2_steps.svg").read_text()
     assert "TRL" in (docs / "figures/learn_smollm2_time.svg").read_text()
-    drawn = {path.stem: "grpo_lr1e-5" in path.read_text() for path in (docs / "figures").iterdir()}
+    drawn = {path.stem: "GRPO + lr1e-5" in path.read_text() for path in (docs / "figures").iterdir()}
     assert drawn == {"learn_smollm2_time": False, "learn_smollm2_steps": False, "learn_smollm2_sweep": True}
     before = {path: path.read_bytes() for path in docs.rglob("*.*")}
-    report.main(["--results", str(results), "--docs", str(docs)])
+    report.main(folders)
     assert {path: path.read_bytes() for path in docs.rglob("*.*")} == before, (
         "nothing changes with the numbers the same"
     )
 
 
 def test_a_page_keeps_its_words(runs: Path, tmp_path: Path) -> None:
-    report.write_results(report.load(runs), tmp_path)
+    report.write_results(kept.read_archives(runs), tmp_path)
     results = pages.read_results(tmp_path)
     filled = pages.fill("before\n" + "\nold\n".join(pages.MARKS) + "\nafter\n", results)
     assert filled.startswith("before\n<!-- learning")
@@ -417,6 +450,9 @@ def test_thinning_and_smoothing() -> None:
     assert pages.smooth([0, 3, 6], width=3) == [1.5, 3, 4.5]
     assert pages.span([0.101, 0.12], pages.percent) == "11.1 (10.1 to 12.0)"
     assert pages.span([None], pages.percent) == "–"
+    assert [pages.title(name) for name in ("grpo", "dr_grpo_lr1e-5_g8", "mine")] == [
+        *("GRPO", "Dr. GRPO + lr1e-5 + g8", "mine"),
+    ]
 
 
 @pytest.mark.skipif(not (ROOT / "docs/experiments.md").exists(), reason="nothing was measured yet")
@@ -435,7 +471,7 @@ def test_a_whole_sitting_with_a_tiny_model(
     small += "--gradient_accumulation_steps 2 --max_completion_length 8 --parity_check off"
     given = {"benchmark": "gsm8k:4", "samples": 2, "max-new-tokens": 8, "train-arguments": small, "limit": 300}
     assert Sitting(options(tmp_path, "warmup,grpo:0", data=data, model=model, **given)).run()
-    report.write_results(report.load(tmp_path / "out"), tmp_path)
+    report.write_results(kept.read_archives(tmp_path / "out"), tmp_path)
     results = pages.read_results(tmp_path)
     assert results["grpo"]["runs"][0]["updates"] == 2
     assert results["grpo"]["runs"][0]["evaluation"]["problems"] == 4
@@ -444,7 +480,7 @@ def test_a_whole_sitting_with_a_tiny_model(
     # A probe of other settings from the same warm-up, with greedy answers only.
     probe = given | {"samples": 0, "out": tmp_path / "out/probe"}
     assert Sitting(options(tmp_path, "grpo@lr1e-5:0", data=data, model=model, **probe)).run()
-    report.write_results(report.load(tmp_path / "out"), tmp_path)
+    report.write_results(kept.read_archives(tmp_path / "out"), tmp_path)
     swept = pages.read_results(tmp_path)["grpo_lr1e-5"]
     assert swept["config"]["learning_rate"] == 1e-5
     assert list(swept["gain"]) == ["top-1"]
