@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         **several,
     )
     changed.add_argument(
-        "--dataset", help="of the run, for rewards that need its columns: JSONL, or a name on the hub"
+        "--dataset", help="of the run, for rewards that need its columns: JSONL, parquet, CSV, or a name on the hub"
     )
     changed.add_argument(
         "--set", metavar="FIELD=VALUE", help="settings other than the run's; recipe=NAME sets several", **several
@@ -132,13 +132,28 @@ def _changes(given: Sequence[str], option: str) -> dict[str, Any]:
     return changes
 
 
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def _rows(dataset: str) -> Any:
+    """The dataset: a file, or a name on the hub."""
+    from gruppo.config.script import DatasetConfig, DatasetMixtureConfig
+    from gruppo.data.mixture import get_dataset
+
+    kind = FORMATS.get(Path(dataset).suffix)
+    if kind is not None and not Path(dataset).is_file():
+        raise ConfigError(f"There is no file {dataset}.")
+    config = DatasetConfig(path=dataset) if kind is None else DatasetConfig(path=kind, data_files=dataset)
+    return get_dataset(DatasetMixtureConfig(datasets=[config]))["train"]
+
+
 def _loaded(rewards: Sequence[str], dataset: str | None) -> tuple[Mapping[str, Any] | list[Any] | None, Any]:
     """Reward functions, by the recorded names that they take the place of if those are given, and the dataset."""
     if not rewards:
         return None, None
-    from gruppo.cli.train import load_reward, load_rows
+    from gruppo.cli.train import load_reward
 
-    rows = None if dataset is None else load_rows(dataset, "train")
+    rows = None if dataset is None else _rows(dataset)
     parts = [re.match(r"(?:([^=:/\\]+)=)?(.+)", entry, re.DOTALL) for entry in rewards]
     named = [(part[1], load_reward(part[2])) for part in parts if part is not None]
     if not any(name for name, _ in named):

@@ -315,14 +315,17 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(table) == 8
 
 
-def test_the_command_with_a_reward(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_the_command_with_a_reward(
+    suffix: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "edited.py").write_text(
         "def shorter(completions, answer, **kwargs):\n    return [-float(len(text)) for text in completions]\n"
     )
-    rows = "".join(json.dumps({"prompt": f"p{i}:", "answer": str(i)}) + "\n" for i in range(8))
-    (tmp_path / "rows.jsonl").write_text(rows)
+    write = {"jsonl": Dataset.to_json, "parquet": Dataset.to_parquet, "csv": Dataset.to_csv}[suffix]
+    write(prompts(8), tmp_path / f"rows.{suffix}")
     reward = f"length_reward={tmp_path / 'edited.py'}:shorter"
-    assert command(folder, "--reward", reward, "--dataset", tmp_path / "rows.jsonl") == 0
+    assert command(folder, "--reward", reward, "--dataset", tmp_path / f"rows.{suffix}") == 0
     assert "rank correlation within groups" in capsys.readouterr().out
 
 
@@ -336,6 +339,7 @@ def test_the_command_with_a_reward(folder: Path, tmp_path: Path, capsys: pytest.
         (["--set", "loss_typ=grpo"], "Did you mean `loss_type`"),
         (["--reward", "nowhere.py:f"], "no file nowhere.py"),
         (["--dataset", "x.jsonl"], "say which with --reward"),
+        (["--dataset", "x.csv", "--reward", "gruppo.demo:exact_match"], "no file x.csv"),
         (["--json", "no/such/folder.json"], "no folder no/such"),
         (["--updates", "40:"], "it has 1 to 2"),
         (["--model", "no/such/model"], "cannot be loaded"),
