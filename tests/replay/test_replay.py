@@ -23,7 +23,7 @@ from gruppo.replay.record import Recording
 from gruppo.replay.settings import Settings
 from gruppo.replay.tables import tables
 from gruppo.runs import Run
-from tests.helpers import chats, length_reward, prompts
+from tests.helpers import chats, length_reward, prompts, tiny_model
 from tests.replay.conftest import Recorded
 from tests.replay.worlds import OFF_POLICY
 from tests.trainer.runs import SaveAt, make, run, with_weights
@@ -290,6 +290,15 @@ def test_the_whole_gradient(tmp_path: Path) -> None:
     (group,) = replay(tmp_path, model=with_weights(before)).weights
     assert group["gradient_norm"] == pytest.approx(Run(tmp_path).metrics("train")[0]["grad_norm"], rel=1e-4)
     assert math.isfinite(group["logp_difference"])
+
+
+def test_gradients_of_an_adapter(folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules="all-linear"))
+    (group,) = replay(folder, updates=[1], changes={"epsilon": 0.3}, model=model, groups=1).weights
+    assert group["gradient_norm"] > 0
+    assert group["logp_difference"] < 1e-5, "an adapter that has not learned changes nothing"
+    assert group["cosine"] == pytest.approx(1.0), "no ratio is clipped in a first update"
 
 
 # ---- the command
