@@ -1,4 +1,4 @@
-# make demo | check | test | test-slow | bench-peers      PIP_ARGS="..." is passed to every pip install
+# make demo | check | test | test-slow | docs | bench-peers      PIP_ARGS="..." is passed to every pip install
 PYTHON   ?= python3
 PIP_ARGS ?=
 VENV     := .venv
@@ -7,8 +7,9 @@ BIN      := $(VENV)/bin
 RERUN    := --reruns 1 --only-rerun 'exit codes .*-11'
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo check static fast test test-slow test-compat bench-peers format clean
+.PHONY: demo check static fast test test-slow test-compat docs bench-peers format clean
 
 # DeepSpeed is built here, in seconds: none of its kernels is.
 $(VENV)/.ready: export DS_BUILD_OPS := 0
@@ -36,6 +37,10 @@ test: $(VENV)/.ready
 
 test-slow: $(VENV)/.ready
 	$(BIN)/pytest $(RERUN) -m slow -n 2 --summary=benchmarks/results/test_slow.json
+
+# The site, into site/; a link that leads nowhere is an error.
+docs: $(VENV)/.ready
+	$(BIN)/mkdocs build --strict
 
 # The oldest supported transformers, in an environment of its own.
 .venv-tf517/.ready: constraints-tf517.txt pyproject.toml
@@ -65,4 +70,4 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-tf517 .venv-peers build dist *.egg-info
+	rm -rf .venv .venv-tf517 .venv-peers build dist site *.egg-info

@@ -63,6 +63,7 @@ def rows() -> dict[str, str]:
         "eval_smollm2": evaluated(results["eval_smollm2"]),
         "learn_demo": lifted(results["learn_demo"]["runs"]),
         "soak": soaked(results["soak"]),
+        "import_time": imported(results["import_time"]["fastest_seconds"]),
         "recording": "{record:.1%} and {audit:.1%} of it".format(**results["recording"]["cases"]["demo"]["share"]),
     }
 
@@ -76,6 +77,12 @@ def lifted(runs: list[dict[str, Any]]) -> str:
         f"held-out accuracy {min(points[False]):+.0f} to {max(points[False]):+.0f} points; with the sign of the "
         f"advantages reversed {min(points[True]):+.0f} to {max(points[True]):+.0f}"
     )
+
+
+def imported(seconds: dict[str, float]) -> str:
+    """What importing and helping take beside Python's own start."""
+    added = [seconds[name] - seconds["python"] for name in ("import gruppo", "gruppo --help")]
+    return f"{added[0]:.2f} s and {added[1]:.2f} s more than Python alone"
 
 
 def evaluated(result: dict[str, Any]) -> str:

@@ -1,11 +1,44 @@
 """gruppo: critic-free reinforcement learning for language models (GRPO, RLOO and their family).
 
-Every public name is loaded on first use, so that `import gruppo` stays cheap.
+Every public name is loaded on first use, so that `import gruppo` stays cheap. Type checkers, which run nothing, see
+plain imports.
 """
 
 from importlib import import_module
-from importlib.metadata import version as _version
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gruppo.cli.parser import TrlParser as TrlParser
+    from gruppo.config.grpo import GRPOConfig as GRPOConfig
+    from gruppo.config.model import ModelConfig as ModelConfig
+    from gruppo.config.model import get_peft_config as get_peft_config
+    from gruppo.config.model import get_quantization_config as get_quantization_config
+    from gruppo.config.rloo import RLOOConfig as RLOOConfig
+    from gruppo.config.script import DatasetMixtureConfig as DatasetMixtureConfig
+    from gruppo.config.script import ScriptArguments as ScriptArguments
+    from gruppo.data.chat import apply_chat_template as apply_chat_template
+    from gruppo.data.chat import is_conversational as is_conversational
+    from gruppo.data.chat import maybe_apply_chat_template as maybe_apply_chat_template
+    from gruppo.data.chat import prepare_multimodal_messages as prepare_multimodal_messages
+    from gruppo.data.mixture import get_dataset as get_dataset
+    from gruppo.data.templates import add_response_schema as add_response_schema
+    from gruppo.data.templates import clone_chat_template as clone_chat_template
+    from gruppo.data.templates import get_training_chat_template as get_training_chat_template
+    from gruppo.data.templates import supports_tool_calling as supports_tool_calling
+    from gruppo.evaluation.run import evaluate as evaluate
+    from gruppo.evaluation.types import Benchmark as Benchmark
+    from gruppo.rewards.check import check_reward as check_reward
+    from gruppo.tools.python_tool import python_tool as python_tool
+    from gruppo.trainer.callbacks import BEMACallback as BEMACallback
+    from gruppo.trainer.callbacks import RichProgressCallback as RichProgressCallback
+    from gruppo.trainer.callbacks import SyncRefModelCallback as SyncRefModelCallback
+    from gruppo.trainer.completion_callbacks import LogCompletionsCallback as LogCompletionsCallback
+    from gruppo.trainer.completion_callbacks import WeaveCallback as WeaveCallback
+    from gruppo.trainer.grpo import GRPOTrainer as GRPOTrainer
+    from gruppo.trainer.progress import LiveProgressCallback as LiveProgressCallback
+    from gruppo.trainer.rloo import RLOOTrainer as RLOOTrainer
+
+    __version__: str
 
 _HOME = {
     "GRPOConfig": "gruppo.config.grpo",
@@ -22,6 +55,7 @@ _HOME = {
     "SyncRefModelCallback": "gruppo.trainer.callbacks",
     "LogCompletionsCallback": "gruppo.trainer.completion_callbacks",
     "RichProgressCallback": "gruppo.trainer.callbacks",
+    "LiveProgressCallback": "gruppo.trainer.progress",
     "BEMACallback": "gruppo.trainer.callbacks",
     "WeaveCallback": "gruppo.trainer.completion_callbacks",
     "apply_chat_template": "gruppo.data.chat",
@@ -41,12 +75,16 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return _version("gruppo")
-    if name not in _HOME:
-        raise AttributeError(f"module 'gruppo' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+if not TYPE_CHECKING:  # a checker would take every misspelt name for one that is loaded here
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("gruppo")
+        if name not in _HOME:
+            raise AttributeError(f"module 'gruppo' has no attribute {name!r}")
+        return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -26,6 +26,7 @@ SCRIPT_NAMES = [
     "SyncRefModelCallback",
     "LogCompletionsCallback",
     "RichProgressCallback",
+    "LiveProgressCallback",
     "BEMACallback",
     "WeaveCallback",
     "apply_chat_template",

@@ -4,7 +4,6 @@ A new command is one function, whose docstring is its line in `gruppo --help`, a
 import what they need when they run, so that `gruppo --help` stays instant.
 """
 
-import argparse
 import difflib
 import os
 import sys
@@ -15,31 +14,52 @@ __all__ = ["COMMANDS", "main"]
 
 
 def demo(argv: list[str]) -> int:
-    """Watch a tiny model learn arithmetic word problems (under three minutes, CPU only)."""
+    """Watch a tiny model learn sums (under three minutes, CPU only)."""
     from gruppo.demo.run import main as run_demo
 
     return run_demo(argv)
 
 
+def train(argv: list[str]) -> int:
+    """Train from a recipe, on one process or on several."""
+    from gruppo.cli.train import main as run_training
+
+    return run_training(argv)
+
+
+def grpo(argv: list[str]) -> int:
+    """GRPO from flags or a file, as `trl grpo` takes them."""
+    from gruppo.cli.train import main as run_training
+
+    return run_training(argv, "grpo")
+
+
+def rloo(argv: list[str]) -> int:
+    """RLOO from flags or a file, as `trl rloo` takes them."""
+    from gruppo.cli.train import main as run_training
+
+    return run_training(argv, "rloo")
+
+
+def check(argv: list[str]) -> int:
+    """Say what is wrong with a recipe before a GPU is paid for."""
+    from gruppo.cli.check import main as run_check
+
+    return run_check(argv)
+
+
 def evaluate(argv: list[str]) -> int:
-    """Accuracy of a model on GSM8K, MATH, MGSM-zh, CMATH or a benchmark of your own."""
+    """Accuracy on GSM8K, MATH, MGSM-zh, CMATH or a benchmark of yours."""
     from gruppo.cli.evaluate import main as run_evaluation
 
     return run_evaluation(argv)
 
 
 def replay(argv: list[str]) -> int:
-    """Score a recorded run with other rewards, or compute another recipe's loss on it."""
+    """Other rewards, or other recipes, on the rollouts of a run."""
     from gruppo.cli.replay import main as run_replay
 
     return run_replay(argv)
-
-
-def train(argv: list[str]) -> int:
-    """Train from one YAML file, on one process or on several (--launch ddp, fsdp2, zero2, zero3)."""
-    from gruppo.cli.train import main as run_training
-
-    return run_training(argv)
 
 
 def vllm_serve(argv: list[str]) -> int:
@@ -51,49 +71,61 @@ def vllm_serve(argv: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
+    "train": train,
+    "grpo": grpo,
+    "rloo": rloo,
+    "check": check,
     "eval": evaluate,
     "replay": replay,
-    "train": train,
     "vllm-serve": vllm_serve,
 }
+HELP = """\
+usage: gruppo COMMAND [arguments]
+
+Critic-free reinforcement learning for language models: GRPO, RLOO and family.
+
+{commands}
+
+examples:
+  gruppo demo
+  gruppo check recipes/grpo.yaml
+  gruppo train recipes/grpo.yaml --model ./my-model --learning_rate 2e-6
+
+`gruppo COMMAND --help` shows a command's options, with examples; `gruppo
+--version` the version."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    """The top-level parser; each command parses the rest of the line itself."""
+def help_text() -> str:
+    """What `gruppo --help` shows: a screen, with a line for each command."""
     width = max(map(len, COMMANDS))
     rows = [f"  {name:<{width}}  {(function.__doc__ or '').strip()}" for name, function in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
-        prog="gruppo",
-        description="Critic-free reinforcement learning for language models: GRPO, RLOO and their family.",
-        epilog="\n".join(["commands:", *rows, "", "`gruppo COMMAND --help` shows the options of a command."]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.add_argument("command", nargs="?", metavar="COMMAND", help="what to do; see below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the command")
-    return parser
+    return HELP.format(commands="\n".join(["commands:", *rows]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    parser = _parser()
-    options = parser.parse_args(argv)
-    if options.version:
+    command, *arguments = list(sys.argv[1:] if argv is None else argv) or [""]
+    if command in ("-h", "--help", "help", ""):
+        print(help_text())
+        return 0 if command else 2
+    if command in ("--version", "-V"):
         print(f"gruppo {version('gruppo')}")
         return 0
-    if options.command is None:
-        parser.print_help()
+    if command not in COMMANDS:
+        kind = "option" if command.startswith("-") else "command"
+        nearest = difflib.get_close_matches(command.lstrip("-"), COMMANDS, n=1, cutoff=0.0)[0]
+        print(f"gruppo: unknown {kind} {command!r}; did you mean {nearest!r}? See `gruppo --help`.", file=sys.stderr)
         return 2
-    if options.command not in COMMANDS:
-        nearest = difflib.get_close_matches(options.command, COMMANDS, n=1, cutoff=0.0)[0]
-        parser.error(f"unknown command {options.command!r}; did you mean {nearest!r}?")
     # Read by OpenMP when torch is loaded: threads wait asleep, not spinning. That costs a few per cent on an idle
     # machine; beside other work a step takes a third of the time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from gruppo.errors import ConfigError, DataError, RunLockedError, SandboxError
+    from gruppo.errors import ConfigError, DataError, RewardError, RunLockedError, SandboxError
 
     try:
-        return COMMANDS[options.command](options.arguments)
-    except (ConfigError, DataError, RunLockedError, SandboxError) as error:  # it says what to do
-        print(f"gruppo {options.command}: {error}", file=sys.stderr)
+        return COMMANDS[command](arguments)
+    except (ConfigError, DataError, RewardError, RunLockedError, SandboxError) as error:  # it says what to do
+        print(f"gruppo {command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"gruppo {command}: interrupted.", file=sys.stderr)
+        return 130

@@ -7,6 +7,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from gruppo.cli.options import CommandParser
+
 __all__ = ["main"]
 
 DESCRIPTION = """\
@@ -34,9 +36,7 @@ LONGEST_NAME = 150  # characters of a default folder's name; a file system has r
 
 def parser() -> argparse.ArgumentParser:
     """The options; their defaults are those of `gruppo.evaluate`."""
-    parser = argparse.ArgumentParser(
-        prog="gruppo eval", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog="gruppo eval", description=DESCRIPTION)
     parser.add_argument("model", nargs="?", help="a model's name, its folder, or the folder of a training run")
     parser.add_argument("--benchmarks", nargs="+", metavar="NAME", help=f"{BENCHMARKS} (default: gsm8k)")
     parser.add_argument("--data-dir", type=Path, help="a folder of JSONL files (default: the hub, through `datasets`)")

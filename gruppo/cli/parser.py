@@ -28,7 +28,7 @@ class TrlParser(HfArgumentParser):
 
     `--config file.yaml` holds a flat mapping of the same names. Its values replace the defaults, and the command line
     wins over both. A mapping under `env` is exported to the environment. A name that no dataclass has is an error
-    that says which one is nearest.
+    that says which one is nearest. Other names of a field (`aliases` in its metadata) are known in files too.
 
     Example:
         parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
@@ -73,21 +73,21 @@ class TrlParser(HfArgumentParser):
         `fail_with_unknown_args` is False.
         """
         strings = list(sys.argv[1:] if args is None else args)
-        path, strings = _take_config_option(strings)
+        path, strings = take_config_option(strings)
         from_file: list[str] = []
         if path is not None:
-            values = _read_yaml(path)
+            values = read_yaml(path)
             _export(values.pop("env", {}), path)
             from_file = self.set_defaults_with_config(**values)
             if from_file and fail_with_unknown_args and not return_remaining_strings:
                 unknown = [key for key in values if f"--{key}" in from_file]
-                raise ConfigError(f"{path}: {self._explain_unknown(unknown)}")
+                raise ConfigError(f"{path}: {self.explain_unknown(unknown)}")
 
         *parsed, unknown = self.parse_args_into_dataclasses(strings, return_remaining_strings=True)
         if not return_remaining_strings:
             if unknown:
                 names = [s.lstrip("-").partition("=")[0] for s in unknown if s.startswith("--")]
-                raise ConfigError(self._explain_unknown(names) if names else f"Unexpected arguments: {unknown}.")
+                raise ConfigError(self.explain_unknown(names) if names else f"Unexpected arguments: {unknown}.")
             return tuple(parsed)
         if separate_remaining_strings:
             return (*parsed, from_file, unknown)
@@ -101,8 +101,9 @@ class TrlParser(HfArgumentParser):
         taken = _set_known_defaults(self, kwargs)
         return [s for key, value in kwargs.items() if key not in taken for s in (f"--{key}", str(value))]
 
-    def _explain_unknown(self, names: list[str]) -> str:
-        known = {action.dest for action in self._actions} | {"config", "env"}
+    def explain_unknown(self, names: Iterable[str]) -> str:
+        """A sentence about each of these names, with the one that was probably meant."""
+        known = {name for action in self._actions for name in _names(action)} | {"config", "env"}
         renamed = RENAMED if "num_generations" in known else {}  # the names are those of our own configs
         said = []
         for name in names:
@@ -118,11 +119,19 @@ def _set_known_defaults(parser: argparse.ArgumentParser, values: Mapping[str, An
         if isinstance(action, argparse._SubParsersAction):
             for subparser in action.choices.values():
                 taken |= _set_known_defaults(subparser, values)
-        elif action.dest in values and not _is_negation(action):
-            parser.set_defaults(**{action.dest: _checked(action, values[action.dest])})
+        elif not _is_negation(action) and (given := [name for name in _names(action) if name in values]):
+            if len(given) > 1:
+                raise ConfigError(f"`{given[0]}` and `{given[1]}` are two names of one setting; keep one of them.")
+            parser.set_defaults(**{action.dest: _checked(action, values[given[0]])})
             action.required = False
-            taken.add(action.dest)
+            taken.add(given[0])
     return taken
+
+
+def _names(action: argparse.Action) -> list[str]:
+    """Under which names a file may set an option: that of its field, and its other ones."""
+    spelled = (string.lstrip("-").replace("-", "_") for string in action.option_strings)
+    return list(dict.fromkeys([action.dest, *spelled]))
 
 
 def _is_negation(action: argparse.Action) -> bool:
@@ -130,7 +139,7 @@ def _is_negation(action: argparse.Action) -> bool:
     return isinstance(action, argparse._StoreFalseAction)
 
 
-def _take_config_option(strings: list[str]) -> tuple[Path | None, list[str]]:
+def take_config_option(strings: list[str]) -> tuple[Path | None, list[str]]:
     """Split `--config FILE` or `--config=FILE` off the arguments; given twice, the last one counts."""
     path: Path | None = None
     rest: list[str] = []
@@ -148,7 +157,8 @@ def _take_config_option(strings: list[str]) -> tuple[Path | None, list[str]]:
     return path, rest
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping that a file holds."""
     if not path.is_file():
         raise ConfigError(f"--config {path}: there is no such file.")
     try:

@@ -1,6 +1,5 @@
 """`gruppo replay`: a recorded run, computed again with other rewards or another recipe."""
 
-import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from gruppo.config.hints import nearest
+from gruppo.cli.options import CommandParser
 from gruppo.errors import ConfigError
 
 __all__ = ["main"]
@@ -26,11 +25,9 @@ sampling, and no model unless you ask for gradients of weights.
 """
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """The options."""
-    found = argparse.ArgumentParser(
-        prog="gruppo replay", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    found = CommandParser(prog="gruppo replay", description=DESCRIPTION)
     found.add_argument("run", metavar="RUN", help="the folder of a run (its output_dir), trained with record: all")
     found.add_argument("--updates", metavar="A:B", help="only these, both included; also A:, :B or A (default: all)")
     changed = found.add_argument_group("what is changed")
@@ -42,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
         **several,
     )
     changed.add_argument(
-        "--dataset", help="of the run, for rewards that need its columns: JSONL, parquet, CSV, or a name on the hub"
+        "--dataset",
+        help="of the run, for rewards that need its columns: a JSONL, parquet or CSV file, or a name on the hub",
     )
     changed.add_argument(
         "--set", metavar="FIELD=VALUE", help="settings other than the run's; recipe=NAME sets several", **several
@@ -61,11 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables; 0 if all went well."""
-    arguments = parser()
-    options, unknown = arguments.parse_known_args(argv)
-    if unknown:
-        names = [name for action in arguments._actions for name in action.option_strings]
-        raise ConfigError(f"There is no option {unknown[0]}.{nearest(unknown[0].partition('=')[0], names)}")
+    options = parser().parse_args(argv)
     chosen = _range(options.updates)
     changes, against = _changes(options.set, "--set"), _changes(options.against, "--against")
     for file in (options.json, options.parquet):
@@ -132,30 +126,16 @@ def _changes(given: Sequence[str], option: str) -> dict[str, Any]:
     return changes
 
 
-FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-
-
-def _rows(dataset: str) -> Any:
-    """The dataset: a file, or a name on the hub."""
-    from gruppo.config.script import DatasetConfig, DatasetMixtureConfig
-    from gruppo.data.mixture import get_dataset
-
-    kind = FORMATS.get(Path(dataset).suffix)
-    if kind is not None and not Path(dataset).is_file():
-        raise ConfigError(f"There is no file {dataset}.")
-    config = DatasetConfig(path=dataset) if kind is None else DatasetConfig(path=kind, data_files=dataset)
-    return get_dataset(DatasetMixtureConfig(datasets=[config]))["train"]
-
-
 def _loaded(rewards: Sequence[str], dataset: str | None) -> tuple[Mapping[str, Any] | list[Any] | None, Any]:
     """Reward functions, by the recorded names that they take the place of if those are given, and the dataset."""
     if not rewards:
         return None, None
-    from gruppo.cli.train import load_reward
+    from gruppo.cli.loading import load_reward, load_rows
 
-    rows = None if dataset is None else _rows(dataset)
+    here = Path.cwd()
+    rows = None if dataset is None else load_rows(dataset, here)
     parts = [re.match(r"(?:([^=:/\\]+)=)?(.+)", entry, re.DOTALL) for entry in rewards]
-    named = [(part[1], load_reward(part[2])) for part in parts if part is not None]
+    named = [(part[1], load_reward(part[2], here)) for part in parts if part is not None]
     if not any(name for name, _ in named):
         return [function for _, function in named], rows
     from gruppo.rewards.resolve import function_name

@@ -1,5 +1,6 @@
 """Several datasets joined into one."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gruppo.errors import ConfigError, DataError
@@ -30,7 +31,7 @@ def get_dataset(mixture_config: "DatasetMixtureConfig") -> "DatasetDict | Iterab
         _check_rows(mixture_config.datasets, parts)
         counts = _rows_to_keep([len(part) for part in parts], fractions)
         parts = [part.select(range(count)) for part, count in zip(parts, counts, strict=True) if count]
-    joined = concatenate_datasets(parts)
+    joined = concatenate_datasets([_plain_strings(part) for part in parts] if len(parts) > 1 else parts)
     if mixture_config.streaming:
         return IterableDatasetDict({"train": joined})
     if mixture_config.test_split_size is None:
@@ -64,15 +65,44 @@ def _check_rows(entries: "list[DatasetConfig]", parts: list[Any]) -> None:
 def _load(entry: "DatasetConfig", streaming: bool) -> Any:
     from datasets import load_dataset
 
-    dataset = load_dataset(
-        path=entry.path,
-        name=entry.name,
-        data_dir=entry.data_dir,
-        data_files=entry.data_files,
-        split=entry.split,
-        streaming=streaming,
-    )
+    if _is_saved(Path(entry.path)):
+        dataset = _load_saved(entry, streaming)
+    else:
+        dataset = load_dataset(
+            path=entry.path,
+            name=entry.name,
+            data_dir=entry.data_dir,
+            data_files=entry.data_files,
+            split=entry.split,
+            streaming=streaming,
+        )
     return dataset if entry.columns is None else dataset.select_columns(entry.columns)
+
+
+def _plain_strings(part: Any) -> Any:
+    """CSV files come with strings of another type than the rest, which could not be joined with them."""
+    from datasets import Value
+
+    large = [name for name, kind in (part.features or {}).items() if kind == Value("large_string")]
+    for name in large:
+        part = part.cast_column(name, Value("string"))
+    return part
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether it was written by `save_to_disk`, of a dataset or of several splits."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _load_saved(entry: "DatasetConfig", streaming: bool) -> Any:
+    from datasets import Dataset, load_from_disk
+
+    found: Any = load_from_disk(entry.path)
+    if not isinstance(found, Dataset):
+        if entry.split not in found:
+            raise DataError(f"{entry.path} has no split {entry.split!r}; it has {', '.join(found)}.")
+        found = found[entry.split]
+    return found.to_iterable_dataset() if streaming else found
 
 
 def _rows_to_keep(sizes: list[int], fractions: list[float]) -> list[int]:

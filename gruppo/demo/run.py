@@ -124,9 +124,12 @@ def positive_integer(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the demo from the command line."""
-    parser = argparse.ArgumentParser(
+    from gruppo.cli.options import CommandParser
+
+    parser = CommandParser(
         prog="gruppo demo",
         description="Train a tiny model with GRPO on arithmetic word problems. No network, no GPU.",
+        epilog="examples:\n  gruppo demo\n  gruppo demo --steps 10 --seed 1 --output-dir runs/short",
     )
     parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"), help="run folder (default: %(default)s)")
     parser.add_argument("--steps", type=positive_integer, default=STEPS, help="optimizer steps (default: %(default)s)")

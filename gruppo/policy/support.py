@@ -108,7 +108,7 @@ def packed_trial(model: nn.Module, policy: PackedPolicy) -> str | None:
     completion = list(reversed(prompts[-1]))
     rows = [(prompt, completion[:n]) for prompt in prompts for n in lengths]
     device = next(inner_model(model).parameters()).device
-    batch = _batch(rows, device)
+    batch = batch_of(rows, device)
     (pack,) = Packer(batch).packs(range(len(rows)), 10**9)
     try:
         with policy.active(model), torch.random.fork_rng():
@@ -129,7 +129,7 @@ def why_not_routed(model: nn.Module, policy: PackedPolicy) -> list[str]:
     """What keeps the load-balancing loss of packed rows from being the model's own, of padded ones."""
     prompts = trial_prompts(model, 4)
     rows = [(prompt, prompts[-1][:n]) for prompt in prompts for n in (1, 4)]
-    batch = _batch(rows, next(inner_model(model).parameters()).device)
+    batch = batch_of(rows, next(inner_model(model).parameters()).device)
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
     (pack,) = Packer(batch, whole=True).packs(range(len(rows)), 10**9)
@@ -155,7 +155,12 @@ def too_far(model: nn.Module, difference: float, autocast_dtype: torch.dtype | N
     return f"in a trial its log-probs differ from a plain forward pass by {difference:.2g} on average"
 
 
-def _batch(rows: list[tuple[list[int], list[int]]], device: torch.device) -> TrainBatch:
+def batch_of(rows: list[tuple[list[int], list[int]]], device: torch.device) -> TrainBatch:
+    """A batch of prompts and completions, padded.
+
+    Example:
+        batch_of([([1, 2], [3]), ([1], [4, 5])], device).completion_ids == [[3, 0], [4, 5]]
+    """
     width, prompt_width = max(len(c) for _, c in rows), max(len(p) for p, _ in rows)
 
     def padded(values: list[int], size: int, left: bool) -> list[int]:

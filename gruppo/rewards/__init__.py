@@ -16,7 +16,21 @@ check_reward(fn, rows) tries a reward on right, wrong, odd and hostile completio
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gruppo.rewards.accuracy import accuracy_reward as accuracy_reward
+    from gruppo.rewards.accuracy import reasoning_accuracy_reward as reasoning_accuracy_reward
+    from gruppo.rewards.check import check_reward as check_reward
+    from gruppo.rewards.format import think_format_reward as think_format_reward
+    from gruppo.rewards.math_answer import get_math_answer_reward as get_math_answer_reward
+    from gruppo.rewards.math_answer import math_answer_reward as math_answer_reward
+    from gruppo.rewards.shaping import get_cosine_scaled_reward as get_cosine_scaled_reward
+    from gruppo.rewards.shaping import get_repetition_penalty_reward as get_repetition_penalty_reward
+    from gruppo.rewards.shaping import get_soft_overlong_punishment as get_soft_overlong_punishment
+    from gruppo.rewards.text import get_length_reward as get_length_reward
+    from gruppo.rewards.text import get_regex_reward as get_regex_reward
+    from gruppo.rewards.text import get_tag_format_reward as get_tag_format_reward
 
 _MODULES = {
     "accuracy_reward": "accuracy",
@@ -36,10 +50,12 @@ _MODULES = {
 __all__ = sorted(_MODULES)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

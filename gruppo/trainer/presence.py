@@ -121,6 +121,12 @@ class Presence:
         finally:
             self._enter(self._phases[:-1])
 
+    @property
+    def phase(self) -> tuple[str, float]:
+        """What is done at the moment, and for how many seconds."""
+        phases = self._phases
+        return (phases[-1] if phases else ""), time.monotonic() - self._since
+
     def take_seconds(self, phase: str) -> float:
         """Spent in a phase, but not in others inside of it, since this was last asked."""
         return self._seconds.pop(phase, 0.0)

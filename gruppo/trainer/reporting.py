@@ -25,6 +25,7 @@ from gruppo.trainer.entropy import EntropyControl
 from gruppo.trainer.metrics import MetricStore
 from gruppo.trainer.planning import UpdatePlanner
 from gruppo.trainer.presence import Presence
+from gruppo.trainer.progress import LiveProgressCallback, take_over
 from gruppo.trainer.stopping import Stopper
 
 
@@ -56,6 +57,17 @@ class Reporting(Trainer):
         """Whether a tracker is shown the images of prompts; files have their digests."""
         args = self.args
         return args.log_completions and args.log_multimodal and bool({"wandb", "trackio"} & set(args.report_to))
+
+    def add_callback(self, callback: Any) -> None:
+        """Trainer's, which has a display of its own: it gives way to ours."""
+        super().add_callback(callback)
+        take_over(self)
+
+    def close_displays(self) -> None:
+        """Also after an error, so that the terminal is left as it was."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, LiveProgressCallback):
+                callback.close()
 
     def record_event(self, kind: str, **fields: Any) -> None:
         """Write down that something happened."""

@@ -52,6 +52,7 @@ class Resuming(Checkpointing):
                 self.record_event("failed", error=type(error).__name__, message=str(error)[:2000])
                 raise
             finally:
+                self.close_displays()
                 self._boundary = None
                 self._drop_ahead()
             self._raise_reason_to_stop()

@@ -9,12 +9,21 @@ from gruppo import cli
 
 
 def test_help_lists_every_command_on_one_screen(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["--help"])
-    text = capsys.readouterr().out
-    assert stop.value.code == 0
-    assert all(f"  {name}" in text for name in cli.COMMANDS)
-    assert len(text.splitlines()) <= 40
+    assert cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(line.startswith(f"  {name} ") for line in lines) for name in cli.COMMANDS)
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
+def test_every_command_has_examples(command, capsys):
+    try:
+        code = cli.main([command, "--help"])
+    except SystemExit as stop:  # argparse's way
+        code = stop.code
+    assert code == 0
+    assert f"\n  gruppo {command}" in capsys.readouterr().out
 
 
 def test_every_command_says_what_it_does_in_one_line():
@@ -34,10 +43,38 @@ def test_no_command_shows_help_and_fails(capsys):
 
 
 def test_unknown_command_names_the_nearest(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["dmeo"])
-    assert stop.value.code == 2
+    assert cli.main(["dmeo"]) == 2
     assert "unknown command 'dmeo'; did you mean 'demo'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--versoin"], "unknown option '--versoin'"),
+        (["demo", "--stepz", "3"], "unknown option --stepz. Did you mean `--steps`?"),
+        (["demo", "more"], "unexpected argument 'more'"),
+        (["eval", "m", "--sample", "3"], "unknown option --sample. Did you mean `--samples`?"),
+        (["train", "--learning_rat", "3"], "Did you mean `learning_rate`?"),
+        (["check", "--learning_rat", "3"], "Did you mean `learning_rate`?"),
+    ],
+)
+def test_unknown_flags_name_the_nearest(argv, said, capsys):
+    try:
+        code = cli.main(argv)
+    except SystemExit as stop:
+        code = stop.code
+    assert code != 0
+    captured = capsys.readouterr()
+    assert said in captured.err + captured.out
+
+
+def test_an_interrupt_is_said_in_a_line(monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "demo", interrupted)
+    assert cli.main(["demo"]) == 130
+    assert capsys.readouterr().err == "gruppo demo: interrupted.\n"
 
 
 def test_the_rest_of_the_line_goes_to_the_command(monkeypatch):

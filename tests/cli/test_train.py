@@ -1,192 +1,189 @@
-"""`gruppo train`: what a file may say, and that it trains."""
+"""`gruppo train`, `grpo` and `rloo`: that they train, what they show, and what they say at the end."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
+import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from gruppo import cli
-from gruppo.cli.train import LAUNCHES, Run, launch_command, launch_config, load_reward, load_rows, run_command
-from gruppo.errors import ConfigError, DataError
-from tests.helpers import tiny_model, tiny_tokenizer
+from gruppo.cli.loading import load_named, make_trainer
+from gruppo.cli.recipe import Run
+from gruppo.errors import AuditError
 
 ROOT = Path(__file__).parents[2]
-LEAST = {"model": "m", "dataset": "d", "rewards": ["gruppo.rewards:accuracy_reward"]}
+train: Any = importlib.import_module("gruppo.cli.train")  # `gruppo.cli` has a function of that name
 
 
-def written(folder: Path, **values: Any) -> Path:
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
+def test_a_file_is_a_run(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", str(recipe()), "--max_steps", "1"]) == 0
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].startswith("GRPO of ")
+    assert "update 1/1  reward " in out
+    assert "{'loss'" not in out, "transformers' dictionaries are replaced"
+    run = tmp_path / "run"
+    assert out.splitlines()[-1].startswith("Finished 1 updates in 0:0")
+    assert out.splitlines()[-1].endswith(f"Model and record: {run}. Look at it: gruppo view {run}")
 
 
-def test_what_is_not_ours_is_a_setting(tmp_path: Path) -> None:
-    run = Run.read(
-        written(tmp_path, **LEAST, beta=0.1), ["learning_rate=1e-5", "trainer=rloo", "record=off", "x=[1, 2]"]
-    )
-    assert (run.trainer, run.model, run.rewards) == ("rloo", "m", LEAST["rewards"])
-    assert run.settings == {"beta": 0.1, "learning_rate": 1e-5, "record": "off", "x": [1, 2]}
+def test_flags_are_a_run(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    small = ["--use_cpu", "--bf16", "false", "--report_to", "none", "--num_generations", "2", "--max_steps", "1"]
+    small += ["--per_device_train_batch_size", "4", "--max_completion_length", "4", "--save_strategy", "no"]
+    about = ["--model", "model", "--dataset", "rows.jsonl", "--reward", "own.py:brevity"]
+    assert cli.main(["rloo", *about, "--output_dir", str(tmp_path), *small]) == 0
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_adapters_and_evaluation_reach_the_trainer(recipe: Any, home: Path) -> None:
+    changes = {"peft": {"r": 2}, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    path = recipe(eval_dataset=str(home / "rows.jsonl"), ignore_bias_buffers=True, **changes)
+    trainer = make_trainer(Run.read(path))
+    assert type(trainer.model).__name__.startswith("PeftModel")
+    assert len(trainer.eval_dataset) == 8
+    assert trainer.model._ddp_params_and_buffers_to_ignore == []
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo's model with a chat template that knows tools."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    model, tokenizer = load_named(f"{ROOT}/examples/tiny_chat.py:load", ROOT)()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_tools_reach_the_trainer(recipe: Any, chat_model: str, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"prompt": [{"role": "user", "content": "6*7"}], "answer": "42"}\n' * 4)
+    calculator = ROOT / "examples" / "calculator.py"
+    about = {"model": chat_model, "dataset": "chats.jsonl", "rewards": [f"{calculator}:exact_match"]}
+    trainer = make_trainer(Run.read(recipe(tools=[f"{calculator}:calc"], max_steps=1, **about)))
+    assert [tool.__name__ for tool in trainer.tools] == ["calc"]
+    trainer.train()
+    assert "tools/call_frequency" in trainer.state.log_history[0]
+
+
+def test_environments_and_rollout_functions_reach_the_trainer(recipe: Any, chat_model: str, tmp_path: Path) -> None:
+    game = ROOT / "examples" / "guessing_game.py"
+    path = recipe(model=chat_model, dataset=None, rewards=None, environment_factory=f"{game}:GuessingGame")
+    (tmp_path / "chats.jsonl").write_text('{"prompt": [{"role": "user", "content": "?"}], "number": 3}\n' * 4)
+    trainer = make_trainer(Run.read([str(path), "--dataset", "chats.jsonl", "--reward", f"{game}:found"]))
+    assert trainer.toolset.environments is not None
+    (tmp_path / "sampler.py").write_text("def nothing(prompts, trainer):\n    raise NotImplementedError\n")
+    trainer = make_trainer(Run.read(recipe(rollout_func="sampler.py:nothing")))
+    assert trainer.custom_rollout is not None
+
+
+def test_a_process_that_was_launched_starts_no_others(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(train, "train", lambda argv, command: begun.append(argv) or 0)
+    path = str(recipe(num_processes=2, launch="ddp"))
+    assert cli.main(["train", path]) == 0
+    assert begun == [[path]]
+
+
+def test_a_model_that_is_not_there(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", str(recipe(model="no-one/nothing"))]) == 2
+    assert "The model 'no-one/nothing' cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "grpo", "rloo"])
+def test_help_has_examples_and_fits_a_terminal(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"  gruppo {command} " in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert cli.main([command, "--help-all"]) == 0
+    everything = capsys.readouterr().out
+    assert "--num_generations" in everything
+    assert ("--loss_type" in everything) == (command != "rloo")
+    assert cli.main([command]) == 2, "nothing to train"
+
+
+# ---- the end
+
+
+class FakeTrainer:
+    """As much of a trainer as the last words need."""
+
+    def __init__(self, ends: BaseException, output_dir: str = "runs/x") -> None:
+        self.ends = ends
+        self.args = SimpleNamespace(output_dir=output_dir, record="all", push_to_hub=False)
+        self.state = SimpleNamespace(global_step=7)
+
+    def train(self, **_: Any) -> None:
+        raise self.ends
+
+    def is_world_process_zero(self) -> bool:
+        return True
 
 
 @pytest.mark.parametrize(
-    ("values", "changes", "message"),
+    ("ends", "code", "words"),
     [
-        ({}, [], "has no `model`"),
-        ({"modle": "m"}, [], "has no `model`.* Did you mean `modle`"),
-        ({**LEAST, "trainer": "ppo"}, [], "trainer='ppo' is not one of grpo, rloo"),
-        (LEAST, ["beta"], "not of the form field=value"),
+        (SystemExit(75), 75, ["Stopped after update 7, which is saved. Go on with: gruppo train", "--resume"]),
+        (SystemExit(74), 74, ["could NOT be saved"]),
+        (KeyboardInterrupt(), 130, ["Interrupted, and nothing was saved. The same command begins again"]),
+        (AuditError("A loss is not finite."), 1, ["A loss is not finite.\nFailed after update 7", "no checkpoint"]),
+        (ZeroDivisionError("x / 0"), 1, ["Traceback", "ZeroDivisionError: x / 0\nFailed after update 7"]),
     ],
 )
-def test_files_that_cannot_be_meant(values: dict[str, Any], changes: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Run.read(written(tmp_path, **values), changes)
+def test_every_end_says_how_to_go_on(
+    ends: BaseException,
+    code: int,
+    words: list[str],
+    recipe: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(train, "make_trainer", lambda run, callbacks: FakeTrainer(ends))
+    assert cli.main(["train", str(recipe())]) == code
+    err = capsys.readouterr().err
+    assert all(word in err for word in words), err
 
 
-@pytest.mark.parametrize(("text", "message"), [("- a", "must be a mapping"), ("a: [", "is not YAML")])
-def test_files_that_cannot_be_read(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        Run.read(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Run.read(tmp_path / "none.yaml")
+def test_a_failure_names_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-5").mkdir()
+    said = train.failed(FakeTrainer(ValueError(), str(tmp_path)), ValueError("bad"), "gruppo train r.yaml --resume")
+    assert f"Go on from {tmp_path / 'checkpoint-5'} with: gruppo train r.yaml --resume" in said
 
 
-def test_rewards_by_name(tmp_path: Path) -> None:
-    from gruppo.rewards import accuracy_reward
+def test_an_interrupt_while_things_are_loaded(
+    recipe: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
 
-    assert load_reward("gruppo.rewards:accuracy_reward") is accuracy_reward
-    assert load_reward("a/reward-model") == "a/reward-model"
-    own = tmp_path / "own_rewards.py"
-    own.write_text(
-        "def make(by):\n    def scaled(completions, **_):\n        return [by] * len(completions)\n    return scaled\n"
-    )
-    assert load_reward({f"{own}:make": {"by": 3}})(["x", "y"]) == [3, 3]
-    for entry, message in [
-        (f"{own}:mkae", "has no `mkae`. Did you mean `make`"),
-        ("gruppo.nowhere:x", "cannot be imported"),
-        (str(tmp_path / "none.py") + ":x", "There is no file"),
-        (3, "an entry is a string"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            load_reward(entry)
+    monkeypatch.setattr(train, "make_trainer", interrupted)
+    assert cli.main(["train", str(recipe())]) == 130
+    assert "nothing was trained. The same command begins again" in capsys.readouterr().err
 
 
-def test_rows_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    assert load_rows(str(path), "train")["prompt"][:] == ["a", "b"]
-    assert len(load_rows({"path": "json", "data_files": str(path)}, "train")) == 2
-    with pytest.raises(DataError, match="There is no file"):
-        load_rows(str(tmp_path / "none.jsonl"), "train")
+STOPS = """
+import os, signal
 
+calls = []
 
-def test_the_ready_configs_are_those_of_the_command() -> None:
-    folder = ROOT / "recipes" / "accelerate"
-    assert {path.stem for path in folder.glob("*.yaml")} == set(LAUNCHES)
-    for name in LAUNCHES:
-        assert yaml.safe_load((folder / f"{name}.yaml").read_text()) == launch_config(name)
-
-
-def test_accelerate_understands_the_ready_configs() -> None:
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    for name in LAUNCHES:
-        config = load_config_from_file(str(ROOT / "recipes" / "accelerate" / f"{name}.yaml"))
-        assert config.num_processes == 8
-        assert config.distributed_type.value == LAUNCHES[name]["distributed_type"]
-
-
-def test_how_processes_are_started(tmp_path: Path) -> None:
-    command = launch_command("fsdp2", 4, ["--config", "r.yaml"], on_cpu=False, folder=tmp_path)
-    assert command[1:4] == ["-m", "accelerate.commands.launch", "--config_file"]
-    assert yaml.safe_load(Path(command[4]).read_text()) == launch_config("fsdp2", 4)
-    assert command[5:] == ["-m", "gruppo", "train", "--config", "r.yaml"]
-    assert "torch.distributed.run" in launch_command("ddp", 2, [], on_cpu=True, folder=tmp_path)
-    with pytest.raises(ConfigError, match="--launch zero2 needs GPUs"):
-        launch_command("zero2", 2, [], on_cpu=True, folder=tmp_path)
-
-
-def test_processes_without_a_way_to_share_the_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "--config", str(written(tmp_path, **LEAST)), "--nproc", "2"]) == 2
-    assert "--nproc 2 needs --launch" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("ends", "code"), [("sys.exit(75)", 75), ("os.kill(os.getpid(), 9)", 128 + 9)])
-def test_a_signal_reaches_the_launcher(ends: str, code: int, tmp_path: Path) -> None:
-    begun = tmp_path / "begun"
-    program = f"""
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: {ends})
-open({str(begun)!r}, "w").close()
-time.sleep(60)
+def stops(completions, **_):
+    calls.append(1)
+    if len(calls) == 3:  # in the third update
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [float(len(c)) for c in completions]
 """
 
-    def send() -> None:
-        while not begun.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
 
-    before = signal.getsignal(signal.SIGTERM)
-    sender = threading.Thread(target=send)
-    sender.start()
-    assert run_command([sys.executable, "-c", program]) == code
-    sender.join()
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_launcher_gives_processes_time_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    program = "import os, sys; sys.exit(int(os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT']))"
-    assert run_command([sys.executable, "-c", program], patience=100.5) == 161
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
-    assert run_command([sys.executable, "-c", program], patience=100.5) == 7, "what the user says"
-
-
-def run_file(folder: Path) -> Path:
-    tiny_model().save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"p{i}:"}) + "\n" for i in range(8)))
-    (folder / "brevity.py").write_text(
-        "def brevity(completions, **_):\n    return [-len(c) / 10 for c in completions]\n"
-    )
-    return written(
-        folder,
-        model=str(folder / "model"),
-        dataset=str(folder / "rows.jsonl"),
-        rewards=[f"{folder / 'brevity.py'}:brevity"],
-        output_dir=str(folder / "run"),
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        num_generations=2,
-        per_device_train_batch_size=4,
-        max_completion_length=4,
-        max_steps=2,
-        logging_steps=1,
-    )
-
-
-def test_a_file_is_a_run(tmp_path: Path) -> None:
-    path = run_file(tmp_path)
-    assert cli.main(["train", "--config", str(path), "--set", "max_steps=1", "--set", "save_strategy=no"]) == 0
-    assert (tmp_path / "run" / "model.safetensors").exists()
-
-
-@pytest.mark.medium
-def test_a_file_is_a_run_of_two_processes(tmp_path: Path) -> None:
-    path = run_file(tmp_path)
-    command = [sys.executable, "-m", "gruppo", "train", "--config", str(path), "--launch", "ddp", "--nproc", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, check=True, timeout=300, env=environment)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert sum("balance/tokens_max_over_mean" in line for line in lines) == 2, "updates of several processes"
-    assert (tmp_path / "run" / "model.safetensors").exists()
+def test_a_run_that_is_stopped_goes_on_as_it_says(
+    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stops.py").write_text(STOPS)
+    path = recipe(rewards=["stops.py:stops"], max_steps=4, save_strategy="steps", save_steps=1000)
+    assert cli.main(["train", str(path)]) == 75
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last == f"gruppo train: Stopped after update 2, which is saved. Go on with: gruppo train {path} --resume"
+    assert cli.main(last.partition("Go on with: gruppo ")[2].split()) == 0
+    out = capsys.readouterr().out
+    assert [line[:10] for line in out.splitlines() if line.startswith("update")] == ["update 3/4", "update 4/4"]

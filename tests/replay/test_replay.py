@@ -341,12 +341,11 @@ def test_the_command_with_a_reward(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--updats", "3"], "Did you mean `--updates`"),
         (["--updates", "a:b"], "3:10"),
         (["--updates", ":"], "3:10"),
         (["--set", "loss_type"], "field=value"),
         (["--set", "loss_typ=grpo"], "Did you mean `loss_type`"),
-        (["--reward", "nowhere.py:f"], "no file nowhere.py"),
+        (["--reward", "nowhere.py:f"], "There is no file"),
         (["--dataset", "x.jsonl"], "say which with --reward"),
         (["--dataset", "x.csv", "--reward", "gruppo.demo:exact_match"], "no file x.csv"),
         (["--json", "no/such/folder.json"], "no folder no/such"),
@@ -360,6 +359,13 @@ def test_mistakes_on_the_command_line(
 ) -> None:
     assert command(folder, *arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_unknown_option(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command(folder, "--updats", "3")
+    assert stop.value.code == 2
+    assert "unknown option --updats. Did you mean `--updates`?" in capsys.readouterr().err
 
 
 def test_what_a_model_wrote_cannot_reach_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

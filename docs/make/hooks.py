@@ -1,0 +1,132 @@
+"""What the site needs beyond markdown: the repository's own pages, links out of docs/, formulas and pictures.
+
+The pages in docs/ are written to be read as files too. Here their links to the rest of the repository become links to
+copies inside the site, formulas become MathML, which browsers draw without a script, and pictures become part of the
+page, so that they follow its colours.
+"""
+
+import html
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).parents[2]
+# Pages of the site that lie at the top of the repository.
+ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md"}
+COPIES = "repository"  # the folder of the site with files of the repository
+
+_LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
+_FOR_TESTS = re.compile(r"^<!-- (?:not )?run:.*?-->\n", re.DOTALL | re.MULTILINE)  # see tests/docs/blocks.py
+_README = re.compile(r"<!-- README: (.+?) -->")
+_MATH = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
+_PICTURE = re.compile(r'<img alt="([^"]*)" src="(?:\.\./)?pictures/([\w-]+)\.svg" ?/?>')
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages at the top of the repository, and every file that a page links to outside of docs/."""
+    for source, page in ROOT_PAGES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for path in sorted(_copied()):
+        name = f"{COPIES}/{path.relative_to(ROOT).as_posix()}"
+        copy = File.generated(config, name, abs_src_path=str(path), inclusion=InclusionLevel.NOT_IN_NAV)
+        files.append(copy)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Put in the sections of the README that are asked for; links to the repository become links of the site."""
+    name = PurePosixPath(page.file.src_uri)
+    home = ROOT if str(name) in ROOT_PAGES.values() else ROOT / "docs"
+    if name.is_relative_to(COPIES):
+        home = ROOT / name.relative_to(COPIES).parent
+    markdown = site_links(_FOR_TESTS.sub("", markdown), home, to_top="../" * (len(name.parts) - 1))
+    return _README.sub(lambda match: site_links(readme_section(match[1]), ROOT), markdown)
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
+    """Formulas as MathML, pictures inside the page."""
+    return _PICTURE.sub(lambda match: inline_picture(match[2], match[1]), _MATH.sub(_formula, content))
+
+
+def readme_section(title: str) -> str:
+    """The text of a section of the README, without its heading; `top` is what stands above the first one."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    if title == "top":
+        return readme.partition("\n")[2].partition("\n## ")[0].strip()
+    return readme.partition(f"\n## {title}\n")[2].partition("\n## ")[0].strip()
+
+
+def site_links(markdown: str, home: Path, to_top: str = "") -> str:
+    """The text with every link of a file in `home` made one of the site; links to folders become plain text.
+
+    `to_top` leads from the page to the top of the site.
+
+    Example:
+        site_links("[a](../examples/calculator.py)", ROOT / "docs") == "[a](repository/examples/calculator.py)"
+    """
+
+    def site_link(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
+        path = (home / target).resolve()
+        if not path.exists() or not path.is_relative_to(ROOT):
+            return match[0]  # mkdocs says that it leads nowhere
+        name = path.relative_to(ROOT).as_posix()
+        if path.is_dir():
+            return text
+        pages = {**ROOT_PAGES, "README.md": "index.md"}
+        inside = name.removeprefix("docs/") if name.startswith("docs/") else f"{COPIES}/{name}"
+        return f"[{text}]({to_top}{pages.get(name, inside)}{anchor})"
+
+    return "".join(
+        part if part.startswith("```") else _LINK.sub(site_link, part)
+        for part in re.split(r"(^```.*?^```)", markdown, flags=re.DOTALL | re.MULTILINE)
+    )
+
+
+def inline_picture(name: str, description: str) -> str:
+    """The SVG of a picture as part of a page, with words for those who do not see it."""
+    svg = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+    svg = re.sub(r"<style>.*?</style>", "", svg, flags=re.DOTALL)  # the page has the colours
+    return svg.replace("<svg ", f'<svg class="picture" role="img" aria-label="{description}" ', 1)
+
+
+def _formula(match: re.Match[str]) -> str:
+    """One formula; arithmatex has put it between \\( and \\) or \\[ and \\]."""
+    latex = html.unescape(match[2]).strip()[2:-2].strip()
+    latex = re.sub(r"\\text\{[^}]*\}", lambda text: text[0].replace("\\_", "_").replace("\n", " "), latex)
+    return convert(latex, display="block" if match[1] == "div" else "inline")
+
+
+def _copied() -> set[Path]:
+    """Every file that the site must have because a page, or a page among these, links to it."""
+    found: set[Path] = set()
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ROOT_PAGES)]
+    while pages:
+        linked = {ROOT / name for page in pages for name in _outside(page)} - found
+        found |= linked
+        pages = [path for path in linked if path.suffix == ".md"]
+    return found
+
+
+def _outside(page: Path) -> list[str]:
+    """Files of the repository, outside of docs/ and not pages themselves, that a page links to."""
+    found = []
+    for match in _LINK.finditer(page.read_text(encoding="utf-8")):
+        path = (page.parent / match[2]).resolve()
+        if path.is_file() and path.is_relative_to(ROOT) and path.parent != ROOT and ROOT / "docs" not in path.parents:
+            found.append(path.relative_to(ROOT).as_posix())
+    return found
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """The theme would load a helper of its offline search from another host; ours takes its place."""
+    own = "../" * page.url.count("/") + "assets/offline-search.js"
+    return output.replace("https://unpkg.com/iframe-worker/shim", own)
+
+
+def on_post_template(output: str, template_name: str, config: Any) -> str:
+    """The same in pages that are no markdown, such as 404.html."""
+    return output.replace("https://unpkg.com/iframe-worker/shim", "/assets/offline-search.js")

@@ -1,0 +1,74 @@
+"""What the training commands take beside the fields of GRPOConfig and RLOOConfig, on the line and in a file.
+
+RunArguments      data, rewards, tools and environments: those of a TRL script, shorter names for them, and a few more
+ModelArguments    the model
+LaunchArguments   how many processes, and where to go on
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from gruppo.config.fields import option
+from gruppo.config.model import ModelConfig
+from gruppo.config.script import GRPOScriptArguments
+
+__all__ = ["LaunchArguments", "ModelArguments", "RunArguments"]
+
+NAMED = "`module:name` or `file.py:name`"
+
+
+@dataclass
+class RunArguments(GRPOScriptArguments):
+    """What a run is about. In a file, `dataset` may also be a mapping or a list of them, and rewards have arguments.
+
+    Example:
+        RunArguments(dataset_name="prompts.jsonl", reward_funcs=["accuracy_reward", "my_rewards.py:brevity"])
+    """
+
+    dataset_name: str | None = option(
+        None, "Hub id, a JSONL, parquet or CSV file, several of them (`data/*.jsonl`), or a folder.", "dataset"
+    )
+    dataset_map: str | None = option(
+        None, f"A function from a row of the dataset to the columns that it adds or replaces: {NAMED}."
+    )
+    eval_dataset: str | None = option(None, "Like dataset_name, to evaluate on; None takes dataset_test_split.")
+    reward_funcs: list[str] | None = option(
+        None,
+        f"Rewards: the name of a shipped one, {NAMED}, a dotted path, or the name of a reward model. In a file, "
+        "a mapping from a name to arguments is a function that makes the reward.",
+        "reward",
+        "rewards",
+    )
+    tools: list[str] | None = option(None, f"Functions that the model may call: {NAMED}.")
+    environment_factory: str | None = option(None, f"What makes the environment of a completion: {NAMED}.")
+    rollout_func: str | None = option(None, f"A function that samples in place of the engine (GRPO): {NAMED}.")
+    peft: dict[str, Any] | None = option(None, "Fields of peft.LoraConfig; use_peft with lora_* is the other way.")
+
+
+@dataclass
+class ModelArguments(ModelConfig):
+    """ModelConfig, with a shorter name for the model.
+
+    Example:
+        ModelArguments(model_name_or_path="Qwen/Qwen2.5-0.5B-Instruct", dtype="bfloat16")
+    """
+
+    model_name_or_path: str | None = option(None, "Hub id or local folder of the model.", "model")
+
+
+@dataclass
+class LaunchArguments:
+    """Whether this process trains, or starts others that do.
+
+    Example:
+        LaunchArguments(launch="fsdp2", nproc=8)
+    """
+
+    launch: str | None = option(
+        None, "Start several processes, which share the work so: ddp, fsdp2, zero1, zero2, zero3."
+    )
+    nproc: int | None = option(None, "How many, with launch; None is one for each GPU here.")
+    accelerate_config: str | None = option(
+        None, "The same by accelerate's words: a config file, or single_gpu, multi_gpu, fsdp2, zero1, zero2, zero3."
+    )
+    resume: bool = option(False, "Go on from the newest good checkpoint in output_dir.")

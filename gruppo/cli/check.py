@@ -1,0 +1,102 @@
+"""`gruppo check`: what is wrong with a run, before a GPU is paid for.
+
+Each part is looked at by itself, with the functions that the trainer uses: one that fails is a line of the report, and
+those that do not need it are still looked at.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gruppo.cli import checks
+from gruppo.cli.checks import Parts
+from gruppo.cli.findings import Findings
+from gruppo.cli.recipe import Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["check", "main"]
+
+HELP = """\
+usage: gruppo check RECIPE.yaml [--key value …]
+
+Say what is wrong with a run before a GPU is paid for. It takes what `gruppo
+train` takes and looks at the fields, the rewards on real rows, the tools, the
+dataset and its columns, the chat template, the lengths of prompts, the model
+(is the fast path right on two rows?) and the plan. A line each: ok, warning or
+error. The exit status is 0 only if there is no error.
+
+  --answer_template TEXT   how the rewards want the answer, with {} in its place
+
+examples:
+  gruppo check recipes/grpo.yaml
+  gruppo check recipes/grpo.yaml --model ./my-model --dataset prompts.jsonl
+  gruppo check run.yaml --max_completion_length 4096 && gruppo train run.yaml
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; 1 if there are errors."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or "-h" in argv or "--help" in argv:
+        print(HELP, end="")
+        return 0 if argv else 2
+    from rich.console import Console
+
+    from gruppo.cli.train import quiet_bars
+
+    quiet_bars()
+    findings = check(argv, Console())
+    if findings.errors:
+        print(f"{findings.summary}: this run would not work. Mend it and check again.")
+        return 1
+    print(f"{findings.summary}. Go on with: gruppo train {shlex.join(argv)}")
+    return 0
+
+
+def check(argv: Sequence[str], console: "Console | None" = None) -> Findings:
+    """Look at everything, and show each finding as it comes.
+
+    Example:
+        check(["recipes/grpo.yaml", "--model", "./model"]).errors == []
+    """
+    findings = Findings(console=console)
+    argv, template = _take_template(argv)
+    run, built = _read(argv, findings)
+    if run is None:
+        return findings
+    parts = Parts(run, built=built, template=template)
+    steps = [checks.rewards, checks.tools, checks.dataset, checks.reward_calls, checks.reward_scores]
+    steps += [checks.prompts, checks.lengths, checks.parity, checks.plan, checks.folder] if built else []
+    for step in steps:
+        step(parts, findings)
+    if not built:
+        findings.warning("model", "not looked at: the fields have to be right first.")
+    if parts.toolset is not None:
+        parts.toolset.close()
+    return findings
+
+
+def _take_template(argv: Sequence[str]) -> tuple[list[str], str | None]:
+    """The one option that is not the run's."""
+    rest, template, strings = [], None, iter(argv)
+    for string in strings:
+        flag, sign, value = string.partition("=")
+        if flag.replace("-", "_") == "__answer_template":
+            template = value if sign else next(strings, None)
+        else:
+            rest.append(string)
+    return rest, template
+
+
+def _read(argv: Sequence[str], findings: Findings) -> tuple[Run | None, bool]:
+    """The run and whether its config could be built; without it, what else the words say."""
+    with findings.about("fields"):
+        run = Run.of_another_machine(argv)
+        checks.fields(run, findings)
+        return run, True
+    with findings.about("fields"):
+        return Run.read(argv, build=False, strict=False), False
+    return None, False

@@ -1,0 +1,330 @@
+"""From the words of a run to the objects they name: rewards, tools, data, adapters and, at last, the trainer."""
+
+import dataclasses
+import glob
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gruppo.cli.recipe import Run
+from gruppo.config.hints import nearest
+from gruppo.config.model import get_peft_config, get_quantization_config
+from gruppo.config.script import DatasetConfig, DatasetMixtureConfig
+from gruppo.errors import ConfigError, DataError
+
+__all__ = ["load_datasets", "load_named", "load_reward", "load_rows", "make_trainer"]
+
+logger = logging.getLogger(__name__)
+
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+# TRL's command line gives this one, which has to be made, by its name alone.
+READY_MADE = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
+
+
+# ---- what has a name
+
+
+def load_named(entry: Any, folder: Path, what: str = "the entry") -> Any:
+    """What `module:name`, `file.py:name` or a dotted path names; a mapping from one to arguments calls it.
+
+    Files and modules are looked for in the working folder, then in `folder`.
+
+    Example:
+        load_named("gruppo.demo:exact_match", Path.cwd())
+        load_named({"my_rewards.py:shorter_than": {"tokens": 512}}, Path.cwd())
+    """
+    if isinstance(entry, str) and entry.lstrip().startswith("{"):
+        try:
+            entry = json.loads(entry)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{what} has {entry!r}, which is not JSON: {error}.") from error
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        ((name, arguments),) = entry.items()
+        return _made(load_named(name, folder, what), str(name), arguments)
+    if not isinstance(entry, str):
+        raise ConfigError(f"{what} has {entry!r}; say `module:name`, or one name with a mapping of arguments.")
+    home, sign, name = entry.rpartition(":")
+    if not sign:
+        home, _, name = entry.rpartition(".")
+    if not home:
+        raise ConfigError(f"{what} has {entry!r}; say where it is: `module:{entry}` or `file.py:{entry}`.")
+    module = _module(home, folder)
+    if not hasattr(module, name):
+        raise ConfigError(f"{entry!r}: {home} has no `{name}`.{nearest(name, dir(module))}")
+    return getattr(module, name)
+
+
+def _made(factory: Any, name: str, arguments: Any) -> Any:
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise ConfigError(f"{name}: {arguments!r} must be a mapping of arguments.")
+    try:
+        return factory(**(arguments or {}))
+    except TypeError as error:  # an argument that it does not have, most of the time
+        raise ConfigError(f"{name} cannot be made: {error}.") from error
+
+
+def _module(home: str, folder: Path) -> Any:
+    file = located(home, folder).resolve() if home.endswith(".py") else None
+    places = [folder.resolve(), Path.cwd(), *([] if file is None else [file.parent])]  # a file may import its siblings
+    for place in map(str, places):
+        if place not in sys.path:
+            sys.path.insert(0, place)
+    try:
+        return importlib.import_module(home) if file is None else _module_of_file(file)
+    except ImportError as error:
+        raise ConfigError(f"{home} cannot be imported: {error}.") from error
+
+
+def _module_of_file(path: Path) -> Any:
+    """The module of a file, run once however often it is named."""
+    if not path.is_file():
+        raise ConfigError(f"There is no file {path}.")
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    name = path.stem if known is None else f"{path.stem}_of_{path.parent.name}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def located(name: str, folder: Path) -> Path:
+    """A file in the working folder or, if it is not there, beside the recipe."""
+    path = Path(name).expanduser()
+    return folder / path if not path.is_absolute() and not path.exists() else path
+
+
+def load_reward(entry: Any, folder: Path) -> Any:
+    """A reward: a function, or the name of a reward model.
+
+    Example:
+        load_reward("accuracy_reward", folder)                          # shipped
+        load_reward("my_rewards.py:brevity", folder)
+        load_reward({"get_length_reward": {"target": 100}}, folder)     # a function that makes one
+        load_reward("some/reward-model", folder)                        # on the hub, or a folder
+    """
+    import gruppo.rewards
+
+    shipped = [name for name in gruppo.rewards.__all__ if name != "check_reward"]
+    if isinstance(entry, Mapping) and len(entry) == 1 and next(iter(entry)) in shipped:
+        ((name, arguments),) = entry.items()
+        return _made(getattr(gruppo.rewards, name), name, arguments)
+    if isinstance(entry, str) and entry in READY_MADE:
+        return getattr(gruppo.rewards, entry)(**READY_MADE[entry])
+    if isinstance(entry, str) and entry in shipped:
+        if entry.startswith("get_"):
+            raise ConfigError(f"{entry} makes a reward: give it arguments, `{entry}: {{…}}` in the file.")
+        return getattr(gruppo.rewards, entry)
+    if isinstance(entry, str) and ":" not in entry and ("/" in entry or Path(entry).is_dir()):
+        return entry
+    if isinstance(entry, str) and not set(":.{") & set(entry):
+        raise ConfigError(
+            f"There is no shipped reward {entry!r}.{nearest(entry, shipped)} One of your own is `module:name` or "
+            "`file.py:name`; a reward model is a folder, or owner/name on the hub."
+        )
+    return load_named(entry, folder, "reward_funcs")
+
+
+def load_rewards(run: Run) -> list[Any]:
+    """All of them, the reward model first."""
+    return [load_reward(entry, run.folder) for entry in run.rewards]
+
+
+def load_tools(run: Run) -> dict[str, Any]:
+    """The trainer's arguments about several turns; those that are not asked for are left out."""
+    script = run.script
+    found: dict[str, Any] = {}
+    if script.tools:
+        found["tools"] = [load_named(entry, run.folder, "tools") for entry in script.tools]
+    factory: Any = script.environment_factory
+    if isinstance(factory, Mapping):  # several, by the names in the column `environment`
+        several = {name: load_named(entry, run.folder, "environment_factory") for name, entry in factory.items()}
+        found["environment_factory"] = several
+    elif factory is not None:
+        found["environment_factory"] = load_named(factory, run.folder, "environment_factory")
+    if script.rollout_func is not None:
+        found["rollout_func"] = load_named(script.rollout_func, run.folder, "rollout_func")
+    return found
+
+
+# ---- data
+
+
+def load_datasets(run: Run) -> tuple[Any, Any]:
+    """The rows to train on and to evaluate on; None for those that there are none of."""
+    script, evaluates = run.script, str(getattr(run.config.eval_strategy, "value", run.config.eval_strategy)) != "no"
+    if script.eval_dataset is not None and not evaluates:
+        raise ConfigError("eval_dataset is set, but nothing is evaluated: set eval_strategy to steps or epoch.")
+    train = evaluation = None
+    if run.mixture.datasets or script.dataset_name is not None:
+        parts = _load(_mixture(run))
+        train, evaluation = parts["train"], parts.get("test") if evaluates else None
+    if script.eval_dataset is not None:
+        evaluation = _load(_of_entry(run, script.eval_dataset, script.dataset_test_split))["train"]
+    elif evaluates and evaluation is None and not run.config.eval_benchmarks and not run.mixture.datasets:
+        evaluation = _load(_test_split(run))["train"]
+    if script.dataset_map is not None:
+        function = load_named(script.dataset_map, run.folder, "dataset_map")
+        train, evaluation = (None if part is None else part.map(function) for part in (train, evaluation))
+    return train, evaluation
+
+
+def load_rows(entry: str, folder: Path) -> Any:
+    """A dataset by itself: a file, several of them, a folder, or the train split of a name on the hub.
+
+    Example:
+        load_rows("prompts.jsonl", Path.cwd())
+    """
+    config = _with_files(DatasetConfig(path=entry), folder)
+    return _load(DatasetMixtureConfig(datasets=[config]))["train"]
+
+
+def _mixture(run: Run) -> DatasetMixtureConfig:
+    """The datasets to train on as a mixture, which may be one of one."""
+    if run.mixture.datasets:
+        listed = [_with_files(entry, run.folder) for entry in run.mixture.datasets]
+        return dataclasses.replace(run.mixture, datasets=listed)
+    mixture = _of_entry(run, run.script.dataset_name, run.script.dataset_train_split)
+    return dataclasses.replace(mixture, test_split_size=run.mixture.test_split_size)
+
+
+def _test_split(run: Run) -> DatasetMixtureConfig:
+    """Another split of the dataset to train on."""
+    named = run.script.dataset_name
+    mixture = _of_entry(run, named, run.script.dataset_test_split)
+    if mixture.datasets[0].data_files is not None:
+        raise ConfigError(
+            f"{named} has no split to evaluate on: set eval_dataset to another file, or test_split_size to a share."
+        )
+    return mixture
+
+
+def _of_entry(run: Run, entry: Any, split: str) -> DatasetMixtureConfig:
+    streaming = run.mixture.streaming or run.script.dataset_streaming
+    if not isinstance(entry, str):
+        mixture = DatasetMixtureConfig(datasets=entry if isinstance(entry, list) else [entry], streaming=streaming)
+        return dataclasses.replace(mixture, datasets=[_with_files(each, run.folder) for each in mixture.datasets])
+    config = _with_files(DatasetConfig(path=entry, name=run.script.dataset_config, split=split), run.folder)
+    return DatasetMixtureConfig(datasets=[config], streaming=streaming)
+
+
+def _with_files(config: DatasetConfig, folder: Path) -> DatasetConfig:
+    """Files as `datasets` wants them: the format, and their paths. All of their rows are one split, `train`."""
+    suffix = _suffix(config.path)
+    if config.data_files is not None:
+        return config
+    if suffix not in FORMATS:
+        local = located(config.path, folder)
+        return dataclasses.replace(config, path=str(local)) if local.is_dir() else config
+    found = sorted(glob.glob(os.path.expanduser(config.path))) or sorted(glob.glob(str(folder / config.path)))
+    if not found:
+        raise DataError(f"There is no file {config.path}.")
+    return dataclasses.replace(config, path=FORMATS[suffix], data_files=found, name=None, split="train")
+
+
+def _suffix(path: str) -> str:
+    plain = Path(path)
+    return (plain.with_suffix("") if plain.suffix in COMPRESSED else plain).suffix
+
+
+def _load(mixture: DatasetMixtureConfig) -> Any:
+    from datasets.exceptions import DatasetsError
+
+    from gruppo.data.mixture import get_dataset
+
+    try:
+        return get_dataset(mixture)
+    except (ConfigError, DataError):
+        raise
+    except (OSError, ValueError, DatasetsError) as error:  # not there, not reachable, no such split, not readable
+        named = ", ".join(str(entry.data_files or entry.path) for entry in mixture.datasets)
+        where = (
+            " A file or folder is found from the working folder or from that of the recipe; a name on the hub needs "
+            "the network, or its files in the cache."
+        )
+        advice = where if isinstance(error, OSError) else ""
+        raise DataError(f"The dataset {named} cannot be loaded: {str(error).rstrip('.')}.{advice}") from error
+
+
+# ---- the trainer
+
+
+def load_adapter(run: Run) -> Any:
+    """The LoraConfig that the run asks for, in either way; None for all weights."""
+    wanted: Any = run.script.peft
+    if wanted is None:
+        try:
+            return get_peft_config(run.model_args)
+        except ImportError as error:
+            raise ConfigError(str(error)) from error
+    if run.model_args.use_peft:
+        raise ConfigError("`peft` and use_peft both ask for an adapter; keep one of them.")
+    if not isinstance(wanted, Mapping):
+        raise ConfigError(f"peft={wanted!r} must be a mapping of fields of peft.LoraConfig, such as {{r: 16}}.")
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ConfigError("`peft` needs the package peft: pip install gruppo[peft]") from error
+    known = [each.name for each in dataclasses.fields(LoraConfig)]
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(f"peft.LoraConfig has no field `{name}`.{nearest(str(name), known)}")
+    return LoraConfig(**{"task_type": "CAUSAL_LM", **wanted})
+
+
+def check_model_is_there(run: Run) -> Any:
+    """The model's config; raise if it cannot be had, before anything else is loaded."""
+    from transformers import AutoConfig
+
+    given = run.config.model_init_kwargs or {}
+    known = {name: given[name] for name in ("revision", "cache_dir", "token") if name in given}
+    try:
+        return AutoConfig.from_pretrained(run.model, trust_remote_code=run.config.trust_remote_code, **known)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"The model {run.model!r} cannot be loaded: {first}. It is a folder with config.json, or a name on the "
+            "hub, which needs the network or its files in the cache."
+        ) from error
+
+
+def make_trainer(run: Run, callbacks: Sequence[Any] | None = None) -> Any:
+    """The trainer that a run describes.
+
+    Example:
+        make_trainer(Run.read(["recipes/grpo.yaml", "--max_steps", "2"])).train()
+    """
+    import gruppo
+
+    kind = gruppo.GRPOTrainer if run.trainer == "grpo" else gruppo.RLOOTrainer
+    rewards, tools, adapter = load_rewards(run), load_tools(run), load_adapter(run)  # before the data: they are quick
+    train, evaluation = load_datasets(run)
+    check_model_is_there(run)
+    trainer = kind(
+        model=run.model,
+        reward_funcs=rewards,
+        args=run.config,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        callbacks=None if callbacks is None else list(callbacks),
+        quantization_config=get_quantization_config(run.model_args),
+        peft_config=adapter,
+        **tools,
+    )
+    if run.script.ignore_bias_buffers:
+        import torch
+
+        masks = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
+        trainer.model._ddp_params_and_buffers_to_ignore = masks
+    return trainer

@@ -1,0 +1,169 @@
+"""How a run is getting on, in a line: live in a terminal, one line after another elsewhere."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+from transformers import TrainerCallback, TrainerState
+
+__all__ = ["LiveProgressCallback", "duration", "metrics_line"]
+
+BAR_WIDTH = 24
+# What is shown of a log, as (key, title, format); what a run does not log is left out.
+SHOWN = (("kl", "kl", ".4f"), ("entropy", "entropy", ".3f"))
+PHASES = (("rollout/seconds", "sampling"), ("update/seconds", "update"))
+REPLACED = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback")  # of transformers
+MOST_OF_AN_EVALUATION = 6  # metrics
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a clock shows them.
+
+    Example:
+        duration(75.2) == "1:15", duration(3725) == "1:02:05"
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def metrics_line(logs: Mapping[str, Any]) -> str:
+    """The few metrics that say whether a run is well, of those that were logged.
+
+    Example:
+        metrics_line({"reward": 0.5, "reward_std": 0.3, "completions/mean_length": 22.0, "step_time": 0.31})
+        -> "reward 0.500 ± 0.300  length 22  0.31 s/update"
+    """
+    parts = []
+    if (reward := logs.get("reward")) is not None:
+        spread = logs.get("reward_std")
+        parts.append(f"reward {reward:.3f}" + ("" if spread is None else f" ± {spread:.3f}"))
+    if (length := logs.get("completions/mean_length")) is not None:
+        cut = logs.get("completions/clipped_ratio") or 0.0
+        parts.append(f"length {length:.0f}" + (f" ({cut:.0%} cut)" if cut else ""))
+    parts += [f"{title} {logs[key]:{form}}" for key, title, form in SHOWN if logs.get(key) is not None]
+    if (seconds := logs.get("step_time")) is not None:
+        phases = ", ".join(f"{title} {logs[key]:.2f}" for key, title in PHASES if logs.get(key) is not None)
+        parts.append(f"{seconds:.2f} s/update" + (f" ({phases})" if phases else ""))
+    return "  ".join(parts)
+
+
+class LiveProgressCallback(TrainerCallback):
+    """Show updates, reward with its spread, length, KL, entropy, seconds by phase and the time left.
+
+    In a terminal it is a panel of two lines that is drawn anew, with what the run is doing at the moment. In a pipe or
+    a notebook it is a line per log. It stands in for the bar and the dictionaries of transformers, which a trainer
+    that is given this callback leaves out; with several processes only the main one shows it. `gruppo train` uses it.
+
+    Example:
+        trainer = GRPOTrainer(model, reward_funcs=reward, train_dataset=rows, callbacks=[LiveProgressCallback()])
+        trainer.train()
+        update  10/40  reward 0.412 ± 0.301  length 24  0.31 s/update (sampling 0.11, update 0.17)  0:09 left
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._phase: Callable[[], tuple[str, float]] = lambda: ("", 0.0)
+        self._update = self._total = self._first = 0
+        self._started = 0.0
+        self._logs: dict[str, Any] = {}
+        self._metrics = ""
+
+    @property
+    def console(self) -> Console:
+        """The one that was given, or the one that `rich.print` writes to."""
+        import rich
+
+        return self._console or rich.get_console()
+
+    def watch(self, phase: Callable[[], tuple[str, float]]) -> None:
+        """Ask this what the run is doing, and for how many seconds; a trainer says so when it takes the callback."""
+        self._phase = phase
+
+    # ---- what happens
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.close()
+        if not state.is_world_process_zero:
+            return
+        self._update = self._first = state.global_step
+        self._total, self._metrics, self._started = state.max_steps, "", time.monotonic()
+        self._logs = {}
+        console = self.console
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(get_renderable=self.render, console=console, refresh_per_second=4)
+            self._live.start()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._update = state.global_step
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        logs: Mapping[str, Any] = kwargs.get("logs") or {}
+        if not state.is_world_process_zero or "step_time" not in logs:  # an evaluation, or the summary at the end
+            return
+        # An update on completions that were sampled before logs no rewards: those of their generation stay.
+        kept = {key: value for key, value in self._logs.items() if key not in dict(PHASES)}
+        self._logs = kept | {key: value for key, value in logs.items() if value is not None}
+        self._update, self._metrics = state.global_step, metrics_line(self._logs)
+        if self._live is None:
+            self._print(f"{self._count()}  {self._metrics}  {duration(self.seconds_left)} left")
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        metrics: Mapping[str, Any] = kwargs.get("metrics") or {}
+        if not state.is_world_process_zero:
+            return
+        wanted = ("reward", "accuracy", "mean_length")
+        found = [f"{name} {value:.3f}" for name, value in metrics.items() if name.endswith(wanted)]
+        self._print(f"evaluation after update {state.global_step}: {'  '.join(found[:MOST_OF_AN_EVALUATION])}")
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the last state on the screen and the terminal as it was; after an error a trainer calls this."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.update(self.render())
+            live.stop()
+
+    # ---- what is shown
+
+    @property
+    def seconds_left(self) -> float:
+        """By the updates that this run has made so far, with what came between them."""
+        made = self._update - self._first
+        spent = time.monotonic() - self._started
+        return spent / made * (self._total - self._update) if made else 0.0
+
+    def render(self) -> RenderableType:
+        """The panel: how far it is and what it does, and the latest metrics."""
+        phase, seconds = self._phase()
+        doing = f"{phase} {seconds:.0f} s" if phase and self._live is not None else ""
+        left = f"{duration(self.seconds_left)} left" if self._update > self._first else ""
+        first = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=max(self._total, 1), completed=self._update, width=BAR_WIDTH)
+        first.add_row(Text(self._count()), bar, Text(left), Text(doing, style="dim"))
+        return Group(first, Text(self._metrics)) if self._metrics else Group(first)
+
+    def _count(self) -> str:
+        return f"update {self._update:>{len(str(self._total))}}/{self._total}"
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def take_over(trainer: Any) -> None:
+    """Where a trainer has our callback: nothing else shows progress, and it is told what the trainer is doing."""
+    callbacks = list(trainer.callback_handler.callbacks)
+    own = [each for each in callbacks if isinstance(each, LiveProgressCallback)]
+    for callback in callbacks if own else ():
+        if type(callback).__name__ in REPLACED and type(callback).__module__.startswith("transformers."):
+            trainer.remove_callback(callback)
+    for callback in own:
+        callback.watch(lambda: ("", 0.0) if not hasattr(trainer, "presence") else trainer.presence.phase)

@@ -1,0 +1,50 @@
+"""Runs in the docs, as files and as commands: both are read by the command line itself, and nothing is trained."""
+
+import tempfile
+from pathlib import Path
+
+import yaml
+
+from gruppo.cli.check import _take_template
+from gruppo.cli.loading import load_reward
+from gruppo.cli.recipe import Run
+from tests.docs.blocks import ROOT
+
+# What a page leaves out that shows a part of a run, or has the reader write: the first name is used, any will do.
+NEEDED = {
+    ("model", "model_name_or_path"): "some/model",
+    ("dataset", "dataset_name", "datasets"): "prompts.jsonl",
+    ("reward", "rewards", "reward_funcs", "reward_model_name_or_path", "environment_factory"): "accuracy_reward",
+}
+
+
+def whole(values: dict[str, object]) -> dict[str, object]:
+    """A run with what every run needs."""
+    missing = {names[0]: value for names, value in NEEDED.items() if not set(names) & set(values)}
+    return {"output_dir": "run", **missing, **values}
+
+
+def check_run(text: str) -> None:
+    """The fields of a run file exist and fit together; rewards of the library are found."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(yaml.safe_dump(whole(yaml.safe_load(text))), encoding="utf-8")
+        for entry in Run.read(path).rewards:
+            if ".py:" not in str(entry) and "/" not in str(entry):  # not the reader's own, and no model
+                load_reward(entry, Path(folder))
+
+
+def check_command(command: str, words: list[str]) -> None:
+    """The flags of a training command exist; a file that the repository has is read, any other is stood in for."""
+    if set(words) & {"--help", "--help-all"}:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        stand_in = Path(folder) / "run.yaml"
+        stand_in.write_text(yaml.safe_dump(whole({})), encoding="utf-8")
+
+        def file(word: str) -> str:
+            named = ROOT / word
+            return str(named if named.is_file() else stand_in) if word.endswith(".yaml") else word
+
+        rest, _ = _take_template(words) if command == "check" else (words, None)
+        Run.read(list(map(file, rest)), "train" if command == "check" else command, build=False)
