@@ -62,6 +62,13 @@ def evaluate(argv: list[str]) -> int:
     return run_evaluation(argv)
 
 
+def replay(argv: list[str]) -> int:
+    """Other rewards, or other recipes, on the rollouts of a run."""
+    from gruppo.cli.replay import main as run_replay
+
+    return run_replay(argv)
+
+
 def vllm_serve(argv: list[str]) -> int:
     """Start a vLLM server for trainers with vllm_mode="server"."""
     from gruppo.rollout.vllm.serve import main as start_server
@@ -77,6 +84,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "check": check,
     "plan": plan,
     "eval": evaluate,
+    "replay": replay,
     "vllm-serve": vllm_serve,
 }
 HELP = """\
