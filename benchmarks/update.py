@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.common import provenance
-from gruppo.plan import ModelShape, plan_update
+from gruppo.plan import ModelShape, Passes, plan_update
 from gruppo.policy.inplace import without_collection
 from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.packed import PackedPolicy
@@ -57,8 +57,8 @@ class Bench:
         self.batch = TrainBatch(ids, torch.ones_like(ids), new, torch.ones_like(new))
         self.weights = torch.randn(new.shape, device=self.device) / new.numel()  # as if advantages over their number
         self.tokens = plan_update(
-            self.shape, longest_row=prompt_tokens + new_tokens, bytes_per_value=2, free_bytes=60 * GIB,
-            device=self.device.type, fused=True,
+            self.shape, Passes(stream=2, product=2, device=self.device.type),
+            longest_row=prompt_tokens + new_tokens, free_bytes=60 * GIB,
         ).tokens  # fmt: skip
 
     def packed(self, *, tokens: int | None = None, share: bool = True, **options: Any) -> int:

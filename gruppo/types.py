@@ -165,6 +165,10 @@ class TrainBatch:
     sampled_at: "Tensor | None" = None  # (B,) the number of updates before they were sampled
     scored_at: "Tensor | None" = None  # (B,) … before their old log-probs were computed; None: as many
     vision: "list[Vision | None] | None" = None  # of each row's prompt, with a processor
+    # Where the record of the run has the rows, (B,) each: the number of the generation, and the place in it
+    generation: "Tensor | None" = None
+    place: "Tensor | None" = None
+    kl_penalty: "Tensor | None" = None  # (B,): what a recipe that charges the KL to the reward has charged
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -247,5 +251,8 @@ LAYOUTS: dict[str, Layout] = {
     "sampled_at": Layout(Span.NONE),
     "scored_at": Layout(Span.NONE),
     "vision": Layout(Span.LIST),
+    "generation": Layout(Span.NONE, droppable=True),
+    "place": Layout(Span.NONE, droppable=True),
+    "kl_penalty": Layout(Span.NONE, droppable=True),
 }
 """The fields of TrainBatch; whatever cuts, pads or joins rows goes by this table."""

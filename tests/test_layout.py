@@ -17,7 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "sandbox": {"errors"},
     "grading": {"types", "errors"},
     "algo": {"types", "errors"},
-    "config": {"types", "errors", "algo.recipes"},
+    "config": {"types", "errors", "algo"},
     "data": {"types", "errors"},
     "policy": {"types", "errors", "plan", "kernels", "algo", "config", "data"},
     "engine": {"types", "errors", "plan", "kernels", "config.validate", "policy"},
@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": {
         *("types", "errors", "grading", "sandbox", "data", "policy", "engine", "rollout", "runs", "tools.python_tool"),
     },
+    "replay": {"types", "errors", "algo", "config", "runs", "rewards", "data", "policy"},
     "audit": {"types", "errors"},
     "view": {"types", "errors", "runs", "evaluation.compare", "evaluation.store", "evaluation.types"},
     "trainer": {
@@ -42,8 +43,8 @@ ALLOWED_FOR_TYPES = {"data": {"config"}}
 
 # The trainer itself is a chain; each link knows those before it.
 CHAIN = (
-    *("reporting", "feeding", "scoring", "rewarding", "sampling", "overlapping", "collecting", "routing", "updating"),
-    *("watching", "checkpointing", "resuming", "core", "grpo", "rloo"),
+    *("reporting", "feeding", "scoring", "rewarding", "sampling", "overlapping", "collecting", "routing"),
+    *("remembering", "updating", "watching", "checkpointing", "resuming", "core", "grpo", "rloo"),
 )
 
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "urllib", "urllib3", "websockets"}

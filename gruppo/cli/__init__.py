@@ -20,6 +20,13 @@ def demo(argv: list[str]) -> int:
     return run_demo(argv)
 
 
+def plan(argv: list[str]) -> int:
+    """Memory and time of a run before it starts; what else would fit."""
+    from gruppo.cli.plan import main as make_plan
+
+    return make_plan(argv)
+
+
 def train(argv: list[str]) -> int:
     """Train from a recipe, on one process or on several."""
     from gruppo.cli.train import main as run_training
@@ -62,6 +69,13 @@ def view(argv: list[str]) -> int:
     return show_runs(argv)
 
 
+def replay(argv: list[str]) -> int:
+    """Other rewards, or other recipes, on the rollouts of a run."""
+    from gruppo.cli.replay import main as run_replay
+
+    return run_replay(argv)
+
+
 def vllm_serve(argv: list[str]) -> int:
     """Start a vLLM server for trainers with vllm_mode="server"."""
     from gruppo.rollout.vllm.serve import main as start_server
@@ -75,8 +89,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "grpo": grpo,
     "rloo": rloo,
     "check": check,
+    "plan": plan,
     "eval": evaluate,
     "view": view,
+    "replay": replay,
     "vllm-serve": vllm_serve,
 }
 HELP = """\

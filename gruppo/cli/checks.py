@@ -359,13 +359,18 @@ def _compare(parts: Parts, findings: Findings) -> None:
 
 
 def plan(parts: Parts, findings: Findings) -> None:
-    """What memory and time it takes, as `gruppo plan` says it."""
-    if importlib.util.find_spec("gruppo.cli.plan") is None:
+    """What memory and time it takes on the device that is here, as `gruppo plan` says it."""
+    from gruppo.cli.plan import forecast_here
+
+    if parts.model is None:
         return
     with findings.about("plan"):
-        described = importlib.import_module("gruppo.cli.plan").describe(parts.run)
-        for line in str(described).splitlines():
-            findings.ok("plan", line)
+        forecast = forecast_here(parts.run, parts.longest)
+        if forecast is None:
+            findings.ok("plan", "there is no GPU here; `gruppo plan` with --device says what the run takes on one")
+            return
+        fits = forecast.memory.fits
+        (findings.ok if fits else findings.warning)("plan", "; ".join(forecast.lines()[1:]))
 
 
 def folder(parts: Parts, findings: Findings) -> None:

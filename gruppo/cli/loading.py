@@ -18,7 +18,7 @@ from gruppo.config.model import get_peft_config, get_quantization_config
 from gruppo.config.script import DatasetConfig, DatasetMixtureConfig
 from gruppo.errors import ConfigError, DataError
 
-__all__ = ["load_datasets", "load_named", "load_reward", "make_trainer"]
+__all__ = ["load_datasets", "load_named", "load_reward", "load_rows", "make_trainer"]
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +178,16 @@ def load_datasets(run: Run) -> tuple[Any, Any]:
         function = load_named(script.dataset_map, run.folder, "dataset_map")
         train, evaluation = (None if part is None else part.map(function) for part in (train, evaluation))
     return train, evaluation
+
+
+def load_rows(entry: str, folder: Path) -> Any:
+    """A dataset by itself: a file, several of them, a folder, or the train split of a name on the hub.
+
+    Example:
+        load_rows("prompts.jsonl", Path.cwd())
+    """
+    config = _with_files(DatasetConfig(path=entry), folder)
+    return _load(DatasetMixtureConfig(datasets=[config]))["train"]
 
 
 def _mixture(run: Run) -> DatasetMixtureConfig:

@@ -23,6 +23,17 @@ def is_peft_model(model: Any) -> bool:
     return isinstance(model, PeftModel)
 
 
+def adapted_projections(model: Any) -> frozenset[str] | None:
+    """The last parts of the names of layers that have an adapter; None where all weights are trained.
+
+    Example:
+        adapted_projections(get_peft_model(model, LoraConfig(target_modules=["q_proj"]))) == {"q_proj"}
+    """
+    if not is_peft_model(model):
+        return None
+    return frozenset(name.rpartition(".")[2] for name, part in model.named_modules() if hasattr(part, "base_layer"))
+
+
 def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
     """Wrap the policy in the adapter that `peft_config` describes."""
     if not is_peft_available():

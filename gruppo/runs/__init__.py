@@ -5,6 +5,7 @@ recorder ──► run folder ──► reader   record.py       writes: begin, 
                                      settings.py     config.yaml
                                      lines.py        files of JSON lines that a full disk only delays
                                      rollouts.py     a completion as a row, rows as a parquet table
+                                     updates.py      what an update computed about its rows, as such a table
                                      files.py        where those tables lie
                                      earlier.py      what was in the way and must not be lost
                                      read.py         reads a folder, live or from a stranger
@@ -17,5 +18,6 @@ recorder ──► run folder ──► reader   record.py       writes: begin, 
 from gruppo.runs.read import Run
 from gruppo.runs.record import RunRecorder
 from gruppo.runs.rollouts import RolloutRow, prompt_id
+from gruppo.runs.updates import UpdateRows
 
-__all__ = ["RolloutRow", "Run", "RunRecorder", "prompt_id"]
+__all__ = ["RolloutRow", "Run", "RunRecorder", "UpdateRows", "prompt_id"]

@@ -9,7 +9,10 @@ from gruppo.runs.lines import fsync_folder
 __all__ = ["PARTS", "archive_record", "new_place"]
 
 # What a record consists of. `run.json` comes first: a folder without it holds no record.
-PARTS = ("run.json", "config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "rollouts", "tokenizer")
+PARTS = (
+    *("run.json", "config.yaml", "environment.json", "metrics.jsonl", "events.jsonl"),
+    *("rollouts", "updates", "tokenizer"),
+)
 
 
 def new_place(run: Path) -> Path:

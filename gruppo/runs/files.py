@@ -1,4 +1,4 @@
-"""The files of the rollouts: one table per generation and process, and those that wait for room on the disk."""
+"""The files of rollouts and updates: one table per number and process, and those that wait for room on the disk."""
 
 import os
 import re
@@ -16,8 +16,8 @@ MOST_BYTES = 256 * 1024 * 1024  # of tables that wait for room on the disk
 _NAME = re.compile(r"(\d{8,})-(\d{4,})\.parquet(\.tmp)?", re.ASCII)
 
 
-class RolloutFile(NamedTuple):
-    """Example: rollouts/00000012-0001.parquet is RolloutFile(12, 1, whole=True, path=...)."""
+class TableFile(NamedTuple):
+    """Example: rollouts/00000012-0001.parquet is TableFile(12, 1, whole=True, path=...)."""
 
     number: int
     rank: int
@@ -25,17 +25,17 @@ class RolloutFile(NamedTuple):
     path: Path
 
 
-def rollout_files(folder: Path) -> list[RolloutFile]:
-    """What is in a folder of rollouts, in order; names that are not ours are left out."""
+def table_files(folder: Path) -> list[TableFile]:
+    """What is in a folder of tables, in order; names that are not ours are left out."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
     matches = [match for name in names if (match := _NAME.fullmatch(name))]
-    return sorted(RolloutFile(int(m[1]), int(m[2]), m[3] is None, folder / m[0]) for m in matches)
+    return sorted(TableFile(int(m[1]), int(m[2]), m[3] is None, folder / m[0]) for m in matches)
 
 
-class RolloutFolder:
+class TableFolder:
     """The tables that one process writes. Those that could not be written wait, the oldest are dropped first."""
 
     def __init__(self, folder: Path, rank: int):
@@ -67,7 +67,7 @@ class RolloutFolder:
 
     def own(self) -> int:
         """Whole tables of this process."""
-        return sum(file.whole and file.rank == self._rank for file in rollout_files(self.folder))
+        return sum(file.whole and file.rank == self._rank for file in table_files(self.folder))
 
     def cut(self, number: int, gone: int | None = None, keep: Path | None = None) -> int:
         """Remove this process's tables from `number` on, and those of ranks from `gone` on; half-written ones go too.
@@ -75,16 +75,16 @@ class RolloutFolder:
         With `keep`, the whole tables of all ranks move into that folder instead. Returns how many tables of any
         process lie beyond `number`.
         """
-        beyond = [file for file in rollout_files(self.folder) if file.whole and file.number >= number]
+        beyond = [file for file in table_files(self.folder) if file.whole and file.number >= number]
         if keep is not None and beyond:
             self._move(beyond, keep)
-        for file in rollout_files(self.folder):
+        for file in table_files(self.folder):
             ours = file.rank == self._rank or (gone is not None and file.rank >= gone)
             if ours and (file.number >= number or not file.whole):
                 file.path.unlink(missing_ok=True)
         return len(beyond)
 
-    def _move(self, files: Sequence[RolloutFile], folder: Path) -> None:
+    def _move(self, files: Sequence[TableFile], folder: Path) -> None:
         folder.mkdir()
         for file in files:
             os.rename(file.path, folder / file.path.name)

@@ -12,21 +12,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gruppo.errors import DataError
-from gruppo.runs.files import RolloutFile, rollout_files
+from gruppo.runs.files import TableFile, table_files
 from gruppo.runs.read import Run, _known_columns
 
 __all__ = ["new_lines", "read_rollouts", "read_text", "whole_files"]
 
 
-def whole_files(run: Run) -> list[RolloutFile]:
+def whole_files(run: Run) -> list[TableFile]:
     """The files of rollouts that are whole, in order: one for each generation and process."""
     folder = run._inside("rollouts")
-    return [] if folder is None else [file for file in rollout_files(folder) if file.whole]
+    return [] if folder is None else [file for file in table_files(folder) if file.whole]
 
 
-def read_rollouts(
-    run: Run, file: RolloutFile, columns: Sequence[str], *, dictionaries: Sequence[str] = ()
-) -> pa.Table:
+def read_rollouts(run: Run, file: TableFile, columns: Sequence[str], *, dictionaries: Sequence[str] = ()) -> pa.Table:
     """Those of the columns that one file has; columns of text in `dictionaries` have each text once.
 
     "reward/" and "reward_kind/" stand for the columns of all named rewards. DataError if it cannot be read: a run that

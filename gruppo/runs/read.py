@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gruppo.errors import DataError
-from gruppo.runs.files import rollout_files
+from gruppo.runs import updates as update_tables
+from gruppo.runs.files import TableFile, table_files
 from gruppo.runs.identity import FORMAT
 from gruppo.runs.rollouts import COLUMNS, FORMAT_KEY, REWARD, REWARD_KIND
 from gruppo.runs.rollouts import FORMAT as TABLE_FORMAT
@@ -35,6 +36,7 @@ class Run:
         run = Run("runs/demo")
         [line["reward"] for line in run.metrics(kind="train")]
         run.rollouts(columns=["prompt", "completion", "reward"], updates=range(10, 20)).to_pylist()
+        run.update_logps(updates=[12]).to_pylist()     # the log-probs that update 12 was computed from
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -79,20 +81,23 @@ class Run:
         return self._lines("events.jsonl")
 
     def rollouts(
-        self, columns: Sequence[str] | None = None, *, updates: Container[int] | None = None, split: str | None = None
+        self,
+        columns: Sequence[str] | None = None,
+        *,
+        updates: Container[int] | None = None,
+        split: str | None = None,
+        generations: Container[int] | None = None,
     ) -> pa.Table:
         """The completions in the order in which they were recorded; of some updates or one split if given.
 
+        Of `generations`, only those files are opened. `updates` are those made before it was sampled.
         Rewards that not all files have are null in the others. Files that cannot be read are skipped, with a warning.
         """
         tables = []
-        folder = self._inside("rollouts")
-        for file in rollout_files(folder) if folder is not None else []:
-            if (
-                file.whole
-                and (table := self._table(f"rollouts/{file.path.name}", columns, updates, split)) is not None
-            ):
-                tables.append(table)
+        for file in self._files("rollouts"):
+            if generations is None or file.number in generations:
+                table = self._table(f"rollouts/{file.path.name}", columns, updates, split)
+                tables += [] if table is None else [table]
         whole = _empty() if not tables else pa.concat_tables(tables, promote_options="default")
         if columns is None:
             return whole.select(_in_order(whole.column_names))
@@ -101,25 +106,59 @@ class Run:
             raise DataError(f"The rollouts in {self.folder} have no columns {unknown}. Call rollouts() to see all")
         return whole.select(list(columns))
 
+    @property
+    def updates(self) -> list[int]:
+        """The numbers of the updates of which the record has log-probs, in order."""
+        return sorted({file.number for file in self._files("updates")})
+
+    def update_logps(self, columns: Sequence[str] | None = None, *, updates: Container[int] | None = None) -> pa.Table:
+        """What updates computed about their rows: `logps` and what else the loss was made of; docs/run-folder.md.
+
+        `generation` and `row` say which completion of the rollouts it is. A run that recorded none gives no rows.
+        """
+        kinds = update_tables.COLUMNS | update_tables.FURTHER
+        names = list(kinds) if columns is None else list(columns)
+        if unknown := [name for name in names if name not in kinds]:
+            raise DataError(f"The updates of a run have no columns {unknown}, but {', '.join(kinds)}")
+        tables = [pa.schema([(name, kinds[name]) for name in names]).empty_table()]
+        for file in self._files("updates"):
+            if updates is None or file.number in updates:
+                table = self._read(f"updates/{file.path.name}", _known_update_columns, names)
+                tables += [] if table is None else [table]
+        return pa.concat_tables(tables, promote_options="default").select(names)
+
+    def _files(self, kind: str) -> list[TableFile]:
+        """The whole tables of a folder."""
+        folder = self._inside(kind)
+        return [] if folder is None else [file for file in table_files(folder) if file.whole]
+
     def _table(
         self, name: str, columns: Sequence[str] | None, updates: Container[int] | None, split: str | None
     ) -> pa.Table | None:
-        """What is asked for from one file, or None if it cannot be read."""
-        try:
-            with self._open(name) as source, pq.ParquetFile(source) as file:
-                known = _known_columns(file.schema_arrow, f"{self.folder / name}")
-                wanted = known if columns is None else [c for c in known if c in {*columns, "update", "split"}]
-                table = file.read(columns=wanted).replace_schema_metadata(None)
-        except (DataError, pa.ArrowException, OSError, ValueError) as error:
-            if isinstance(error, _NewerFormatError):
-                raise
-            logger.warning("%s is skipped: %s", self.folder / name, error)
+        """What is asked for from one file of rollouts, or None if it cannot be read."""
+        table = self._read(name, _known_columns, None if columns is None else {*columns, "update", "split"})
+        if table is None:
             return None
         if updates is not None:
             table = table.filter(pa.array([update in updates for update in table["update"].to_pylist()], pa.bool_()))
         if split is not None:
             table = table.filter(pa.array([own == split for own in table["split"].to_pylist()], pa.bool_()))
         return table
+
+    def _read(
+        self, name: str, columns_of: Callable[[pa.Schema, str], list[str]], only: Container[str] | None = None
+    ) -> pa.Table | None:
+        """The known columns of one file, or None if it cannot be read."""
+        try:
+            with self._open(name) as source, pq.ParquetFile(source) as file:
+                known = columns_of(file.schema_arrow, f"{self.folder / name}")
+                wanted = [column for column in known if only is None or column in only]
+                return file.read(columns=wanted).replace_schema_metadata(None)
+        except (DataError, pa.ArrowException, OSError, ValueError) as error:
+            if isinstance(error, _NewerFormatError):
+                raise
+            logger.warning("%s is skipped: %s", self.folder / name, error)
+            return None
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         """The whole lines of a file; the last one is still being written if it has no end."""
@@ -193,19 +232,33 @@ def _check_format(found: Any, known: int, what: str) -> None:
 
 def _known_columns(schema: pa.Schema, what: str) -> list[str]:
     """The columns of the format that a table has; an error if it is none of ours."""
-    stored = (schema.metadata or {}).get(FORMAT_KEY, b"")
-    _check_format(int(stored) if stored.isdigit() else None, TABLE_FORMAT, what)
-    kinds = {field.name: field.type for field in schema}
-    if len(kinds) < len(schema):
-        raise DataError("two of its columns have the same name")
-    wrong = [name for name, kind in COLUMNS.items() if kinds.get(name) != kind]
-    if wrong:
-        raise DataError(f"it is no table of rollouts: its columns {wrong} are missing or of another type")
+    kinds = _kinds(schema, what, "rollouts", (FORMAT_KEY, TABLE_FORMAT), COLUMNS)
     kind_of = {REWARD: pa.float64(), REWARD_KIND: pa.string()}
     rewards = [
         name for name in kinds for prefix, kind in kind_of.items() if name.startswith(prefix) and kinds[name] == kind
     ]
     return _in_order([*COLUMNS, *rewards])
+
+
+def _known_update_columns(schema: pa.Schema, what: str) -> list[str]:
+    key = update_tables.FORMAT_KEY, update_tables.FORMAT
+    kinds = _kinds(schema, what, "updates", key, update_tables.COLUMNS)
+    return [*update_tables.COLUMNS, *(n for n, kind in update_tables.FURTHER.items() if kinds.get(n) == kind)]
+
+
+def _kinds(
+    schema: pa.Schema, what: str, table: str, key: tuple[bytes, int], needed: Mapping[str, pa.DataType]
+) -> dict[str, pa.DataType]:
+    """The types of a table's columns; an error if it is none of ours."""
+    stored = (schema.metadata or {}).get(key[0], b"")
+    _check_format(int(stored) if stored.isdigit() else None, key[1], what)
+    kinds = {field.name: field.type for field in schema}
+    if len(kinds) < len(schema):
+        raise DataError("two of its columns have the same name")
+    wrong = [name for name, kind in needed.items() if kinds.get(name) != kind]
+    if wrong:
+        raise DataError(f"it is no table of {table}: its columns {wrong} are missing or of another type")
+    return kinds
 
 
 def _in_order(names: Sequence[str]) -> list[str]:

@@ -11,11 +11,13 @@ from typing import Any
 from gruppo.errors import DataError
 from gruppo.runs.disk import FULL
 from gruppo.runs.earlier import archive_record, new_place
-from gruppo.runs.files import RolloutFolder
+from gruppo.runs.files import TableFolder
 from gruppo.runs.identity import FORMAT, origin, position_run, read_json, recorded_run
 from gruppo.runs.lines import LineFile, WholeFiles, now, plain
 from gruppo.runs.rollouts import RolloutRow, encode, to_table
 from gruppo.runs.settings import read_settings, settings_text
+from gruppo.runs.updates import UpdateRows
+from gruppo.runs.updates import to_table as update_table
 
 __all__ = ["RunRecorder", "recorded_run"]
 
@@ -46,10 +48,12 @@ class RunRecorder:
         self._whole = WholeFiles()
         self._metrics = LineFile(self.folder / "metrics.jsonl")
         self._events = LineFile(self.folder / "events.jsonl")
-        self._tables = RolloutFolder(self.folder / "rollouts", rank)
+        self._tables = TableFolder(self.folder / "rollouts", rank)
+        self._updates = TableFolder(self.folder / "updates", rank)
         self._starts: list[Any] = []  # of environment.json
         self._number = 0  # of the next generation
         self._files = 0  # tables of this rank that are, or will be, in the folder
+        self._update = 1  # the number of the next update
         self._position: Mapping[str, Any] | None = None  # that ranks other than 0 go on from
         self._full_since: str | None = None
 
@@ -67,7 +71,7 @@ class RunRecorder:
         self.close()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.archive = archive_record(self.folder)
-        self._number, self._files = 0, 0
+        self._number, self._files, self._update = 0, 0, 1
         self.run_id = secrets.token_hex(8)
         self._put_config(config)
         self._add_start(environment)
@@ -178,8 +182,11 @@ class RunRecorder:
             self._events.append(_joined({"time": now(), "event": kind, "update": update}, fields))
             self._write()
 
-    def rollouts(self, rows: Sequence[RolloutRow]) -> None:
-        """One table of completions. All ranks call this equally often: the number goes on without rows too."""
+    def rollouts(self, rows: Sequence[RolloutRow]) -> int:
+        """One table of completions; returns the number of the generation.
+
+        All ranks call this equally often: the number goes on without rows too.
+        """
         number = self._number
         self._number += 1
         if rows and self._keeps_rollouts:
@@ -187,6 +194,16 @@ class RunRecorder:
                 raise RuntimeError("The record has no run yet: call begin, resume or join first")
             self._tables.add(number, encode(to_table(rows, number)))
             self._files += 1
+            self._write()
+        return number
+
+    def update(self, number: int, rows: UpdateRows | None) -> None:
+        """What an update computed about its rows, if that is known; updates count from 1."""
+        self._update = number + 1
+        if rows is not None and self._keeps_rollouts:
+            if self.run_id is None:
+                raise RuntimeError("The record has no run yet: call begin, resume or join first")
+            self._updates.add(number, encode(update_table(rows, number, self._rank)))
             self._write()
 
     def sync(self) -> dict[str, Any]:
@@ -197,6 +214,7 @@ class RunRecorder:
                 self._metrics.sync()
                 self._events.sync()
             self._tables.sync()
+            self._updates.sync()
         except OSError as error:
             self._accept(error)
         return self.position()
@@ -208,18 +226,20 @@ class RunRecorder:
             "metrics_bytes": self._metrics.length,
             "rollouts": self._number,
             "rollout_files": self._files - self._tables.dropped,
+            "updates": self._update,
         }
 
     def close(self) -> None:
         """Write what waits, and close the files."""
         if self.run_id is not None:
             self.sync()
-        lost = self._metrics.waiting + self._events.waiting, self._tables.waiting
+        lost = self._metrics.waiting + self._events.waiting, self._tables.waiting, self._updates.waiting
         if any(lost):
-            logger.warning("The disk is still full: %d lines and %d tables of rollouts are lost", *lost)
+            said = "%d lines, %d tables of rollouts and %d of updates are lost"
+            logger.warning(f"The disk is still full: {said}", *lost)
         if self._whole.waiting:
             logger.warning("The disk is still full: %s could not be written", ", ".join(self._whole.names))
-        for store in (self._whole, self._metrics, self._events, self._tables):
+        for store in (self._whole, self._metrics, self._events, self._tables, self._updates):
             store.close()
         self.run_id = self._full_since = None
 
@@ -229,8 +249,10 @@ class RunRecorder:
         """On other ranks: take the place in the run that rank 0 has taken."""
         here = self._position is not None and self._position["run_id"] == self.run_id
         self._number = self._position["rollouts"] if here and self._position else 0
-        if here:
+        if here and self._position:
+            self._update = _next_update(self._position)
             self._tables.cut(self._number)
+            self._updates.cut(self._update)
 
     def _open(self) -> None:
         """Open the files of lines; without a record, only what is there and has to be cut."""
@@ -255,10 +277,11 @@ class RunRecorder:
 
     def _cut(self, position: Mapping[str, Any], checkpoint: str | None) -> list[str]:
         """Remove what was recorded after the position, and say what is missing before it."""
-        wanted, self._number = position["metrics_bytes"], position["rollouts"]
-        keep_lines, keep_tables = (self.archive and self.archive / name for name in ("metrics.jsonl", "rollouts"))
-        metrics_bytes, metrics_lines = self._metrics.cut(wanted, keep_lines)
-        tables = self._tables.cut(self._number, gone=self._world, keep=keep_tables)
+        wanted, self._number, self._update = position["metrics_bytes"], position["rollouts"], _next_update(position)
+        kept = [self.archive and self.archive / name for name in ("metrics.jsonl", "rollouts", "updates")]
+        metrics_bytes, metrics_lines = self._metrics.cut(wanted, kept[0])
+        tables = self._tables.cut(self._number, gone=self._world, keep=kept[1])
+        updates = self._updates.cut(self._update, gone=self._world, keep=kept[2])
         self.event(
             "resumed",
             record="continued",
@@ -267,6 +290,7 @@ class RunRecorder:
             metrics_bytes_cut=metrics_bytes,
             metrics_lines_cut=metrics_lines,
             rollout_files_cut=tables,
+            update_files_cut=updates,
         )
         self._files = self._tables.own()
         missing = []
@@ -295,7 +319,7 @@ class RunRecorder:
     def _write(self) -> None:
         """Write what waits. A full disk postpones it; when that is over, an event says so."""
         own = (self._whole, self._metrics, self._events) if self._rank == 0 else ()
-        stores: tuple[WholeFiles | LineFile | RolloutFolder, ...] = (*own, self._tables)
+        stores: tuple[WholeFiles | LineFile | TableFolder, ...] = (*own, self._tables, self._updates)
         for store in stores:
             try:
                 store.flush()
@@ -307,10 +331,11 @@ class RunRecorder:
         dropped = {
             "lines_dropped": self._metrics.dropped + self._events.dropped,
             "rollouts_dropped": self._tables.dropped,
+            "updates_dropped": self._updates.dropped,
         }
         logger.warning("There is room on the disk again; the record goes on in %s (%s)", self.folder, dropped)
         self._files -= self._tables.dropped
-        self._metrics.dropped = self._events.dropped = self._tables.dropped = 0
+        self._metrics.dropped = self._events.dropped = self._tables.dropped = self._updates.dropped = 0
         self.event("disk_full", since=since, **dropped)
 
     def _accept(self, error: OSError) -> None:
@@ -335,6 +360,11 @@ class RunRecorder:
         if self._keeps:
             self._starts = [*_earlier_starts(self.folder), {**environment, "time": now()}]
             self._put_json(self.folder / "environment.json", {"starts": self._starts})
+
+
+def _next_update(position: Mapping[str, Any]) -> int:
+    """The number of the update after a position; one of a version that recorded no updates has none before it."""
+    return int(position.get("updates", 1))
 
 
 def _earlier_starts(folder: Path) -> list[Any]:

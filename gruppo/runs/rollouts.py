@@ -146,7 +146,7 @@ def _column(name: str, kind: pa.DataType, rows: Sequence[RolloutRow], generation
         return _texts([None if value is None else to_json(value) for value in values])
     if pa.types.is_string(kind):
         return _texts(values)
-    return _lists(values, kind) if pa.types.is_list(kind) else pa.array(values, kind)
+    return lists(values, kind) if pa.types.is_list(kind) else pa.array(values, kind)
 
 
 def _each_once(contents: Iterable[Any]) -> list[str]:
@@ -164,7 +164,7 @@ def _texts(values: Sequence[str | None]) -> pa.Array:
     return pa.array([None if value is None else clean(str(value)) for value in values], pa.string())
 
 
-def _lists(values: Sequence[Sequence[Any] | None], kind: pa.DataType) -> pa.Array:
+def lists(values: Sequence[Sequence[Any] | np.ndarray | None], kind: pa.DataType) -> pa.Array:
     """Lists as one run of values and where each begins: Python sees each list once, not each number."""
     dtype = kind.value_type.to_pandas_dtype()
     parts = [np.asarray(() if value is None else value, dtype=dtype) for value in values]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gruppo.algo.advantages import Advantages, combine_rewards, frac_zero_std
 from gruppo.algo.masks import drop_rows
+from gruppo.config.recipe import estimate_advantages
 from gruppo.data.collate import collate
 from gruppo.errors import RewardError
 from gruppo.policy.loading import vocabulary_size
@@ -34,7 +35,7 @@ class Collecting(Overlapping):
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
         """Rewards of whole groups, of all processes, to advantages; the two trainers differ here."""
-        raise NotImplementedError
+        return estimate_advantages(self.args, self.recipe, rewards_NR, self.reward_weights, group_size, kl_penalty_N)
 
     @torch.no_grad()
     def collect(self, rows: Sequence[Row]) -> TrainBatch:
@@ -94,7 +95,7 @@ class Collecting(Overlapping):
         if self.recorder is None or self.args.record != "all":
             return
         start = time.perf_counter()
-        self.recorder.rollouts(
+        number = self.recorder.rollouts(
             recorded_rows(
                 generation,
                 batch,
@@ -105,6 +106,9 @@ class Collecting(Overlapping):
                 group_size=self.group_size,
             )
         )
+        if self.mode == "train":
+            batch.place = torch.tensor(generation.places, dtype=torch.long, device=batch.completion_ids.device)
+            batch.generation = torch.full_like(batch.place, number)
         self._record_seconds += time.perf_counter() - start
 
     def _sample_and_score(self, rows: Sequence[Row], places: Sequence[int] | None = None, attempt: int = 0) -> Scored:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from gruppo.algo.loss import LossSettings, UpdateSize
 from gruppo.algo.recipes import Recipe
+from gruppo.config.recipe import loss_settings_of, recipe_of
 from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
 from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError
@@ -220,19 +221,12 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
 
     def make_recipe(self) -> Recipe:
         """The row of the recipe table that the config describes."""
-        raise NotImplementedError
+        return recipe_of(self.args)
 
     def make_loss_settings(self) -> LossSettings:
         """The recipe with its numbers."""
-        return LossSettings(
-            objective=self.recipe.objective,
-            ratio=self.recipe.ratio,
-            reduction=self.recipe.reduction,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-            beta=self.beta if self.recipe.kl == "loss" else 0.0,
-            max_completion_length=self.args.max_completion_length,
-        )
+        widths = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
+        return loss_settings_of(self.args, self.recipe, beta=self.beta, **widths)
 
     # ---- an update
 
@@ -277,8 +271,9 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         with self.stopper.abandonable():
             batches = [self._next_micro_batch(step, i) for i, step in enumerate(steps)]
         size = self.update_size(batches) if batches else None
-        self._batches_at_hand, self._loss_at_hand = batches, 0.0
+        self._batches_at_hand, self._loss_at_hand, self._remembered = batches, 0.0, ()
         if size is not None:
+            self._size = size
             self._balance_update(batches, size)
         if size is not None and self.packed is not None:
             batches = self.as_update(batches, size)

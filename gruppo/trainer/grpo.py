@@ -1,15 +1,12 @@
 """GRPOTrainer."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from gruppo.algo import masks, objectives
-from gruppo.algo.advantages import Advantages, normalize_then_sum, sum_of_normalized, sum_then_normalize
-from gruppo.algo.loss import LossSettings
-from gruppo.algo.recipes import LOSS_TYPES, Recipe
+from gruppo.algo.advantages import sum_of_normalized
 from gruppo.config.grpo import GRPOConfig
 from gruppo.trainer.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
@@ -67,41 +64,10 @@ class GRPOTrainer(PolicyTrainer):
             environment_factory,
         )
 
-    def make_recipe(self) -> Recipe:
-        objective, reduction = LOSS_TYPES[self.args.loss_type]
-        return Recipe(
-            advantage="group",
-            scale=self.args.scale_rewards,
-            ratio="token" if self.args.importance_sampling_level == "token" else "sequence_mean",
-            objective=objective,
-            kl="loss",
-            reduction=reduction,
-        )
-
-    def make_loss_settings(self) -> LossSettings:
-        args = self.args
-        return replace(
-            super().make_loss_settings(),
-            delta=args.delta,
-            sapo_temperature_pos=args.sapo_temperature_pos,
-            sapo_temperature_neg=args.sapo_temperature_neg,
-            vespo_k_pos=args.vespo_k_pos,
-            vespo_lambda_pos=args.vespo_lambda_pos,
-            vespo_k_neg=args.vespo_k_neg,
-            vespo_lambda_neg=args.vespo_lambda_neg,
-            use_bias_correction_kl=args.use_bias_correction_kl,
-            off_policy_mask_threshold=args.off_policy_mask_threshold,
-        )
-
     def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
         if self.args.multi_objective_aggregation == "normalize_then_sum":
             return sum_of_normalized(rewards_NR, self.reward_weights, group_size)
         return super().compared_rewards(rewards_NR, group_size)
-
-    def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
-        if self.args.multi_objective_aggregation == "normalize_then_sum":
-            return normalize_then_sum(rewards_NR, self.reward_weights, group_size)
-        return sum_then_normalize(rewards_NR, self.reward_weights, group_size, self.recipe.scale)
 
     # ---- formulas that subclasses call by these names
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gruppo.plan import ModelShape, UpdatePlan, free_memory, plan_update, training_bytes
-from gruppo.policy.adapters import is_peft_model
+from gruppo.plan import ModelShape, Passes, UpdatePlan, free_memory, plan_update, training_bytes
+from gruppo.policy.adapters import adapted_projections, is_peft_model
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.unwrap import inner_model
 from gruppo.types import TrainBatch
@@ -54,13 +54,19 @@ class UpdatePlanner:
             longest *= args.per_device_train_batch_size  # padded rows are run a micro-batch at a time
         self._longest = longest
         weights = [p for p in model.parameters() if p.is_floating_point()]
+        stream = weights[0].element_size()
+        passes = Passes(
+            stream=stream,
+            product=min(stream, 2) if args.bf16 or args.fp16 else stream,
+            fused=self.packed is not None and self.packed.fused_layers,
+            device=weights[0].device.type,
+            adapted=adapted_projections(self.policy()),
+        )
         return plan_update(
             ModelShape.from_config(model.config),
+            passes,
             longest_row=longest,
-            bytes_per_value=weights[0].element_size(),
             free_bytes=free_memory(weights[0].device) - training_bytes(weights),
-            device=weights[0].device.type,
-            fused=self.packed is not None and self.packed.fused_layers,
             checkpointing=args.gradient_checkpointing,
             tokens=args.max_tokens_per_micro_batch,
         )

@@ -14,6 +14,7 @@ from gruppo.policy.adapters import is_peft_model, reload_trained_adapter, same_d
 from gruppo.policy.loading import is_saved_under_other_names, load_converted_weights
 from gruppo.policy.sharding import REPLICATED
 from gruppo.runs import checkpoints
+from gruppo.runs.identity import position_run
 from gruppo.runs.lock import RunLock
 from gruppo.runs.record import RunRecorder, recorded_run
 from gruppo.runs.secrets import without_secrets
@@ -281,25 +282,34 @@ class Resuming(Checkpointing):
             "config": without_secrets(self.args.to_dict() | self._settings_now),
             "environment": without_secrets(environment_of(self.args)),
         }
+        before = None
         if checkpoint is None:
             recorder.begin(**about)
         else:
-            self._continue_record(recorder, checkpoint, about)
+            before = self._continue_record(recorder, checkpoint, about)
         self._run_id = from_main(self.accelerator, recorder.run_id)
+        if self._run_id != before:
+            for batch in self._queue:  # of a generation that this record does not have
+                batch.pop("generation", None)
+                batch.pop("place", None)
         if rank:
             recorder.join(self._run_id)
         elif self.args.record == "all":
             recorder.tokenizer(tokenizer_text(self.processing_class))
         self.recorder = recorder
 
-    def _continue_record(self, recorder: RunRecorder, checkpoint: Path, about: dict[str, Any]) -> None:
-        """Go on from where the checkpoint is; what came after it, if that was saved too, is put aside."""
+    def _continue_record(self, recorder: RunRecorder, checkpoint: Path, about: dict[str, Any]) -> str | None:
+        """Go on from where the checkpoint is; what came after it, if that was saved too, is put aside.
+
+        Returns the run whose record the checkpoint is of, if it is known.
+        """
         manifest = checkpoints.manifest(checkpoint)
         position = None if manifest is None else manifest.about.get("position")
         newer = self._newer_ones(checkpoint, recorder.folder)
         recorder.resume(position=position, checkpoint=checkpoint, branch=bool(newer), **about)
         if newer and recorder.archive is not None and self.accelerator.is_main_process:
             checkpoints.put_aside(newer, recorder.archive)
+        return position_run(position)
 
     def _newer_ones(self, checkpoint: Path, folder: Path) -> list[Path]:
         """Checkpoints of the same run with more updates, if it was saved into this folder."""

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from gruppo.algo.advantages import Advantages, leave_one_out
-from gruppo.algo.recipes import RECIPES, Recipe
 from gruppo.config.rloo import RLOOConfig
 from gruppo.trainer.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
@@ -56,20 +54,6 @@ class RLOOTrainer(PolicyTrainer):
             environment_factory=environment_factory,
         )
 
-    def make_recipe(self) -> Recipe:
-        return RECIPES["rloo"]
-
     def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
         rewards_N, clip = super().compared_rewards(rewards_NR, group_size), self.args.reward_clip_range
         return rewards_N if clip is None else rewards_N.clamp(clip[0], clip[1])
-
-    def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
-        clip = self.args.reward_clip_range
-        return leave_one_out(
-            rewards_NR,
-            self.reward_weights,
-            group_size,
-            kl_penalty_B=kl_penalty_N,
-            clip_range=None if clip is None else (clip[0], clip[1]),
-            normalize=self.args.normalize_advantages,
-        )

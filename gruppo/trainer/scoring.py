@@ -154,6 +154,7 @@ class Scoring(Feeding):
     def _kl_in_reward(self, batch: TrainBatch, log_ratio_BT: Tensor) -> Tensor:
         """The KL estimate Σ_t (ℓ_old − ℓ_ref) of each completion of all processes; logs its mean per token."""
         kl_B = (log_ratio_BT * batch.loss_mask_BT).sum(1)
+        batch.kl_penalty = self.beta * kl_B
         local = torch.stack([kl_B.sum(), batch.loss_mask_BT.sum().to(kl_B)])
         total, tokens = self.accelerator.reduce(local, reduction="sum").tolist()
         self.metrics.add(self.mode, {"kl": total / max(tokens, 1)}, of=tokens)

@@ -23,7 +23,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gruppo.algo.loss import LossInputs, LossOutput, LossSettings, Max, Mean, Stat, UpdateSize, policy_loss
+from gruppo.algo.loss import LossInputs, LossOutput, Max, Mean, Stat, UpdateSize, policy_loss
 from gruppo.algo.masks import entropy_threshold, top_entropy_mask
 from gruppo.plan import UpdatePlan
 from gruppo.policy.inplace import without_collection
@@ -32,7 +32,7 @@ from gruppo.policy.unwrap import inner_model, is_noisy
 from gruppo.trainer.balancing import Work, exchange_rows, straggler_report
 from gruppo.trainer.metrics import any_process, gather_rows, value_stat
 from gruppo.trainer.profiling import Stopwatch
-from gruppo.trainer.routing import RouterLoss
+from gruppo.trainer.remembering import Remembering
 from gruppo.trainer.scoring import ScoresAndLoss
 from gruppo.trainer.update_rows import Update, enter_padded
 from gruppo.types import TrainBatch
@@ -46,10 +46,9 @@ def _required(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-class Updating(RouterLoss):
+class Updating(Remembering):
     """The part of the trainer that computes the loss."""
 
-    loss_settings: LossSettings
     _size: UpdateSize  # of the update under way
     _update_seconds: float  # so far, of rollout and passes
     _pass_seconds = 0.0  # of the passes alone
@@ -240,6 +239,7 @@ class Updating(RouterLoss):
             router_loss = update.routing[i].loss() if i in update.routing else None
             loss += self._with_router_loss(output.loss, router_loss) * self.accelerator.num_processes
             self._defer_stats(batch, update.logps_BT[part], output, update.ran_B[part])
+            self._remember(output.loss, update.logps_BT[part], entropy_bT, threshold, update.ran_B[part])
         for rows in (update,) if work is None else (update, work.run):
             rows.enter(self.ledger, self.state.global_step)
         self._costs = update.costs
@@ -267,6 +267,7 @@ class Updating(RouterLoss):
         self._defer_stats(batch, logps_BT, output)
         if self.mode == "train":
             enter_padded(batch, self.ledger, self.state.global_step)
+            self._remember(output.loss, logps_BT, entropy_BT, threshold)
         return self._with_router_loss(output.loss, router_loss) * self.accelerator.num_processes
 
     def _score_for_loss(self, model: nn.Module, batch: TrainBatch) -> ScoresAndLoss:

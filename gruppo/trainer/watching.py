@@ -131,6 +131,7 @@ class Watching(Updating):
 
     def _end_of_update(self) -> None:
         super()._end_of_update()
+        self._record_update()
         self._update_ended = True
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gruppo.errors import DataError
 from gruppo.runs import Run
-from gruppo.runs.files import RolloutFile
+from gruppo.runs.files import TableFile
 from gruppo.runs.follow import read_rollouts, whole_files
 from gruppo.runs.rollouts import REWARD, REWARD_KIND
 
@@ -45,7 +45,7 @@ FAILED_CALL = "{'error': "
 class Stamp(NamedTuple):
     """A file and what changes when it is written anew."""
 
-    file: RolloutFile
+    file: TableFile
     size: int
     changed: int
 
@@ -214,7 +214,7 @@ def _pattern(wanted: str) -> str:
     return "|".join(dict.fromkeys(re.escape(each) for each in (small, json.dumps(small, ensure_ascii=False)[1:-1])))
 
 
-def _stamp(file: RolloutFile) -> Stamp | None:
+def _stamp(file: TableFile) -> Stamp | None:
     try:
         found = os.stat(file.path)
     except FileNotFoundError:  # cut by a run that was resumed
@@ -273,7 +273,7 @@ def _failed_rewards(table: pa.Table) -> Array:
     return failed
 
 
-def _failed_calls(run: Run, file: RolloutFile, turns: Array) -> Array:
+def _failed_calls(run: Run, file: TableFile, turns: Array) -> Array:
     """Tool calls of each row that failed. Only rows of several turns have any, so that most files are not opened."""
     failed = np.zeros(len(turns), np.int32)
     if not (turns > 1).any():

@@ -5,11 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gruppo import cli
+from gruppo.cli import checks
 from gruppo.cli.check import check
 from gruppo.cli.findings import Findings
+from gruppo.cli.recipe import Run
 from gruppo.errors import ConfigError
+from gruppo.plan import Device
 from tests.trainer.test_parity import BROKEN
 
 
@@ -43,7 +47,7 @@ def test_a_run_that_works(recipe: Any, capsys: pytest.CaptureFixture[str]) -> No
     out = capsys.readouterr().out
     rows = [line.split(maxsplit=2)[:2] for line in out.splitlines()[:-1]]
     ok = [what for level, what in rows if level == "ok"]
-    assert ok == ["fields", "dataset", "reward", "model", "lengths", "parity", "folder"]
+    assert ok == ["fields", "dataset", "reward", "model", "lengths", "parity", "plan", "folder"]
     assert "GRPOConfig: 2 prompts × 2 completions a generation, up to 4 tokens each" in out
     assert "8 rows with prompt, answer; prompts are plain text" in out
     assert "brevity: scores -" in out
@@ -182,20 +186,20 @@ def test_an_earlier_run_in_the_folder_is_named(recipe: Any, tmp_path: Path) -> N
     assert levels(check([str(recipe()), "--resume"]))["folder"] == {"ok"}
 
 
-def test_the_plan_is_shown_if_there_is_one(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib
-    import types
+def test_the_plan_is_that_of_the_device_that_is_here(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(**changes: Any) -> tuple[str, str]:
+        findings = Findings()
+        checks.plan(checks.Parts(Run.read(recipe(**changes)), model=object(), longest=3), findings)
+        (found,) = findings.found
+        return found.level, found.text
 
-    module = types.ModuleType("gruppo.cli.plan")
-    module.describe = lambda run: f"peak 3 GiB\n{run.config.max_steps} updates"  # type: ignore[attr-defined]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(importlib, "import_module", lambda name: module)
-    from gruppo.cli.checks import Parts, plan
-    from gruppo.cli.recipe import Run
-
-    findings = Findings()
-    plan(Parts(Run.read(recipe())), findings)
-    assert [each.text for each in findings.found] == ["peak 3 GiB", "2 updates"]
+    level, text = planned()
+    assert level == "ok"
+    assert "(CPU): fits; largest phase: " in text
+    monkeypatch.setattr("gruppo.cli.plan.cpu", lambda: Device("CPU", 0.1, 0.1, 0.02, memory=0.1, kind="cpu"))
+    assert planned()[0] == "warning", "it does not fit"
+    if not torch.cuda.is_available():
+        assert "there is no GPU here; `gruppo plan` with --device says" in planned(use_cpu=False, bf16=None)[1]
 
 
 def test_warnings_of_the_library_become_lines() -> None:

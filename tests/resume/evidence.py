@@ -64,12 +64,17 @@ def of_trainer(trainer: Any) -> dict[str, Any]:
 
 
 def of_folder(folder: Path) -> dict[str, Any]:
-    """What a run recorded: every file of rollouts, and the lines of metrics.jsonl without what the clock says."""
+    """What a run recorded: every file of tables, and the lines of metrics.jsonl without what the clock says."""
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    files = sorted(path for path in (folder / "rollouts").glob("**/*") if path.is_file())
+
+    def hashes(kind: str) -> dict[str, str]:
+        files = sorted(path for path in (folder / kind).glob("**/*") if path.is_file())
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+
     return {
-        "rollouts": {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files},
+        "rollouts": hashes("rollouts"),
+        "recorded updates": hashes("updates"),
         "metrics": [timeless(json.loads(line)) for line in lines],
     }
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gruppo.runs import RolloutRow, lines, prompt_id, record
+from gruppo.runs import RolloutRow, UpdateRows, lines, prompt_id, record
 
 CONFIG = {"learning_rate": 1e-6, "num_generations": 2}
 
@@ -32,6 +32,16 @@ def row(number: int = 0, **changes: Any) -> RolloutRow:
         truncated=False,
     )
     return RolloutRow(**{**values, **changes})
+
+
+def updated(**changes: Any) -> UpdateRows:
+    """What an update computed about two rows, of which it has run one."""
+    facts = {"loss": 0.25, "update_rows": 2, "update_tokens": 4, "update_micro_batches": 1}
+    facts |= {"beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.28}
+    values: dict[str, Any] = dict(
+        generation=[0, 0], row=[1, 0], micro_batch=[0, 0], logps=[[-0.5, -0.25], None], old="own", facts=facts
+    )
+    return UpdateRows(**{**values, **changes})
 
 
 def train(recorder: record.RunRecorder, first: int, last: int) -> None:

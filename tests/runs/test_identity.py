@@ -44,7 +44,8 @@ def test_a_run_without_a_record_has_a_name_and_nothing_else(tmp_path: Path) -> N
     position = recorder.sync()
     recorder.close()
     assert names(tmp_path) == ["run.json"]
-    assert position == {"run_id": recorded_run(tmp_path), "metrics_bytes": 0, "rollouts": 2, "rollout_files": 0}
+    counts = {"metrics_bytes": 0, "rollouts": 2, "rollout_files": 0, "updates": 1}
+    assert position == {"run_id": recorded_run(tmp_path), **counts}
 
 
 def test_no_record_of_another_run_stays_beside_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from gruppo.errors import DataError
 from gruppo.runs import Run, RunRecorder
 from gruppo.runs.rollouts import COLUMNS, encode, to_table
-from tests.runs.records import CONFIG, row, train
+from tests.runs.records import CONFIG, row, train, updated
 
 
 @pytest.fixture
@@ -20,6 +20,7 @@ def run(tmp_path: Path) -> Run:
     recorder = RunRecorder(tmp_path / "run")
     recorder.begin(config=CONFIG, environment={"python": "3.12"})
     train(recorder, 1, 3)
+    recorder.update(1, updated())
     recorder.metrics(3, {"eval_reward": 0.5}, kind="eval")
     recorder.close()
     return Run(tmp_path / "run")

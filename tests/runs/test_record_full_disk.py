@@ -173,7 +173,7 @@ def test_lost_at_the_end_is_told(
     FullDisk(monkeypatch, 0, errno.ENOSPC)
     train(recorder, 1, 2)
     recorder.close()
-    assert "2 lines and 2 tables of rollouts are lost" in caplog.text
+    assert "2 lines, 2 tables of rollouts and 0 of updates are lost" in caplog.text
 
 
 def test_what_waits_does_not_reach_the_next_run(recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from gruppo.errors import DataError
 from gruppo.runs import RolloutRow, Run, RunRecorder, checkpoints, prompt_id
+from tests.runs.records import updated
 from tests.security.strangers import WAYS, bare_pickle
 from tests.trainer.runs import make
 
@@ -46,6 +47,7 @@ def folder(tmp_path: Path) -> Path:
     recorder.begin(config=CONFIG, environment={"python": "3"})
     recorder.metrics(1, {"loss": 0.5})
     recorder.rollouts([row(0), row(1)])
+    recorder.update(1, updated())
     recorder.sync()
     recorder.close()
     return tmp_path / "run"
@@ -65,6 +67,7 @@ def read_all(folder: Path) -> dict[str, Any]:
         "metrics": lambda: Run(folder).metrics(),
         "events": lambda: Run(folder).events(),
         "rollouts": lambda: Run(folder).rollouts().to_pylist(),
+        "updates": lambda: Run(folder).update_logps().to_pylist(),
         "checkpoints": lambda: Run(folder).checkpoints,
         "newest": lambda: checkpoints.newest_good(folder),
     }
@@ -154,6 +157,13 @@ def test_a_type_that_is_a_pickle_is_not_run(folder: Path, mark: Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_pickle_that_is_called_a_table_of_an_update_is_skipped(way: str, folder: Path, mark: Path) -> None:
+    WAYS[way](folder / "updates" / "00000001-0000.parquet", mark)
+    assert read_all(folder)["updates"] == []
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_pickle_that_is_called_a_table_is_skipped(way: str, folder: Path, mark: Path) -> None:
     WAYS[way](only_table(folder), mark)
     assert read_all(folder)["rollouts"] == []
@@ -180,6 +190,7 @@ def test_folders_that_lead_out_are_not_followed(folder: Path, tmp_path: Path) ->
     (folder / "checkpoint-5").symlink_to(tmp_path / "elsewhere")
     found = read_all(folder)
     assert found["rollouts"] == []
+    assert len(found["updates"]) == 2
     assert found["checkpoints"] == []
 
 

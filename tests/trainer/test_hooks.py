@@ -67,6 +67,7 @@ def test_the_dict_between_scoring_and_loss(tmp_path: Path) -> None:
     run(tmp_path, watching(RecordedGRPO, "bare"), max_steps=1)
     run(tmp_path, watching(RecordedRLOO, "rloo"), num_iterations=2, max_steps=1)
     ids = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "truncated", "sampled_at"}
+    ids |= {"generation", "place"}
     assert set(seen["grpo"]) == ids | {"num_items_in_batch", "old_per_token_logps", "ref_per_token_logps"}
     assert set(seen["bare"]) == ids | {"num_items_in_batch"}
     assert ids | {"old_logps"} <= set(seen["rloo"])

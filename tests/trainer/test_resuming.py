@@ -168,9 +168,11 @@ def test_going_back_loses_nothing(tmp_path: Path) -> None:
     tail = [json.loads(line) for line in (kept / "metrics.jsonl").read_text().splitlines()]
     assert tail == [line for line in before if line["update"] > 2]
     assert len(list(kept.glob("rollouts/*.parquet"))) == 4
+    assert sorted(path.name[:8] for path in kept.glob("updates/*.parquet")) == [f"0000000{n}" for n in (3, 4, 5, 6)]
     resumed = run(tmp_path, max_steps=6, resume=True)
     assert resumed.state.global_step == 6
     assert [line["update"] for line in Run(tmp_path).metrics("train")] == [1, 2, 3, 4, 5, 6]
+    assert Run(tmp_path).updates == [1, 2, 3, 4, 5, 6]
 
 
 def test_checkpoints_of_an_old_run_stay(tmp_path: Path) -> None:
@@ -322,7 +324,7 @@ def test_the_plan_is_in_the_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "written"),
     [
-        ("all", {"config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "rollouts"}),
+        ("all", {"config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "rollouts", "updates"}),
         ("metrics", {"config.yaml", "environment.json", "metrics.jsonl", "events.jsonl"}),
         ("off", set()),
     ],
@@ -330,6 +332,6 @@ def test_the_plan_is_in_the_record(tmp_path: Path) -> None:
 def test_what_is_recorded_is_what_was_asked_for(record: str, written: set[str], tmp_path: Path) -> None:
     run(tmp_path, record=record, max_steps=2)
     found = {path.name for path in tmp_path.iterdir()}
-    parts = {"config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "rollouts"}
+    parts = {"config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "rollouts", "updates"}
     assert found & parts == written
     assert {"run.json", "checkpoint-2"} <= found

@@ -14,6 +14,7 @@ import torch
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.errors import AuditError, ConfigError, RolloutError
+from gruppo.replay import replay
 from gruppo.rollout.vllm import client as client_module
 from gruppo.rollout.vllm import transfer
 from gruppo.rollout.vllm.colocate import VLLMColocateBackend
@@ -75,6 +76,20 @@ def sampler_of(trainer: Any, server: Double | None = None) -> Any:
 
 
 # ---- the correction
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_a_replay_weighs_them_too(folder: Path, tmp_path: Path, mode: str) -> None:
+    bounds = {"vllm_importance_sampling_clip_min": 0.8, "vllm_importance_sampling_clip_max": 1.2}
+    settings = {"vllm_importance_sampling_mode": mode, "num_iterations": 2, "learning_rate": 1e-2, "audit": "off"}
+    trainer = trainer_of(folder, tmp_path, **settings, **bounds)
+    sampler_of(trainer).factor = 1.4
+    trainer.train()
+    found = replay(tmp_path, changes={"vllm_importance_sampling_correction": False})
+    for update, line in zip(found.updates, logs(trainer), strict=True):
+        assert update["loss"] == pytest.approx(line["loss"], abs=1e-6)
+        assert abs(update["second_loss"] - line["loss"]) > 1e-3, "without them it is another"
+    assert found.notes == []
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])

@@ -39,7 +39,9 @@ def test_each_token_has_its_text(trained: Path) -> None:
         decoded = tiny_tokenizer().decode(line["completion_tokens"], skip_special_tokens=False)
         assert "".join(view["texts"]) == decoded
         assert view["logp"] == pytest.approx(line["logps"], rel=1e-3, abs=1e-6)
-        assert view["contribution"] is not None
+        assert view["ratio"] == pytest.approx([1.0] * len(view["ids"]), abs=1e-3), (
+            "one update, by the weights it was sampled from"
+        )
     groups = desk.answer("groups", Question({"split": ["train"]}))
     assert (groups["total"], groups["completions"]) == (4, 8)
     assert desk.answer("state", Question({}))["runs"][0]["status"] == "finished"

@@ -1,7 +1,6 @@
-"""Memory arithmetic: what fits where, computed before it is allocated. At the end, how much a model has to compute.
+"""The budgets that a run gives itself: how much is sampled and trained on at once, so that it fits.
 
-Sizes are counted in bytes and tokens from numbers that a model's config gives; nothing here touches a device except
-`free_memory`, which asks it how much is left.
+Nothing here touches a device except `free_memory`, which asks it how much is left.
 """
 
 import os
@@ -9,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from gruppo.plan.shape import ModelShape, Passes
 
 # Of free memory: where a device cannot lend it, a pool of keys and values stays allocated beside the update.
 _POOL_SHARE = 0.6
@@ -31,80 +32,6 @@ _UPDATE_SHARE = 0.8
 _KEPT_SHARE, _FREED_SHARE = 0.3, 0.6
 # Blocks of logits and of their gradients in the fused head.
 _HEAD_WORKSPACE = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a decoder that memory depends on.
-
-    Example, 1.5 billion parameters:
-        ModelShape(layers=28, hidden=1536, intermediate=8960, heads=12, kv_heads=2, head_dim=128, vocabulary=151936)
-    """
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-
-    @classmethod
-    def from_config(cls, config: Any) -> "ModelShape":
-        """Read a transformers config, of the text part where there are several."""
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        heads = text.num_attention_heads
-        return cls(
-            layers=text.num_hidden_layers,
-            hidden=text.hidden_size,
-            intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            heads=heads,
-            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            vocabulary=text.vocab_size,
-        )
-
-    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_value
-
-    def prefill_bytes(self, tokens: int, bytes_per_value: int) -> int:
-        """Activations of a forward pass without gradients: a few copies of the stream and the widest layer's."""
-        widths = 6 * self.hidden + 3 * self.intermediate + 2 * (self.heads + 2 * self.kv_heads) * self.head_dim
-        return tokens * widths * bytes_per_value
-
-    def update_bytes(self, bytes_per_value: int, *, checkpointing: bool, fused: bool) -> int:
-        """Activations of one token that are kept from the forward to the backward pass.
-
-        A layer keeps the inputs of its matrix products and norms, queries, keys and values, and gate and up of its
-        MLP; if its operations are not fused, what lies between them too. With checkpointing all layers but one keep
-        their input only.
-        """
-        if fused:
-            widths = 6 * self.hidden + (2 * self.heads + 3 * self.kv_heads) * self.head_dim + 2 * self.intermediate
-        else:
-            widths = 10 * self.hidden + 4 * (self.heads + self.kv_heads) * self.head_dim + 4 * self.intermediate
-        kept = widths + self.layers * self.hidden if checkpointing else self.layers * widths
-        return kept * bytes_per_value
-
-    def logits_bytes(self, rows: int, bytes_per_value: int, *, filtered: bool) -> int:
-        """Logits of one decoding step; filters work on sorted float32 copies of them."""
-        return rows * self.vocabulary * (bytes_per_value + (24 if filtered else 0))
-
-    @property
-    def layer_weights(self) -> int:
-        """Weights of all layers that each token is multiplied by: projections of attention, and a gated MLP."""
-        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
-        return self.layers * self.hidden * (attention + 3 * self.intermediate)
-
-    def forward_flops(self, tokens: float, context: float, scored: float) -> float:
-        """Floating-point operations of a forward pass over tokens that see `context` keys each, in the mean.
-
-        Two per weight and token, the head's for `scored` tokens only, and four per key, head and dimension. Norms,
-        activations and the softmax are not counted. A backward pass takes twice as many.
-        """
-        attention = 4 * context * self.layers * self.heads * self.head_dim
-        return tokens * (2 * self.layer_weights + attention) + 2 * scored * self.hidden * self.vocabulary
 
 
 @dataclass(frozen=True)
@@ -193,28 +120,26 @@ class UpdatePlan:
 
 def plan_update(
     shape: ModelShape,
+    passes: Passes,
     *,
     longest_row: int,
-    bytes_per_value: int,
     free_bytes: int,
-    device: str,
-    fused: bool,
     checkpointing: bool | None = None,
     tokens: int | None = None,
 ) -> UpdatePlan:
     """The cut of an update whose longest row has so many tokens.
 
-    `free_bytes` is what is left once gradients and optimizer have theirs, `fused` says whether layers run in fewer
-    kernels. `checkpointing` None turns it on only if the smallest useful micro-batch would not fit without it: a
-    single row, and on a GPU half of what keeps it busy, since less would take longer than computing layers twice.
-    `tokens` sets the budget.
+    `free_bytes` is what is left once gradients and optimizer have theirs. `checkpointing` None turns it
+    on only if the smallest useful micro-batch would not fit without it: a single row, and on a GPU half of what keeps
+    it busy, since less would take longer than computing layers twice. `tokens` sets the budget.
     """
 
     def kept(checkpointing: bool) -> int:
-        return shape.update_bytes(bytes_per_value, checkpointing=checkpointing, fused=fused)
+        return shape.update_bytes(passes, checkpointing=checkpointing)
 
-    head = 2 * shape.vocabulary * shape.hidden * bytes_per_value + _HEAD_WORKSPACE[device]
-    room = int(max(free_bytes * _UPDATE_SHARE - head, 0))
+    device = passes.device
+    head = 2 * shape.vocabulary * shape.hidden * passes.stream + _HEAD_WORKSPACE[device]
+    room = int(max(free_bytes * _UPDATE_SHARE - head - shape.cast_bytes(passes), 0))
     least, most = _UPDATE_TOKENS[device]
     enough = max(least, min(int(_PRODUCTS_PER_LAYER * shape.layers / shape.layer_weights), most))
     if checkpointing is None:
@@ -288,46 +213,3 @@ def _free_ram() -> int:
     except OSError:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
-# Datasheet peaks in TFLOP/s, without sparsity: 16-bit matrix units (accumulating in 32 bits), float32 outside of them.
-_PEAKS: dict[str, tuple[float, float]] = {
-    "GB200": (2500, 80),
-    "B200": (2250, 75),
-    "GH200": (989, 67),
-    "H200": (989, 67),
-    "H200 NVL": (835, 60),
-    "H100": (989, 67),
-    "H100 NVL": (835, 60),
-    "H100 PCIE": (756, 51),
-    "A100": (312, 19.5),
-    "A40": (150, 37.4),
-    "A10": (125, 31.2),
-    "A6000": (155, 38.7),
-    "L40S": (362, 91.6),
-    "L40": (181, 90.5),
-    "L4": (121, 30.3),
-    "RTX 4090": (165, 82.6),
-    "RTX 3090": (71, 35.6),
-    "MI300X": (1307, 163),
-}
-# Parts and variants of a device that have its name in theirs, but another peak.
-_NOT_THE_SAME = {"LAPTOP", "MIG", "D", "TI"}
-
-
-def peak_flops(device_name: str | None, dtype: Any) -> float | None:
-    """Floating-point operations per second that a device can do at most; None if it is not in the table.
-
-    `dtype` is that of the matrix products, a torch dtype or its name. The name is the driver's, in which the entry
-    with most words in common is found.
-
-    Example:
-        peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
-    """
-    words = set((device_name or "").upper().replace("-", " ").split())
-    names = [name for name in _PEAKS if words.issuperset(name.split())]
-    kind = str(dtype).removeprefix("torch.")
-    if not names or words & _NOT_THE_SAME or kind not in ("bfloat16", "float16", "float32"):
-        return None
-    halves, singles = _PEAKS[max(names, key=lambda name: len(name.split()))]
-    return (singles if kind == "float32" else halves) * 1e12

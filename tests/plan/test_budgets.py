@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from gruppo.engine.kv import KvPool
 from gruppo.engine.runner import kv_shapes
 from gruppo.plan import (
     ModelShape,
+    Passes,
     RolloutPlan,
     UpdatePlan,
     batch_buckets,
@@ -205,31 +207,34 @@ def test_a_plan_survives_being_saved() -> None:
 _HEAD = 64 * 2**20 + 2 * 10 * 4 * 2  # on a CPU: blocks of logits, and the head's weight and gradient
 
 
+PASSES = Passes(stream=2, product=2, device="cpu")
+ON_GPU = Passes(stream=2, product=2)
+
+
 def update(**changes: Any) -> UpdatePlan:
     """A plan for rows of up to 300 tokens in 16-bit numbers on a CPU."""
-    asked: dict[str, Any] = dict(longest_row=300, bytes_per_value=2, free_bytes=GIB, device="cpu", fused=True)
+    asked: dict[str, Any] = dict(longest_row=300, free_bytes=GIB, passes=PASSES)
     return plan_update(SMALL, **(asked | changes))
 
 
 def free_for(tokens: int, *, checkpointing: bool = False) -> int:
     """Bytes of which four fifths hold the head and the activations of so many tokens."""
-    kept = SMALL.update_bytes(2, checkpointing=checkpointing, fused=True)
+    kept = SMALL.update_bytes(PASSES, checkpointing=checkpointing)
     return -(-5 * (_HEAD + tokens * kept) // 4)
 
 
 def test_checkpointing_keeps_one_layer_and_the_inputs_of_all() -> None:
-    for fused in (True, False):
-        full, little = (LARGE.update_bytes(2, checkpointing=c, fused=fused) for c in (False, True))
-        assert full % 28 == 0
+    for passes in (ON_GPU, replace(ON_GPU, fused=False)):
+        working = LARGE.backward_bytes(passes)
+        full, little = (LARGE.update_bytes(passes, checkpointing=c) - working for c in (False, True))
+        assert full == 28 * LARGE.layer_bytes(passes)
         assert little == full // 28 + 28 * 1536 * 2
-    assert LARGE.update_bytes(2, checkpointing=False, fused=True) < full, "fused layers keep less"
+    assert LARGE.layer_bytes(ON_GPU) < LARGE.layer_bytes(passes), "fused layers keep less"
 
 
 def test_with_room_an_update_is_cut_into_large_parts_without_checkpointing() -> None:
     assert update() == UpdatePlan(tokens=4096, group_tokens=8192, checkpointing=False)
-    large = plan_update(
-        LARGE, longest_row=1000, bytes_per_value=2, free_bytes=100 * GIB, device="cuda", fused=True, checkpointing=None
-    )
+    large = plan_update(LARGE, ON_GPU, longest_row=1000, free_bytes=100 * GIB, checkpointing=None)
     assert 8192 <= large.tokens <= 32768
     assert not large.checkpointing
 
@@ -254,9 +259,11 @@ def test_checkpointing_is_turned_on_when_the_longest_row_does_not_fit_without() 
 
 @pytest.mark.parametrize("free", [-GIB, 0, GIB, 100 * GIB])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_checkpointing_that_was_asked_for_or_forbidden_stays_so(device: str, checkpointing: bool, free: int) -> None:
-    plan = update(free_bytes=free, checkpointing=checkpointing, device=device)
+@pytest.mark.parametrize("passes", [PASSES, ON_GPU], ids=["cpu", "cuda"])
+def test_checkpointing_that_was_asked_for_or_forbidden_stays_so(
+    passes: Passes, checkpointing: bool, free: int
+) -> None:
+    plan = update(free_bytes=free, checkpointing=checkpointing, passes=passes)
     assert plan.checkpointing is checkpointing
     assert plan.tokens >= 300
 
@@ -280,10 +287,11 @@ def test_a_budget_that_was_given_is_kept(checkpointing: bool | None, tokens: int
 def test_an_update_is_never_cut_below_its_longest_row_nor_above_what_there_is(
     longest: int, free: int, checkpointing: bool | None, fused: bool, device: str
 ) -> None:
-    options: dict[str, Any] = dict(longest_row=longest, checkpointing=checkpointing, fused=fused, device=device)
+    passes = Passes(stream=2, product=2, fused=fused, device=device)
+    options: dict[str, Any] = dict(longest_row=longest, checkpointing=checkpointing, passes=passes)
     tight, roomy = (update(free_bytes=size, **options) for size in (free, free + 2**26))
     assert tight.tokens >= longest
-    kept = SMALL.update_bytes(2, checkpointing=tight.checkpointing, fused=fused)
+    kept = SMALL.update_bytes(passes, checkpointing=tight.checkpointing)
     assert tight.tokens == longest or tight.tokens * kept <= 0.8 * free
     assert roomy.checkpointing <= tight.checkpointing, "more memory never turns it on"
     if roomy.checkpointing == tight.checkpointing:

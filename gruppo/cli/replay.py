@@ -1,0 +1,143 @@
+"""`gruppo replay`: a recorded run, computed again with other rewards or another recipe."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gruppo.cli.options import CommandParser
+from gruppo.errors import ConfigError
+
+__all__ = ["main"]
+
+DESCRIPTION = """\
+Score recorded rollouts with other rewards, and compute advantages, loss and gradients of any recipe on them: no
+sampling, and no model unless you ask for gradients of weights.
+
+  gruppo replay runs/demo                                           does the record give the run's losses again?
+  gruppo replay runs/demo --reward rewards.py:brevity --dataset prompts.jsonl
+  gruppo replay runs/demo --set loss_type=dr_grpo scale_rewards=none --updates 3:10
+  gruppo replay runs/demo --set recipe=dapo --against recipe=gspo --json report.json --parquet rows.parquet
+  gruppo replay runs/demo --set beta=0 --model runs/demo/checkpoint-4 --updates 5
+"""
+
+
+def parser() -> CommandParser:
+    """The options."""
+    found = CommandParser(prog="gruppo replay", description=DESCRIPTION)
+    found.add_argument("run", metavar="RUN", help="the folder of a run (its output_dir), trained with record: all")
+    found.add_argument("--updates", metavar="A:B", help="only these, both included; also A:, :B or A (default: all)")
+    changed = found.add_argument_group("what is changed")
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    changed.add_argument(
+        "--reward",
+        metavar="[NAME=]FILE.py:NAME",
+        help="in the place of the recorded reward of that name; also module:NAME",
+        **several,
+    )
+    changed.add_argument(
+        "--dataset",
+        help="of the run, for rewards that need its columns: a JSONL, parquet or CSV file, or a name on the hub",
+    )
+    changed.add_argument(
+        "--set", metavar="FIELD=VALUE", help="settings other than the run's; recipe=NAME sets several", **several
+    )
+    changed.add_argument(
+        "--against", metavar="FIELD=VALUE", help="a second recipe, to compare with (default: the run's own)", **several
+    )
+    weights = found.add_argument_group("gradients of weights")
+    weights.add_argument("--model", metavar="CHECKPOINT", help="compare them too, at these weights")
+    weights.add_argument("--groups", type=int, default=4, help="on so many groups (default: %(default)s)")
+    out = found.add_argument_group("what is written")
+    out.add_argument("--json", type=Path, metavar="FILE", help="all numbers but those of rows")
+    out.add_argument("--parquet", type=Path, metavar="FILE", help="advantage and d loss / d log-prob of every row")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables; 0 if all went well."""
+    options = parser().parse_args(argv)
+    chosen = _range(options.updates)
+    changes, against = _changes(options.set, "--set"), _changes(options.against, "--against")
+    for file in (options.json, options.parquet):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"There is no folder {file.parent} to write {file.name} into.")
+    if options.groups < 1:
+        raise ConfigError(f"--groups {options.groups} must be at least 1.")
+    if options.dataset and not options.reward:
+        raise ConfigError("--dataset is for rewards: say which with --reward.")
+    rewards, dataset = _loaded(options.reward, options.dataset)
+
+    from rich.console import Console
+
+    from gruppo.replay import replay
+    from gruppo.replay.tables import tables
+
+    found = replay(
+        options.run,
+        updates=chosen,
+        rewards=rewards,
+        dataset=dataset,
+        changes=changes,
+        against=against or None,
+        model=options.model,
+        groups=options.groups,
+        keep_rows=options.parquet is not None,
+    )
+    Console().print(tables(found))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if options.parquet is not None:
+        import pyarrow.parquet as pq
+
+        pq.write_table(found.rows.table(), options.parquet)
+    return 0
+
+
+def _range(text: str | None) -> range | None:
+    """Updates from A:B, both included."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d*)(:?)(\d*)", text.strip())
+    if match is None or not text.strip(": "):
+        raise ConfigError(f"--updates {text!r} is not of the form 3:10, 3:, :10 or 3.")
+    first, colon, last = match.groups()
+    if not colon:
+        return range(int(first), int(first) + 1)
+    return range(int(first or 0), int(last) + 1 if last else 1 << 62)
+
+
+def _changes(given: Sequence[str], option: str) -> dict[str, Any]:
+    """Settings from field=value; values are YAML, so that 1e-5, none and [1, 2] are what they look like."""
+    changes = {}
+    for change in given:
+        name, sign, value = change.partition("=")
+        if not sign or not name.strip():
+            raise ConfigError(f"{option} {change!r} is not of the form field=value.")
+        try:
+            read = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{option} {change!r} is not YAML: {error}") from error
+        number = isinstance(read, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+|[-+]?inf", read)
+        changes[name.strip().replace("-", "_")] = float(read) if number else read
+    return changes
+
+
+def _loaded(rewards: Sequence[str], dataset: str | None) -> tuple[Mapping[str, Any] | list[Any] | None, Any]:
+    """Reward functions, by the recorded names that they take the place of if those are given, and the dataset."""
+    if not rewards:
+        return None, None
+    from gruppo.cli.loading import load_reward, load_rows
+
+    here = Path.cwd()
+    rows = None if dataset is None else load_rows(dataset, here)
+    parts = [re.match(r"(?:([^=:/\\]+)=)?(.+)", entry, re.DOTALL) for entry in rewards]
+    named = [(part[1], load_reward(part[2], here)) for part in parts if part is not None]
+    if not any(name for name, _ in named):
+        return [function for _, function in named], rows
+    from gruppo.rewards.resolve import function_name
+
+    return {name or function_name(function): function for name, function in named}, rows

@@ -1,0 +1,231 @@
+"""A run's memory, phase by phase and term by term, each with its formula filled in.
+
+A phase is what is there all the time (weights, optimizer state, a reference) and what it adds. The peak of a run is
+its largest phase. How much is sampled and trained on at once is asked of `gruppo.plan.budgets`, as the run will ask.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from gruppo.plan.measured import MEASURED
+from gruppo.plan.standing import Standing
+from gruppo.plan.terms import Phase, Term, plain, product
+
+# As in gruppo.kernels.head: logits in a block at most, and columns at least.
+_HEAD_LOGITS = {"cuda": 64 * 2**20, "cpu": 2**20}
+_HEAD_COLUMNS, _HEAD_ALIGNED = 1024, 128
+# As in gruppo.trainer.parity: completion tokens of a row, and free memory that a wide copy of the model asks for.
+_PARITY_TOKENS, _PARITY_COPIES = 256, 2.5
+
+
+class Memory(Standing):
+    """The forecast of a job's memory: `phases`, the plans they rest on, and the `peak`.
+
+    Example:
+        Memory(job).peak.name == "update"
+    """
+
+    # ---- how an update is cut
+
+    @cached_property
+    def pack_tokens(self) -> int:
+        """Tokens of the largest pass of an update."""
+        job, plan = self.job, self.update_plan
+        if not job.packed:
+            return job.longest_row
+        if job.group_tokens > plan.tokens:
+            row = job.prompt_tokens + max(job.completion_tokens - 1, 1)
+            limit = max(plan.tokens, plan.group_tokens)
+            return job.group_tokens if job.group_tokens <= limit else max(limit, row)
+        fit = plan.tokens // job.group_tokens
+        packs = max(-(-job.update_groups * job.group_tokens // plan.tokens), -(-job.update_groups // fit))
+        return -(-job.update_groups // packs) * job.group_tokens
+
+    @property
+    def scored_tokens(self) -> int:
+        """Those of them that log-probs are computed of."""
+        per_row = self.job.completion_tokens / (self.job.group_tokens / self.job.generations)
+        return min(int(self.pack_tokens * per_row), self.pack_tokens) if self.job.packed else self.pack_tokens
+
+    # ---- phases
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        found = [
+            Phase("loading", (self.program, *self.standing_weights())),
+            Phase("sampling", tuple(self._sampling())),
+        ]
+        if self._checks_parity:
+            found.append(Phase("parity check", tuple(self._parity())))
+        if self.job.reference or self.job.old_logps:
+            found.append(Phase("scoring", tuple(self._scoring())))
+        found.append(Phase("update", tuple(self._update())))
+        found.append(Phase("optimizer step", tuple(self._step())))
+        return tuple(found)
+
+    @property
+    def _checks_parity(self) -> bool:
+        """Under spread weights it is left out where a process has no room for the whole model and its gradient."""
+        if not self.job.parity or not self.job.packed:
+            return False
+        if self.job.shares == 1:
+            return True
+        held = sum(term.bytes for term in self.standing())
+        return self.shadow is not None and self.capacity - held >= 3 * self.shadow.bytes
+
+    def standing_weights(self) -> list[Term]:
+        return [term for term in (self.weights, self.adapter, self.reference) if term is not None]
+
+    def _sampling(self) -> Iterator[Term]:
+        job, shape, plan = self.job, self.job.model.shape, self.rollout_plan
+        yield self.program
+        yield from self.standing()
+        if self.shadow is not None and not self._keeps_shadow:
+            yield self.shadow
+        yield self.states  # from the second update on
+        if job.sampler.startswith("vllm"):
+            if self.sampler is not None and job.sampler_sleeps:
+                yield self.sampler
+            return
+        yield self.pool
+        width = shape.prefill_bytes(1, job.product_bytes)
+        yield product("activations of prompts", (plan.prefill_tokens, "tokens"), (width, "B"))
+        per_row = shape.logits_bytes(1, job.product_bytes, filtered=job.filtered)
+        yield product("logits of a decoding step", (plan.rows, "rows"), (per_row, "B"))
+
+    def _parity(self) -> Iterator[Term]:
+        """The first update's rows in a wider type: a copy of the model, and one row's activations or its gradient."""
+        job, shape = self.job, self.job.model.shape
+        yield self.program
+        yield from self.standing()
+        yield from self._pool_that_stays()
+        wide = 4 if job.product_bytes == 2 else 8
+        copy = product("the model in a wider type", (job.model.weights, "weights"), (wide, "B"))
+        held = sum(term.bytes for term in self.standing())
+        fits = _PARITY_COPIES * copy.bytes <= self.capacity - held and job.bits is None
+        if wide == job.weight_bytes:
+            fits = True  # the model itself
+        elif fits:
+            yield copy
+        if not fits:
+            wide = job.weight_bytes
+        row = job.prompt_tokens + min(job.completion_tokens, _PARITY_TOKENS)
+        # Wide types have no kernel that does without the scores of all pairs.
+        values = 6 * shape.hidden + 5 * shape.query_width + 4 * shape.intermediate + shape.heads * row
+        head = job.model.head_weights * wide if job.trains_head else 0
+        logits = 3 * (row - job.prompt_tokens + 1) * shape.vocabulary * wide
+        kept = row * shape.layers * values * wide + head + logits
+        gradient = job.trained * wide + (2 * head if job.model.tied else head)
+        if kept >= gradient:
+            said = f"{plain(row)} tokens × {shape.layers} layers × {plain(values)} × {wide} B, and the head"
+            yield Term("one row's activations", kept, said)
+        else:
+            said = f"{plain(job.trained)} weights × {wide} B, and twice the head's"
+            yield Term("one row's gradient", gradient, said)
+
+    def _scoring(self) -> Iterator[Term]:
+        """Log-probs under the sampling weights or the reference, without gradients."""
+        job, shape = self.job, self.job.model.shape
+        yield self.program
+        yield from self.standing()
+        yield from self._pool_that_stays()
+        yield self.states
+        width = shape.prefill_bytes(1, job.weight_bytes)
+        yield product("activations", (self.pack_tokens, "tokens"), (width, "B"))
+        if casts := shape.cast_bytes(job.passes):
+            yield Term("cast weights", casts, f"{plain(shape.layer_weights)} weights × {job.product_bytes} B")
+        yield self._head_blocks("head: blocks of logits")
+
+    def _head_blocks(self, name: str) -> Term:
+        """Blocks of logits; under 16-bit products with a narrow copy for the gradient."""
+        device = self.job.passes.device
+        tokens, columns = self.scored_tokens, head_columns(self.scored_tokens, self.job.model.shape.vocabulary, device)
+        width = 4 + (self.job.product_bytes if self.job.product_bytes < 4 and device == "cuda" else 0)
+        return product(name, (tokens, "tokens"), (columns, "columns"), (width, "B"))
+
+    def _update(self) -> Iterator[Term]:
+        job, shape, plan, tokens = self.job, self.job.model.shape, self.update_plan, self.pack_tokens
+        yield self.program
+        yield from self.standing()
+        yield from self._pool_that_stays()
+        yield self.states
+        yield self.gradients
+        if job.shares > 1:
+            gathered = 2 * shape.layer_weights // shape.layers + job.model.head_weights
+            yield product("two gathered layers and the head", (gathered, "weights"), (job.product_bytes, "B"))
+        if casts := shape.cast_bytes(job.passes):
+            yield Term("cast weights", casts, f"{plain(shape.layer_weights)} weights × {job.product_bytes} B")
+        layer = shape.layer_bytes(job.passes)
+        if plan.checkpointing:
+            stream = shape.hidden * job.passes.stream
+            yield product("inputs of layers", (tokens, "tokens"), (shape.layers, "layers"), (stream, "B"))
+        else:
+            yield product("activations of layers", (tokens, "tokens"), (shape.layers, "layers"), (layer, "B"))
+        yield from self._widest_moment(layer if plan.checkpointing else 0)
+
+    def _widest_moment(self, layer: int) -> list[Term]:
+        """What the backward pass adds: in the head, or in the first of the layers, whichever is more."""
+        job, shape, tokens = self.job, self.job.model.shape, self.pack_tokens
+        weight = job.model.head_weights * job.weight_bytes if job.trains_head else 0
+        gradient = Term("gradient of the head", weight, f"{plain(job.model.head_weights)} × {job.weight_bytes} B")
+        if job.packed:
+            states = 4 + job.weight_bytes + 2 * job.product_bytes
+            inside = [
+                self._head_blocks("head: blocks of logits and of their gradient"),
+                product("head: hidden states", (self.scored_tokens, "tokens"), (shape.hidden * states, "B")),
+            ]
+        else:
+            scored = job.micro_batch_rows * job.completion_tokens
+            width = 2 * job.product_bytes if job.product_bytes < 4 else 8
+            inside = [product("logits and their gradient", (scored, "tokens"), (shape.vocabulary * width, "B"))]
+        working = layer + shape.backward_bytes(job.passes)
+        name = "one layer, run again, and its gradients" if layer else "gradients inside a layer"
+        layers = [product(name, (tokens, "tokens"), (working, "B"))]
+        # A tied weight's gradient is complete only when the embedding's comes, at the end.
+        after = [*layers, gradient] if job.model.tied and weight else layers
+        during = [*inside, gradient] if weight else inside
+        return max(during, after, key=lambda terms: sum(term.bytes for term in terms))
+
+    def _step(self) -> Iterator[Term]:
+        job = self.job
+        yield self.program
+        yield from self.standing()
+        yield from self._pool_that_stays()
+        yield self.states
+        yield self.gradients
+        if job.step_copies:
+            yield product("temporary copies", (job.trained, "weights"), (job.trained_bytes, "B"), over=job.shares)
+
+    # ---- the result
+
+    @cached_property
+    def between(self) -> Phase:
+        """What stays from phase to phase once the first update is done."""
+        return Phase("between phases", (self.program, *self.standing(), *self._pool_that_stays(), self.states))
+
+    @cached_property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+    @property
+    def gap(self) -> float:
+        """How much more an allocator holds than was asked of it, measured."""
+        return float(MEASURED["cpu" if self.job.on_cpu else "cuda"]["gap"])
+
+    @property
+    def device_bytes(self) -> int:
+        """The peak as the device sees it: the program, and the rest with the allocator's gaps."""
+        return self.program.bytes + int((self.peak.bytes - self.program.bytes) * (1 + self.gap))
+
+    @property
+    def fits(self) -> bool:
+        """Gaps can be closed when memory is short, so what was asked for counts."""
+        gathers = self.job.shares > 1 and self.shadow is not None
+        return self.peak.bytes <= self.job.device.memory_bytes and not (gathers and self.whole_weights is None)
+
+
+def head_columns(tokens: int, vocabulary: int, device: str) -> int:
+    """The vocabulary's entries in one block of the head; the same as `gruppo.kernels.head.block_columns`."""
+    most = max(_HEAD_LOGITS[device] // max(tokens, 1) // _HEAD_ALIGNED * _HEAD_ALIGNED, _HEAD_COLUMNS)
+    even = -(-vocabulary // max(-(-vocabulary // most), 1))
+    return -(-even // _HEAD_ALIGNED) * _HEAD_ALIGNED

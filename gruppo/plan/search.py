@@ -1,0 +1,81 @@
+"""The largest settings that fit, one at a time with the others as they are."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gruppo.plan.job import Adapter, Job
+from gruppo.plan.memory import Memory
+from gruppo.plan.presets import CLASSES, preset
+
+_LONGEST = 1 << 20  # tokens and completions that nobody asks for
+
+
+@dataclass(frozen=True)
+class Largest:
+    """A setting, its largest value (None: not even the smallest fits), and what holds up to there."""
+
+    setting: str
+    value: int | str | None
+    means: str
+
+
+def largest(fits: Callable[[int], bool], step: int = 1, most: int = _LONGEST) -> int | None:
+    """The largest multiple of `step` up to `most` that fits, if all below it do; None if none does.
+
+    Example:
+        largest(lambda tokens: tokens * tokens <= 50) == 7
+    """
+    if not fits(step):
+        return None
+    low, high = 1, max(most // step, 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle * step):
+            low = middle
+        else:
+            high = middle - 1
+    return low * step
+
+
+def decoded_together(job: Job) -> bool:
+    """Whether all completions are decoded at once and it fits."""
+    memory = Memory(job)
+    plan = memory.rollout_plan
+    wanted = job.groups * max(job.prompt_tokens - 1, 0) + job.rows * job.completion_tokens
+    return memory.fits and plan.rows >= job.rows and plan.kv_tokens >= wanted
+
+
+def fits(job: Job) -> bool:
+    return Memory(job).fits
+
+
+def largest_settings(job: Job) -> list[Largest]:
+    """What could be raised: completions, their length, and the class of the model."""
+    size = job.generations
+    together = largest(lambda rows: decoded_together(job.with_(rows=rows)), size)
+    whole = largest(lambda tokens: _without_checkpointing(job.with_(completion_tokens=tokens)), 16)
+    longest = largest(lambda tokens: fits(job.with_(completion_tokens=tokens)), 16)
+    found = [
+        Largest("max_completion_length", longest, "a row fits into an update, whatever is sampled at once"),
+        Largest("max_completion_length", whole, "the same without gradient checkpointing"),
+    ]
+    if job.sampler == "builtin":
+        means = f"completions on a device, {size} of a prompt, that are decoded together"
+        found.insert(0, Largest("generation batch", together, means))
+    return [*found, _model_class(job, whole_weights=True), _model_class(job, whole_weights=False)]
+
+
+def _without_checkpointing(job: Job) -> bool:
+    memory = Memory(job)
+    return memory.fits and (job.checkpointing is True or not memory.update_plan.checkpointing)
+
+
+def _model_class(job: Job, *, whole_weights: bool) -> Largest:
+    """The largest public shape that fits with the settings of the job."""
+    targets = frozenset(preset(CLASSES[0]).projections)
+    adapter = None if whole_weights else job.adapter or Adapter(16, targets)
+    bits = None if whole_weights else job.bits
+    names = [name for name in CLASSES if fits(job.with_(model=preset(name), adapter=adapter, bits=bits))]
+    rank = "" if adapter is None else f", rank {adapter.rank}" + (f", {bits} bits" if bits else "")
+    means = "all weights trained" if whole_weights else f"LoRA{rank}"
+    return Largest("model", names[-1] if names else None, f"the largest Qwen2 shape, {means}")

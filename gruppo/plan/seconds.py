@@ -1,0 +1,151 @@
+"""How long a step takes, part by part, from what a device can do and how much of it was reached in measurements.
+
+A decoding step reads the weights and the keys and values, multiplies, and draws from the logits; its kernels take a
+least time in every layer. A pass of an update computes; the host needs a time to launch each layer's kernels, and
+where that is longer, it counts. Constants come from `gruppo.plan.measured`.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from gruppo.plan.job import Job
+from gruppo.plan.measured import MEASURED
+from gruppo.plan.memory import Memory
+
+# Over the forward pass: backward twice as much, and with checkpointing the forward pass again.
+_WITH_BACKWARD, _WITH_CHECKPOINTS = 3.0, 4.0
+# From so long prompts on, a kernel reads them once for a group (gruppo.engine.ops).
+_SHARED_PROMPTS = 256
+# Of a group's shared prompt, what comes from the cache and not from memory if each row reads it anew.
+_FROM_CACHE = 0.5
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step: what it is, its seconds, and how they were found."""
+
+    name: str
+    seconds: float
+    formula: str
+
+
+class Seconds:
+    """The forecast of a job's step.
+
+    Example:
+        Seconds(job, Memory(job)).step
+    """
+
+    def __init__(self, job: Job, memory: Memory, measured: dict[str, Any] | None = None):
+        self.job, self.memory = job, memory
+        self.constants: dict[str, float] = (measured or MEASURED)["cpu" if job.on_cpu else "cuda"]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a completion, in the mean."""
+        return self.job.mean_completion_tokens or self.job.completion_tokens
+
+    @property
+    def peak(self) -> float:
+        scale = self.job.threads if self.job.on_cpu else 1
+        return self.job.device.peak(self.job.product_bytes) * scale
+
+    # ---- sampling
+
+    @cached_property
+    def decode_step(self) -> dict[str, float]:
+        """Seconds of one decoding step in the middle of a rollout, by what they are spent on."""
+        job, shape, constants = self.job, self.job.model.shape, self.constants
+        rows = self.rows_together
+        bandwidth = job.device.bytes_per_second * constants["bandwidth_reached"]
+        weights = job.model.multiplied * job.product_bytes / bandwidth
+        products = 2 * rows * job.model.multiplied / (self.peak * constants["decode_reached"])
+        own = rows * self.length / 2
+        shared = job.prompt_tokens * rows / job.generations
+        if job.prompt_tokens < _SHARED_PROMPTS:
+            shared += _FROM_CACHE * job.prompt_tokens * rows * (1 - 1 / job.generations)
+        keys = (own + shared) * shape.kv_bytes_per_token(job.product_bytes) / bandwidth
+        return {
+            "products": max(weights, products),
+            "keys and values": keys,
+            "drawing": rows * shape.vocabulary * constants["seconds_per_logit"],
+            "kernels": shape.layers * constants["seconds_per_decoded_layer"],
+        }
+
+    @property
+    def rows_together(self) -> float:
+        """Completions that are decoded together, in the mean: short ones leave early, and the pool may be small."""
+        plan, job = self.memory.rollout_plan, self.job
+        places = plan.kv_tokens - job.groups * max(job.prompt_tokens - 1, 0)
+        together = max(min(plan.rows, places // max(job.completion_tokens, 1)), 1)
+        return max(together * self.length / job.completion_tokens, 1)
+
+    @property
+    def decode_steps(self) -> float:
+        """A rollout's steps: as many as the longest completion has, and so often as rows come in waves."""
+        return max(self.job.rows * self.length / self.rows_together, self.length)
+
+    @cached_property
+    def sampling(self) -> list[Part]:
+        job, shape = self.job, self.job.model.shape
+        step = self.decode_step
+        each = ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in step.items())
+        took = f"{1e3 * sum(step.values()):.2f} ms ({each})"
+        decoding = Part(
+            "decoding",
+            self.decode_steps * sum(step.values()),
+            f"{self.decode_steps:,.0f} steps of {self.rows_together:,.0f} rows × {took}",
+        )
+        prompts = job.groups * job.prompt_tokens
+        flops = shape.forward_flops(prompts, job.prompt_tokens / 2, 0)
+        reached = self.peak * self.constants["update_reached"]
+        prefill = Part("prompts", flops / reached, f"{flops / 1e12:,.1f} TFLOP / {reached / 1e12:,.3g} TFLOP/s")
+        return [prefill, decoding]
+
+    # ---- passes
+
+    @cached_property
+    def update_tokens(self) -> float:
+        """Tokens that the passes of a generation run: of groups with spread."""
+        job = self.job
+        moving = 1 - job.unmoved
+        if not job.packed:
+            return job.rows * (job.prompt_tokens + job.completion_tokens) * job.iterations * moving
+        group = job.prompt_tokens + job.generations * max(self.length - 1, 1)
+        return job.groups * group * job.iterations * moving
+
+    def passes(self, name: str, times: float) -> Part:
+        """Passes over the generation's rows, `times` the work of a forward pass."""
+        job, shape = self.job, self.job.model.shape
+        tokens = self.update_tokens
+        scored = min(job.rows * self.length * job.iterations * (1 - job.unmoved), tokens)
+        context = job.prompt_tokens + self.length / 2
+        flops = times * shape.forward_flops(tokens, context, scored)
+        reached = self.peak * self.constants["update_reached"]
+        packs = max(-(-tokens // self.memory.pack_tokens), 1)
+        host = packs * shape.layers * self.constants["host_seconds_per_layer"] * times / _WITH_BACKWARD
+        computing = flops / reached
+        said = f"{flops / 1e12:,.1f} TFLOP / {reached / 1e12:,.3g} TFLOP/s"
+        if host > computing:
+            each = self.constants["host_seconds_per_layer"] * times / _WITH_BACKWARD
+            return Part(name, host, f"{packs:,.0f} passes × {shape.layers} layers × {1e3 * each:.1f} ms of the host")
+        return Part(name, computing, said)
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        job = self.job
+        found = [] if job.sampler == "vllm server" else list(self.sampling)
+        for asked, name in ((job.old_logps, "old log-probs"), (job.reference, "reference log-probs")):
+            if asked:
+                found.append(self.passes(name, 1.0))
+        checkpointing = self.memory.update_plan.checkpointing
+        found.append(self.passes("update", _WITH_CHECKPOINTS if checkpointing else _WITH_BACKWARD))
+        each = self.constants["host_seconds_per_completion"]
+        found.append(Part("the rest", job.rows * each, f"{job.rows} completions × {1e3 * each:.2f} ms of the host"))
+        return found
+
+    @property
+    def step(self) -> float:
+        """Seconds of a generation and all its updates. Rewards are not known here and not counted."""
+        return sum(part.seconds for part in self.parts)

@@ -1,0 +1,151 @@
+"""Recorded completions, scored again with other rewards."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerState
+
+from gruppo.config.hints import nearest
+from gruppo.errors import ConfigError, DataError, RewardError
+from gruppo.replay.record import Generation
+from gruppo.replay.settings import Settings
+from gruppo.rewards.resolve import function_name, listed_rewards, resolve_rewards
+from gruppo.rewards.runner import OWN_COLUMNS, RewardInputs, RewardRunner, RewardSettings, failed_rows
+from gruppo.runs.rollouts import REWARD_KIND, prompt_id
+
+__all__ = ["Rescorer", "places_of"]
+
+NO_COLUMNS = "The record has no columns of the dataset: give the dataset of the run as well (--dataset)."
+
+Rewards = Callable[..., Any] | Sequence[Any] | Mapping[str, Any]
+
+
+def places_of(rewards: Rewards, recorded: Sequence[str]) -> dict[str, Any]:
+    """Which recorded reward each of the given ones takes the place of.
+
+    One of the same name; in a mapping, the one of that key; where there is one of each, those.
+    """
+    if isinstance(rewards, Mapping):
+        named = dict(rewards)
+    else:
+        listed = listed_rewards(rewards)
+        named = {function_name(reward): reward for reward in listed}
+        if len(named) < len(listed):
+            raise ConfigError("Two rewards have the same name; say whose place each takes: recorded_name=reward.")
+        if len(listed) == len(recorded) == 1:
+            named = {recorded[0]: listed[0]}
+    for name in named:
+        if name not in recorded:
+            raise ConfigError(
+                f"The run has no reward `{name}`, but {', '.join(recorded)}.{nearest(name, recorded)} Say whose place "
+                f"it takes: {recorded[0] if recorded else 'recorded_name'}={name}."
+            )
+    return named
+
+
+@dataclass
+class Rescorer:
+    """Asks rewards about recorded completions, generation by generation, as the run did.
+
+    Columns of the dataset are not in the record: rewards that need some have them from `dataset`, in which a row is
+    found by its place, or else by its prompt.
+    """
+
+    rewards: Rewards
+    settings: Settings
+    dataset: Any = None
+    _runner: RewardRunner | None = None
+    _places: dict[str, Any] = field(default_factory=dict)
+    _by_prompt: dict[str, int] | None = None
+
+    def score(self, generation: Generation) -> Tensor:
+        """Rewards (N, R) of all recorded names, those that are given in place of the recorded ones."""
+        runner = self._made(generation.names)
+        columns = ["prompt", "prompt_format", "completion", "completion_format", "prompt_id", "prompt_index", "extra"]
+        rows = generation.table.select([*columns, "update", "completion_tokens"]).to_pylist()
+        inputs = RewardInputs(
+            [self._columns(row) for row in rows],
+            [_content(row, "prompt") for row in rows],
+            [_content(row, "completion") for row in rows],
+            [row["completion_tokens"] for row in rows],
+        )
+        try:
+            scores = runner.score(inputs, trainer_state=TrainerState(global_step=rows[0]["update"]))
+        except RewardError as error:
+            if self.dataset is None and "missing a required argument" in str(error):
+                raise DataError(f"{error} {NO_COLUMNS}") from error
+            raise
+        failed_N = failed_rows(scores.kinds_BR)
+        if failed_N.all():
+            said = " ".join(runner.latest_failures.values())
+            raise DataError(said if self.dataset is not None else f"{said}\n{NO_COLUMNS}")
+        if scores.steps is not None:
+            raise DataError("A reward judged steps, which a replay cannot compare: return their sum.")
+        rewards_NR = generation.rewards_NR.clone()
+        for i, name in enumerate(self._places):
+            rewards_NR[:, generation.names.index(name)] = scores.values_BR[:, i]
+        # As in training, a row that a reward failed on is unscorable, whatever the others say.
+        rewards_NR[failed_N | self._failed_before(generation)] = torch.nan
+        return rewards_NR
+
+    def _failed_before(self, generation: Generation) -> Tensor:
+        """Bool (N,): rows that a recorded reward failed on which keeps its place."""
+        failed_N = torch.zeros(len(generation), dtype=torch.bool)
+        for name in generation.names:
+            if name not in self._places:
+                kinds = generation.table[REWARD_KIND + name].to_pylist()
+                failed_N |= torch.tensor([kind in ("timeout", "failure") for kind in kinds])
+        return failed_N
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
+    def _made(self, recorded: Sequence[str]) -> RewardRunner:
+        if self._runner is None:
+            self._places = places_of(self.rewards, recorded)
+            functions, tokenizers, _ = resolve_rewards(
+                list(self._places.values()), None, None, trust_remote_code=self.settings.config.trust_remote_code
+            )
+            asked = self.settings.recorded
+            names = ("timeout", "sample_timeout", "workers", "memory_gb")
+            known = {name: asked.get(f"reward_{name}") for name in names}
+            bounds: dict[str, Any] = {name: value for name, value in known.items() if isinstance(value, int | float)}
+            self._runner = RewardRunner(
+                functions,
+                list(self._places),
+                tokenizers,
+                device=torch.device("cpu"),
+                settings=RewardSettings(**bounds),
+            )
+        return self._runner
+
+    def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What a reward is given beside prompt and completion: the row of the dataset, and what was logged."""
+        logged = json.loads(row["extra"]) if row["extra"] else {}
+        return logged if self.dataset is None else logged | self._row(row)
+
+    def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        index, wanted = row["prompt_index"], row["prompt_id"]
+        if index is not None and index < len(self.dataset) and prompt_id(self.dataset[index]["prompt"]) == wanted:
+            return _further(self.dataset[index])
+        if self._by_prompt is None:
+            self._by_prompt = {prompt_id(prompt): i for i, prompt in enumerate(self.dataset["prompt"])}
+        if wanted not in self._by_prompt:
+            raise DataError(
+                f"The dataset has no row with the prompt {row['prompt'][:200]!r}: it is not the one that the run was "
+                "trained on, or its prompts were made from it."
+            )
+        return _further(self.dataset[self._by_prompt[wanted]])
+
+
+def _further(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in OWN_COLUMNS}
+
+
+def _content(row: Mapping[str, Any], name: str) -> Any:
+    return json.loads(row[name]) if row[f"{name}_format"] == "messages" else row[name]

@@ -1,0 +1,146 @@
+"""What an update computed, kept until its end for the record of the run.
+
+Only references are kept while the device works. At the end of the update, when the device was waited for anyway, the
+values of all rows come from it together.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gruppo.algo.loss import LossSettings
+from gruppo.runs.updates import UpdateRows
+from gruppo.trainer.routing import RouterLoss
+from gruppo.types import TrainBatch
+
+
+class Remembered(NamedTuple):
+    """One micro-batch, once its loss is known."""
+
+    loss: Tensor
+    logps_BT: Tensor
+    entropy_BT: Tensor | None  # where the loss depends on them
+    entropy_coef: float
+    ran_B: Tensor | None  # None: all rows
+
+
+class Remembering(RouterLoss):
+    """The part of the trainer that writes down what an update computed."""
+
+    loss_settings: LossSettings
+    _remembered: tuple[Remembered, ...] = ()  # of the update under way
+
+    def _remember(
+        self,
+        loss: Tensor,
+        logps_BT: Tensor,
+        entropy_BT: Tensor,
+        threshold: Tensor | None,
+        ran_B: Tensor | None = None,
+    ) -> None:
+        """Keep what was computed about the next micro-batch of the update; `threshold` is that of entropies."""
+        if self.recorder is None or self.args.record != "all":
+            return
+        counts = self.entropy_control.enabled or threshold is not None
+        entropies = entropy_BT.detach() if counts else None
+        coef = self.entropy_control.active_coef
+        piece = Remembered(loss.detach(), logps_BT.detach(), entropies, coef, ran_B)
+        self._remembered = (*self._remembered, piece)
+
+    def _record_update(self) -> None:
+        """Write down the rows of the update; without their log-probs where a subclass has a loss of its own."""
+        pieces, self._remembered = self._remembered, ()
+        if self.recorder is None or self.args.record != "all":
+            return
+        start = time.perf_counter()
+        batches = [TrainBatch.from_dict(batch) for batch in self._batches_at_hand if "completion_mask" in batch]
+        rows = None
+        if batches and all(batch.generation is not None and batch.place is not None for batch in batches):
+            settings, size = self.loss_settings, self._size
+            facts = {
+                "update_rows": int(size.rows),
+                "update_tokens": int(size.tokens),
+                "update_micro_batches": int(size.micro_batches),
+                "beta": self.beta,
+                "epsilon_low": settings.epsilon_low,
+                "epsilon_high": settings.epsilon_high,
+            }
+            samplers = self.corrects_sampler or settings.off_policy_mask_threshold is not None
+            rows = updated_rows(batches, pieces if len(pieces) == len(batches) else (), facts, samplers=samplers)
+        self.recorder.update(self.state.global_step + 1, rows)
+        self._record_seconds += time.perf_counter() - start
+
+
+def updated_rows(
+    batches: Sequence[TrainBatch], pieces: Sequence[Remembered], facts: dict[str, Any], *, samplers: bool
+) -> UpdateRows:
+    """The rows of an update's micro-batches, with what is known about each."""
+    masks = [batch.completion_mask.bool() for batch in batches]
+    ran = [torch.ones_like(mask[:, 0]) if p.ran_B is None else p.ran_B for mask, p in zip(masks, pieces, strict=False)]
+    ran_B = torch.cat(ran) if pieces else torch.cat([torch.zeros_like(mask[:, 0]) for mask in masks])
+    numbers = [torch.cat([mask.sum(1) for mask in masks]), ran_B.long()]
+    numbers += [torch.cat([_known(getattr(batch, name)) for batch in batches]) for name in ("generation", "place")]
+    lengths, ran_rows, generation, place = torch.stack(numbers).tolist()
+    old, of_tokens = _ratios_to(batches)
+    if pieces:
+        of_tokens["logps"] = [piece.logps_BT for piece in pieces]
+        if all(piece.entropy_BT is not None for piece in pieces):
+            of_tokens["entropies"] = [_known(piece.entropy_BT) for piece in pieces]
+    if all(batch.ref_per_token_logps is not None for batch in batches):
+        of_tokens["ref_logps"] = [_known(batch.ref_per_token_logps) for batch in batches]
+    if samplers and all(batch.sampling_per_token_logps is not None for batch in batches):
+        of_tokens["sampler_logps"] = [_known(batch.sampling_per_token_logps) for batch in batches]
+    further: dict[str, Any] = _ragged(of_tokens, masks, lengths)
+    logps = further.pop("logps", [None] * len(lengths))
+    for name, field in (("old_sum", "old_logps"), ("kl_penalty", "kl_penalty")):
+        if all(getattr(batch, field) is not None for batch in batches):
+            further[name] = torch.cat([getattr(batch, field) for batch in batches]).tolist()
+    sizes = [len(batch) for batch in batches]
+    if any(piece.entropy_coef for piece in pieces):
+        further["entropy_coef"] = np.repeat([piece.entropy_coef for piece in pieces], sizes)
+    return UpdateRows(
+        generation=generation,
+        row=place,
+        micro_batch=np.repeat(np.arange(len(batches)), sizes).tolist(),
+        logps=[value if ran else None for value, ran in zip(logps, ran_rows, strict=True)],
+        old=old,
+        facts={"loss": float(torch.stack([p.loss for p in pieces]).sum()) if pieces else None, **facts},
+        further=further,
+    )
+
+
+def _ratios_to(batches: Sequence[TrainBatch]) -> tuple[str, dict[str, list[Tensor]]]:
+    """What the ratios of these rows are to, and the log-probs of that which no other file has."""
+    if all(batch.old_per_token_logps is not None for batch in batches):
+        sampled = [batch.engine_logps for batch in batches]
+        old = [_known(batch.old_per_token_logps) for batch in batches]
+        if all(a is not None and torch.equal(a, b) for a, b in zip(sampled, old, strict=True)):
+            return "rollout", {}
+        return "row", {"old_logps": old}
+    return "sum" if all(batch.old_logps is not None for batch in batches) else "own", {}
+
+
+def _ragged(
+    of_tokens: dict[str, list[Tensor]], masks: Sequence[Tensor], lengths: Sequence[int]
+) -> dict[str, list[np.ndarray | None]]:
+    """One array for each row, None where no token counts; all of them in one copy from the device."""
+    if not of_tokens:
+        return {}
+    # A piece may be wider than its micro-batch: packed rows are as wide as the widest of the update.
+    chosen = [v[:, : m.shape[1]][m] for values in of_tokens.values() for v, m in zip(values, masks, strict=True)]
+    flat = torch.cat([values.float() for values in chosen]).cpu().numpy()
+    bounds = [0, *accumulate(lengths)]
+    return {
+        name: [flat[first + a : first + b] if b > a else None for a, b in pairwise(bounds)]
+        for name, first in zip(of_tokens, range(0, len(flat), bounds[-1] or 1), strict=False)
+    }
+
+
+def _known(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
