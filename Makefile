@@ -49,11 +49,11 @@ docs: $(VENV)/.ready
 	.venv-tf517/bin/pip install $(PIP_ARGS) -q -c constraints-tf517.txt -e '.[dev]'
 	touch $@
 
-# What does not touch transformers need not run twice.
+# What does not touch transformers need not run twice, nor every case of what does.
 COMPAT := cli config data demo engine evaluation/test_run.py policy rollout trainer rewards/test_models.py
 ALIKE := engine/test_kernels.py engine/test_sampling.py engine/test_turns.py trainer/test_audits.py
 test-compat: .venv-tf517/.ready
-	.venv-tf517/bin/pytest $(RERUN) -m "not slow and not medium" -n 2 -q $(COMPAT:%=tests/%) tests/test_*.py \
+	.venv-tf517/bin/pytest $(RERUN) -m "not slow and not medium" --thin 4 -n 2 -q $(COMPAT:%=tests/%) tests/test_*.py \
 		$(ALIKE:%=--ignore=tests/%)
 
 # What we measure ourselves against lives in its own environment and is never a dependency.

@@ -21,13 +21,30 @@ torch.set_num_threads(int(os.environ.get("GRUPPO_TEST_THREADS", "1")))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--summary", type=Path, help="write counts, versions and the command to this JSON file")
+    parser.addoption("--thin", type=int, metavar="N", help="of tests with many cases, run one case of N")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before `-m` is applied
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    functions: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) is not None or config.getoption("--thin"):
+            functions.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+    for cases in functions.values():
+        mark = cases[0].get_closest_marker("sampled")
+        _thin_out(cases, max(mark.args[0] if mark else 1, config.getoption("--thin") or 1))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _thin_out(cases: list[pytest.Item], every: int) -> None:
+    """Leave all cases but one of so many to the slow tests; where some are fast, those stay."""
+    medium = [case for case in cases if "medium" in case.keywords]
+    for number, case in enumerate(medium if 0 < len(medium) < len(cases) else cases):
+        if number % every:
+            case.add_marker(pytest.mark.slow)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

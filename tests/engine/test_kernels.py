@@ -119,6 +119,7 @@ def pools(case: Case) -> list[Tensor]:
 ROWS = [(10, 130, 200, 1), (10, 130, 210, 3), (0, 0, 220, 1), (150, 1, 300, 70)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("name", CASES)
@@ -157,6 +158,7 @@ def test_a_row_without_keys_disturbs_nobody(splits: int) -> None:
 SEQUENCES = [(0, 0, 72), (80, 45, 5), (140, 3, 0), (150, 0, 1), (160, 17, 40)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_prefill_attention(backend: Backend, name: str) -> None:
     case = CASES[name]

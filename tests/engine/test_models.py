@@ -34,6 +34,7 @@ def greedy(model: Any, requests: list[SampleRequest], plan: RolloutPlan | None =
     return Engine(lambda: model, plan=plan).sample(requests, settings)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_greedy_equals_generate(name: str) -> None:
     model = build(name)

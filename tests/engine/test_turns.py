@@ -168,6 +168,7 @@ def test_the_same_where_the_host_runs_ahead(plan: Any, settings: SamplingSetting
     check(engine(plan), settings, **options)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("greedy", [True, False])
 def test_every_kind_of_model(name: str, greedy: bool) -> None:
@@ -181,6 +182,7 @@ def test_every_kind_of_model(name: str, greedy: bool) -> None:
     assert talk.repeated[-2] > 6 * 8, "longer than the windows of five tokens"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "change",
     [

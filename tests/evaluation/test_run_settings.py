@@ -87,6 +87,7 @@ HABITS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["auto", "transformers"])
 @pytest.mark.parametrize("habit", HABITS)
 def test_habits_of_a_model_do_not_decide(data: Path, demo: Any, habit: str, backend: str) -> None:

@@ -244,6 +244,7 @@ FLOODS += [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("piece", FLOODS)
 @pytest.mark.parametrize("ladder", [LITERAL, SYMBOLIC], ids=["literal", "symbolic"])
 def test_floods_take_linear_time(piece, ladder):

@@ -148,6 +148,7 @@ def test_torch_in_several_batches(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert len(attention._batches(case.segments("cpu"), None)[0]) > 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_triton(name: str, small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "QUERIES_PER_SUM", 17)  # partial sums that end inside a child and inside a block
@@ -179,6 +180,7 @@ def last_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.transpose(0, 2).contiguous().transpose(0, 2) for name, x in tensors.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("view", [fused, by_head, last_apart])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_views(backend: str, view: Callable[..., dict[str, Tensor]], small_blocks: None) -> None:

@@ -34,6 +34,7 @@ def differ(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() > 1e-3)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("method", [m if m in FAST else pytest.param(m, marks=pytest.mark.medium) for m in METHODS])
 def test_the_engine_samples_what_transformers_would(method: str) -> None:
     model = adapted(method)
@@ -44,6 +45,7 @@ def test_the_engine_samples_what_transformers_would(method: str) -> None:
     assert expected != [generate(build("llama"), ids) for ids in prompts()]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["", "checkpointing", "reentrant"])
 @pytest.mark.parametrize("method", [m if m in FAST else pytest.param(m, marks=pytest.mark.medium) for m in METHODS])
 def test_packed_gradients_are_those_of_single_rows(method: str, checkpointing: bool | None) -> None:

@@ -383,6 +383,7 @@ def test_a_trial_gives_a_reason_whatever_the_model_does(make: Callable[[], Any])
 # ---- every combination, in float64
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", EVERYTHING)
 def test_every_combination(kind: str, exactly: None) -> None:

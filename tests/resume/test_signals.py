@@ -12,6 +12,7 @@ from tests.resume.test_kills import Straight
 pytestmark = pytest.mark.medium
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "moment", "count", "number"),
     [

@@ -50,6 +50,7 @@ WRITES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("code", WRITES)
 def test_nothing_is_written_outside_the_folder(make_sandbox: MakeSandbox, outside: Path, code: str) -> None:
     execution = make_sandbox("writes").run(code.format(outside=outside))

@@ -78,6 +78,7 @@ def test_the_attack_would_work(way: str, tmp_path: Path) -> None:
     assert (tmp_path / "mark").exists()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", PICKLES)
 def test_a_pickle_is_refused(name: str, way: str, saved: Path, tmp_path: Path) -> None:

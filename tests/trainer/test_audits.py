@@ -52,6 +52,7 @@ def counted(trainer: Any) -> Counter[str]:
     return totals
 
 
+@pytest.mark.sampled(2)
 @EACH_FAILURE
 def test_a_failure_is_in_the_log_the_record_and_the_metrics(
     failure: Failure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -66,6 +67,7 @@ def test_a_failure_is_in_the_log_the_record_and_the_metrics(
     assert set(findings(tmp_path)) == warned(caplog) == failure.checks
 
 
+@pytest.mark.sampled(5)
 @EACH_FAILURE
 def test_a_failure_ends_the_run_with_audit_error(
     failure: Failure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,6 +81,7 @@ def test_a_failure_ends_the_run_with_audit_error(
     assert Run(tmp_path).events()[-1]["error"] == "AuditError"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.medium
 @EACH_FAILURE
 def test_nothing_is_said_with_audit_off(
@@ -399,6 +402,7 @@ HEALTHY: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.medium
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("settings", HEALTHY.values(), ids=HEALTHY)

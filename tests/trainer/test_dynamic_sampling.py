@@ -502,6 +502,7 @@ RESUMED: dict[str, tuple[dict[str, Any], int]] = {  # settings, the step of the 
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("source", [prompts, stream])
 @pytest.mark.parametrize("case", RESUMED)
 def test_a_resumed_run_sees_the_prompts_and_numbers_of_a_straight_one(case: str, source: Any, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def update(recipe: str, folder: Any, **settings: Any) -> tuple[dict[str, Tensor]
 # ---- the engine
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("shown", [False, True])
 @pytest.mark.parametrize("name", NAMES)
@@ -79,6 +80,7 @@ def test_the_engine_samples_what_transformers_would(name: str, shown: bool, impl
 # ---- the loss
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("budget", [None, 30])
 @pytest.mark.parametrize(
     "recipe",

@@ -41,6 +41,7 @@ def update(recipe: str, folder: Path, dtype: torch.dtype = torch.float64, **kw: 
     return update_of(make_trainer(recipe, folder, dtype=dtype, **(WHOLE | kw)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", SPLITTABLE)
 def test_the_split_over_accumulation_does_not_matter(recipe: str, tmp_path: Path) -> None:
     whole = update(recipe, tmp_path)
@@ -59,6 +60,7 @@ def test_the_split_does_not_matter_in_float32(recipe: str, tmp_path: Path) -> No
     assert relative_difference(whole, split) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", tiered(["grpo", "cispo", "vespo", "kl", "rloo", "luspo"]))
 def test_the_split_does_not_matter_off_policy(recipe: str, tmp_path: Path) -> None:
     """Two passes over one generation: in the second the ratios are no longer 1."""
@@ -68,11 +70,13 @@ def test_the_split_does_not_matter_off_policy(recipe: str, tmp_path: Path) -> No
     assert relative_difference(whole, split) < TOLERANCE[torch.float64]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", tiered(RECIPES))
 def test_wider_padding_does_not_matter(recipe: str, tmp_path: Path) -> None:
     assert relative_difference(update(recipe, tmp_path), update(recipe, tmp_path, pad_to_multiple_of=24)) < 1e-9
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", tiered(RECIPES))
 def test_the_order_of_rows_does_not_matter(recipe: str, tmp_path: Path) -> None:
     assert relative_difference(update(recipe, tmp_path, seed=1), update(recipe, tmp_path, seed=2)) < 1e-9
@@ -82,6 +86,7 @@ def equal_rewards_in_the_first_group(prompts: list[Any], completions: list[Any],
     return [1.0 if prompt == "p0:" else len(text) / 8 for prompt, text in zip(prompts, completions, strict=True)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("recipe", tiered(recipe for recipe in RECIPES if recipe != "rloo"))
 @pytest.mark.parametrize("all_equal", [False, True])
 def test_rows_without_advantage_need_no_backward_pass(recipe: str, all_equal: bool, tmp_path: Path) -> None:
@@ -137,6 +142,7 @@ def test_a_row_without_loss_tokens_counts_in_the_loss_that_is_logged(tmp_path: P
     assert relative_difference(*updates) < TOLERANCE[torch.float64]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("budget", [10, 25, 60])
 @pytest.mark.parametrize("recipe", tiered(RECIPES))
 def test_the_token_budget_does_not_matter(recipe: str, budget: int, tmp_path: Path) -> None:

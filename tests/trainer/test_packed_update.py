@@ -115,6 +115,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
 # ---- models and settings
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recipe", tiered(RECIPES))
 def test_other_models(recipe: str, name: str, models: Models, tmp_path: Path) -> None:
@@ -186,6 +187,7 @@ def test_adapters(recipe: str, kind: str, models: Models, tmp_path: Path) -> Non
     assert len(trained) >= 8
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("checkpointing", [True, False, None])
@@ -203,6 +205,7 @@ def test_checkpointing(
     assert trainer.planner.in_force.checkpointing == bool(checkpointing)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", [{"fused_head": False}, {"fused_layers": False}, {"temperature": 0.6}], ids=str)
 @pytest.mark.parametrize("recipe", ["grpo", "rloo"])
 def test_settings_of_the_fast_path(recipe: str, setting: dict[str, Any], tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_the_gradient_of_a_batch_is_that_of_its_rows(tmp_path: Path, name: str, 
         torch.testing.assert_close(alone[key], gradient, rtol=1e-4, atol=1e-6 * largest, msg=key)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_rows_with_one_two_and_no_images_are_trained_on(tmp_path: Path, name: str, kind: str) -> None:
