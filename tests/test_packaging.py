@@ -10,14 +10,28 @@ import sysconfig
 import time
 import tomllib
 import zipfile
-from importlib.metadata import version
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SECONDS = 0.3  # of `import gruppo`, as benchmarks/import_time.py measures it; here five times as many are granted
+# Imported where a setting asks for them, and in no extra.
+BROUGHT = {
+    "triton": "comes with the builds of torch for CUDA, and only a CUDA device runs what imports it",
+    "comet-ml": "a tracker that `report_to` names is its user's to install",
+    "mlflow": "as comet-ml",
+    "trackio": "as comet-ml",
+    "wandb": "as comet-ml",
+    "weave": "as comet-ml; WeaveCallback says so",
+}
+# Extras whose absence somebody else reports before an import of ours is reached.
+REPORTED = {"deepspeed": "accelerate refuses to make the plugin without it"}
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pyarrow", "pandas", "rich", "yaml", "jinja2")
 
 EVERY_MODULE = """
@@ -74,7 +88,7 @@ def run(*command: str | Path, folder: Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy of what is needed for it."""
     folder = tmp_path_factory.mktemp("build")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "gruppo", folder / "gruppo", ignore=shutil.ignore_patterns("__pycache__"))
     offline = ("-q", "--no-deps", "--no-build-isolation", "--no-index")
@@ -111,6 +125,9 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     assert {name for name in found if not name.startswith("gruppo")} == set()
     metadata = zipfile.ZipFile(wheel).read(f"gruppo-{PROJECT['version']}.dist-info/METADATA").decode()
     assert "Classifier: Typing :: Typed" in metadata
+    _, _, shown = metadata.partition("\n\n")
+    assert "drop-in" in shown
+    assert re.findall(r"\]\((?!https?://)[^)]*\)", shown) == [], "a package page does not have these files"
 
 
 @pytest.mark.medium
@@ -192,11 +209,138 @@ print([name for name in {HEAVY} if name in sys.modules])
 
 def test_extras() -> None:
     extras = PROJECT["optional-dependencies"]
-    assert {"math", "vllm", "peft", "deepspeed", "docs", "dev"} <= set(extras)
+    assert {"math", "vllm", "peft", "deepspeed", "view", "demo", "docs", "dev"} <= set(extras)
     from gruppo.rollout.vllm.versions import FIRST, FIRST_UNKNOWN
 
     low, high = (".".join(map(str, bound)) for bound in (FIRST, FIRST_UNKNOWN))
     assert extras["vllm"] == [f"vllm>={low},<{high}"]
+
+
+def test_the_quick_start_has_every_extra() -> None:
+    page = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")
+    rows = re.search(r"^\| extra \| for \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.MULTILINE)
+    assert rows is not None
+    shown = {name for row in rows[1].splitlines() for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
+    assert shown == set(PROJECT["optional-dependencies"])
+
+
+def test_what_newcomers_install_can_be_looked_at() -> None:
+    for page in ("README.md", "docs/quickstart.md"):
+        (extras,) = re.findall(r'pip install "\.\[([\w,]+)\]"', (ROOT / page).read_text(encoding="utf-8"))
+        assert "view" in extras.split(","), f"{page} goes on with `gruppo view`"
+
+
+def test_extras_are_quoted() -> None:
+    """Some shells take the brackets for a pattern."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    bare = r"pip install [^`\n'\"]*(?:gruppo|\.)\[\w"
+    found = [page.name for page in pages if re.search(bare, page.read_text(encoding="utf-8"))]
+    assert found == []
+    assert re.search(bare, "pip install gruppo[view]")
+    assert not re.search(bare, 'pip install "gruppo[view]"')
+
+
+class Imported(NamedTuple):
+    """An import of a package that is not ours nor Python's; `late`: importing its module does not need the package."""
+
+    module: str
+    where: str
+    late: bool
+    guarded: bool
+
+
+def third_party(tree: ast.AST, where: str, late: bool = False, guarded: bool = False) -> Iterator[Imported]:
+    """Every import in a piece of source, those inside functions too."""
+    for node in ast.iter_child_nodes(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or ""]
+        for name in {name.partition(".")[0] for name in names} - {"gruppo"} - sys.stdlib_module_names:
+            yield Imported(name, f"{where}:{node.lineno}", late, guarded)
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        inside |= isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        caught = isinstance(node, ast.Try) and any(
+            handler.type is not None and "ImportError" in ast.unparse(handler.type) for handler in node.handlers
+        )
+        yield from third_party(node, where, late or inside, guarded or caught)
+
+
+@cache
+def imports() -> list[Imported]:
+    """Those of the whole package."""
+    paths = sorted((ROOT / "gruppo").rglob("*.py"))
+    trees = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    return [found for where, tree in trees.items() for found in third_party(tree, where)]
+
+
+@cache
+def homes() -> Mapping[str, list[str]]:
+    return packages_distributions()
+
+
+def normal(name: str) -> str:
+    """A distribution's name as package indexes compare it, without what may follow it in a requirement."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~; ]", name)[0]).lower()
+
+
+def undeclared(project: dict[str, Any]) -> list[str]:
+    """What is wrong with the imports of the package, given what the project says that it needs."""
+    core = {normal(name) for name in project["dependencies"]}
+    extras = {
+        extra: {normal(name) for name in names}
+        for extra, names in project["optional-dependencies"].items()
+        if extra not in ("dev", "docs")  # what users do not install
+    }
+    wrong, guarded = [], set()
+    for found in imports():
+        names = {normal(name) for name in homes().get(found.module, [found.module])}
+        holders = {extra for extra, packages in extras.items() if packages & names}
+        guarded |= holders if found.guarded else set()
+        if names & core or found.module == "triton":  # its modules are themselves imported late
+            continue
+        if not holders and not names & set(BROUGHT):
+            wrong.append(f"{found.where}: {found.module} is neither in `dependencies` nor in an extra")
+        elif not found.late:
+            wrong.append(f"{found.where}: {found.module} is optional, but imported with the module")
+    missing = set(extras) - guarded - set(REPORTED)
+    return wrong + [f"nothing says what to do without the extra {extra}" for extra in sorted(missing)]
+
+
+def test_every_import_is_declared() -> None:
+    """The tests above run among all packages of this environment; this one sees a dependency that nobody asked for."""
+    assert undeclared(PROJECT) == []
+
+
+@pytest.mark.parametrize("name", sorted(normal(name) for name in PROJECT["dependencies"]))
+def test_a_dependency_that_is_not_declared_is_noticed(name: str) -> None:
+    """Which also means that each of them is imported."""
+    fewer = [each for each in PROJECT["dependencies"] if normal(each) != name]
+    modules = {module for module, packages in homes().items() if name in map(normal, packages)}
+    found = undeclared({**PROJECT, "dependencies": fewer})
+    assert found
+    assert {line.split()[1] for line in found} <= modules
+
+
+def test_an_extra_that_is_not_declared_is_noticed() -> None:
+    extras = PROJECT["optional-dependencies"]
+    found = undeclared({**PROJECT, "optional-dependencies": {**extras, "view": ["starlette>=1.0"]}})
+    assert any("uvicorn is neither in `dependencies` nor in an extra" in line for line in found)
+    found = undeclared({**PROJECT, "optional-dependencies": {**extras, "new": ["nothing-imports-this"]}})
+    assert found == ["nothing says what to do without the extra new"]
+
+
+def test_an_optional_package_may_not_be_needed_by_importing_a_module() -> None:
+    source = (
+        "import peft\ntry:\n    import peft\nexcept ImportError:\n    pass\ndef f():\n    from peft.utils import x\n"
+    )
+    found = [(each.where, each.late, each.guarded) for each in third_party(ast.parse(source), "m")]
+    assert found == [("m:1", False, False), ("m:3", False, True), ("m:7", True, False)]
+    kept = [name for name in PROJECT["dependencies"] if normal(name) != "cloudpickle"]
+    extras = {**PROJECT["optional-dependencies"], "math": [*PROJECT["optional-dependencies"]["math"], "cloudpickle"]}
+    (line,) = undeclared({"dependencies": kept, "optional-dependencies": extras})
+    assert line.endswith("cloudpickle is optional, but imported with the module")
 
 
 def test_every_extra_that_an_error_names_exists() -> None:

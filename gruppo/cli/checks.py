@@ -69,9 +69,9 @@ def fields(run: Run, findings: Findings) -> None:
 def _optional(run: Run) -> Iterator[tuple[str, str, str]]:
     """Packages that the run needs beside those that are always there, how they are installed, and what for."""
     if run.config.samples_with_vllm and run.config.vllm_mode == "colocate":
-        yield "vllm", "gruppo[vllm]", "use_vllm"
+        yield "vllm", "'gruppo[vllm]'", "use_vllm"
     if str(run.launching.launch or run.launching.accelerate_config).startswith("zero"):
-        yield "deepspeed", "gruppo[deepspeed]", "ZeRO"
+        yield "deepspeed", "'gruppo[deepspeed]'", "ZeRO"
     if run.model_args.load_in_4bit or run.model_args.load_in_8bit:
         yield "bitsandbytes", "bitsandbytes", "load_in_4bit"
 

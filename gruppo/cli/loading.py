@@ -275,7 +275,7 @@ def load_adapter(run: Run) -> Any:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ConfigError("`peft` needs the package peft: pip install gruppo[peft]") from error
+        raise ConfigError("`peft` needs the package peft: pip install 'gruppo[peft]'") from error
     known = [each.name for each in dataclasses.fields(LoraConfig)]
     for name in wanted:
         if name not in known:

@@ -94,7 +94,7 @@ def get_peft_config(model_args: ModelConfig) -> "PeftConfig | None":
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ImportError("use_peft=True needs the package peft: pip install gruppo[peft]") from error
+        raise ImportError("use_peft=True needs the package peft: pip install 'gruppo[peft]'") from error
 
     return LoraConfig(
         task_type=model_args.lora_task_type,

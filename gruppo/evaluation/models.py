@@ -108,7 +108,7 @@ def _load(source: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         from peft import AutoPeftModelForCausalLM
     except ImportError as error:
         raise ImportError(
-            f"{source} holds an adapter, which needs the package peft: pip install gruppo[peft]"
+            f"{source} holds an adapter, which needs the package peft: pip install 'gruppo[peft]'"
         ) from error
     # Merged, an adapter costs nothing at each token.
     adapted = AutoPeftModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)

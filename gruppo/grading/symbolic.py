@@ -25,7 +25,7 @@ def load_math_verify() -> tuple[Callable[..., bool], Callable[..., list[Any]]]:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ImportError("Symbolic answers need the package math-verify: pip install gruppo[math]") from error
+        raise ImportError("Symbolic answers need the package math-verify: pip install 'gruppo[math]'") from error
     for name in ("math_verify.parser", "math_verify.grader"):
         # It warns that it runs without its own time limit, which is an alarm signal. Ours is in place.
         logging.getLogger(name).addFilter(_not_about_timeouts)

@@ -16,7 +16,7 @@ def has(package):
     return True
 
 
-needs_peft = pytest.mark.skipif(not has("peft"), reason="needs peft: pip install gruppo[peft]")
+needs_peft = pytest.mark.skipif(not has("peft"), reason="needs peft: pip install 'gruppo[peft]'")
 
 DEFAULTS = {
     "model_name_or_path": None,
@@ -110,7 +110,7 @@ def test_peft_config():
 
 def test_missing_peft_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"pip install gruppo\[peft\]"):
+    with pytest.raises(ImportError, match=r"pip install 'gruppo\[peft\]'"):
         get_peft_config(ModelConfig(use_peft=True))
 
 

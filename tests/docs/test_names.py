@@ -20,6 +20,7 @@ FOREIGN = {
     *(
         "completion",
         "prompt",
+        "question",
         "answer",
         "completions",
         "row",
@@ -31,7 +32,7 @@ FOREIGN = {
         "eos_token",
     ),
     *("enable_thinking", "do_sample", "train", "reward", "kl", "entropy", "loss", "fn", "rows", "run", "ref_model"),
-    *("docs", "dev", "demo", "vllm", "peft", "deepspeed", "timeouts", "bad_updates", "max_new_tokens"),
+    *("docs", "dev", "demo", "view", "vllm", "peft", "deepspeed", "timeouts", "bad_updates", "max_new_tokens"),
 }
 
 

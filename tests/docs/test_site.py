@@ -74,6 +74,8 @@ def test_the_readme_is_on_the_first_page(site: Path) -> None:
     page = (site / "index.html").read_text(encoding="utf-8")
     assert "held-out accuracy" in page
     assert "README:" not in page
+    for command in ("gruppo train recipes/grpo.yaml", "gruppo view RUN", "gruppo replay RUN"):
+        assert f"<td><code>{command}</code></td>" in page, "a row of the table of commands"
     assert 'href="repository/benchmarks/results/demo.json"' in page
     assert (site / "repository/benchmarks/results/demo.json").read_bytes() == (
         ROOT / "benchmarks/results/demo.json"
