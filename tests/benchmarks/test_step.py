@@ -31,7 +31,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(out.read_text()) | {"code": run.returncode, "profile": out.with_suffix(".profile.txt")}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_result_says_what_was_measured(result: dict[str, Any]) -> None:
     assert result["commit"]
     assert result["command"].startswith("python step.py --tiny")
@@ -45,7 +45,7 @@ def test_a_result_says_what_was_measured(result: dict[str, Any]) -> None:
     assert record["plans"]["rollout"]["plan"]["kv_tokens"] > 0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_parts_of_a_step_fit_into_it(result: dict[str, Any]) -> None:
     record = result["engines"]["gruppo"]
     for facts in [*record["warm_up"], *record["rounds"]]:
@@ -61,7 +61,7 @@ def test_the_parts_of_a_step_fit_into_it(result: dict[str, Any]) -> None:
     assert min(steps) <= record["median"]["step"] <= max(steps)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_engine_that_fails_is_named_and_loses_no_other(result: dict[str, Any]) -> None:
     assert result["failed"] == ["trl"]
     assert result["code"] == 1
@@ -71,7 +71,7 @@ def test_an_engine_that_fails_is_named_and_loses_no_other(result: dict[str, Any]
     assert result["times_gruppo"] == {}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_profile_lists_what_an_update_runs(result: dict[str, Any]) -> None:
     first, *_, last = result["profile"].read_text().splitlines()
     assert first.startswith("1 steps in ")

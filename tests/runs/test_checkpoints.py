@@ -312,6 +312,7 @@ def test_killed_while_old_ones_are_removed(fresh):
     assert left == {1, 2}
 
 
+@pytest.mark.slow
 def test_killed_while_the_leftovers_are_dealt_with(fresh):
     """Every kill of a replacement, and after each every kill of the repair."""
     moments = itertools.count()

@@ -38,7 +38,7 @@ def test_one_update_is_that_of_one_process(tmp_path: Path) -> None:
     compare(tmp_path, FEW)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_whole_run_is_that_of_one_process(tmp_path: Path) -> None:
     """Sampled by the built-in engine, with a reference, a reward model, evaluations, saved models and a resume."""
     run_together(2, "tests.trainer.zero_run", tmp_path)
