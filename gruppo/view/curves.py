@@ -1,5 +1,6 @@
 """The metrics of a run as curves, read on while the run writes them."""
 
+import contextlib
 import math
 import threading
 from dataclasses import dataclass, field
@@ -50,6 +51,14 @@ class Curves:
 
     def of(self, name: str) -> Curve:
         return self._curves.get(name, Curve())
+
+    def changed(self) -> float:
+        """When the newest line came, by the clock of the file system."""
+        times = [0.0]
+        for name in self._positions:
+            with contextlib.suppress(OSError):
+                times.append((self.run.folder / name).lstat().st_mtime)
+        return max(times)
 
     def refresh(self) -> int:
         """Read what is new; the version grows if there was something."""

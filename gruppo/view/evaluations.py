@@ -30,6 +30,13 @@ class Evaluation:
         self.folder = EvaluationFolder(path)
         _refuse_links(path)
 
+    def version(self) -> str:
+        """What changes when results are written."""
+        try:
+            return str((self.path / "results.json").stat().st_mtime_ns)
+        except OSError:
+            return ""
+
     def overview(self) -> dict[str, Any]:
         """What results.json says, and which passes have attempts."""
         try:

@@ -18,7 +18,7 @@ from gruppo.runs.lines import write_file
 from gruppo.view.groups import Passing
 from gruppo.view.queries import Desk, Question
 from gruppo.view.server import STATIC
-from gruppo.view.source import RunSource
+from gruppo.view.source import ENDS, RunSource
 
 __all__ = ["bundle", "export"]
 
@@ -59,6 +59,8 @@ def report_data(desk: Desk) -> dict[str, Any]:
         room = _add_tokens(tokens, source, number, groups[-1], room)
     for run, own in zip(overview["runs"], groups, strict=True):
         run["splits"] = _splits(own)
+        if run["state"]["status"] not in ENDS:  # what goes on now does not when the report is read
+            run["state"]["status"] = "not finished"
     return {
         "overview": overview,
         "curves": [curve for name in names for curve in desk.answer("curves", Question({"name": [name]}))],

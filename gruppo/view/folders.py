@@ -1,5 +1,6 @@
 """Which runs and evaluations are meant by the paths on the command line."""
 
+import contextlib
 import difflib
 import os
 from collections.abc import Iterable, Sequence
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 from gruppo.errors import DataError
 
-__all__ = ["Folders", "find_folders", "short_names"]
+__all__ = ["Folders", "find_folders", "search_again", "short_names"]
 
 DEPTH = 2  # of folders that are searched for runs
 
@@ -18,6 +19,7 @@ class Folders(NamedTuple):
 
     runs: list[Path]
     evaluations: list[Path]
+    paths: Sequence[Path] = ()  # where they were searched for
 
 
 def find_folders(paths: Sequence[Path]) -> Folders:
@@ -35,7 +37,16 @@ def find_folders(paths: Sequence[Path]) -> Folders:
             )
         for folder in found:
             (runs if is_run(folder) else evaluations).setdefault(folder)
-    return Folders(list(runs), list(evaluations))
+    return Folders(list(runs), list(evaluations), list(paths))
+
+
+def search_again(paths: Sequence[Path]) -> Folders:
+    """What is there by now; a folder that is gone or cannot be read holds nothing."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found.update(dict.fromkeys(_search(path, DEPTH)))
+    return Folders([each for each in found if is_run(each)], [each for each in found if not is_run(each)], paths)
 
 
 def is_run(folder: Path) -> bool:

@@ -1,21 +1,28 @@
 """The questions of the page and their answers, as plain JSON: what the server answers and what a report holds."""
 
 import difflib
+import logging
 import math
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gruppo.errors import DataError
 from gruppo.view.curves import thin
 from gruppo.view.evaluations import Evaluation, compare_two
-from gruppo.view.folders import Folders, short_names
+from gruppo.view.folders import Folders, search_again, short_names
 from gruppo.view.groups import FILTERS, Passing
 from gruppo.view.source import RunSource
 from gruppo.view.tokens import COLOURINGS
 
 __all__ = ["Desk", "Question"]
 
+logger = logging.getLogger(__name__)
+
 MOST = 500  # of anything in one answer
+SEARCH_EVERY = 5.0  # seconds between two searches for new folders
 
 
 class Question:
@@ -81,6 +88,10 @@ class Desk:
         self.runs = [RunSource(path, name) for path, name in zip(folders.runs, run_names, strict=True)]
         pairs = zip(folders.evaluations, evaluation_names, strict=True)
         self.evaluations = [Evaluation(path, name) for path, name in pairs]
+        self._paths = folders.paths
+        self._refused: set[Path] = set()
+        self._searched = time.monotonic()
+        self._searching = threading.Lock()
         self.answers: dict[str, Callable[[Question], Any]] = {
             "overview": self._overview,
             "state": self._state,
@@ -103,6 +114,29 @@ class Desk:
         for source in self.runs:
             source.index.refresh()
 
+    def search(self) -> None:
+        """Add the runs and evaluations that have come since; those that are known keep their numbers."""
+        with self._searching:
+            found = search_again(self._paths)
+            self._add(self.runs, RunSource, found.runs)
+            self._add(self.evaluations, Evaluation, found.evaluations)
+            self._searched = time.monotonic()
+
+    def _add(self, own: list[Any], kind: Callable[[Path, str], Any], paths: Sequence[Path]) -> None:
+        known = {each.path for each in own}
+        for path in paths:
+            if path in known:
+                continue
+            try:
+                own.append(kind(path, path.name))
+            except (DataError, OSError) as error:  # not whole yet, or a stranger's: the others are shown all the same
+                if path not in self._refused:
+                    logger.warning("%s is left out: %s", path, error)
+                self._refused.add(path)
+        if len(own) > len(known):  # a new one may have the name of an old one
+            for each, name in zip(own, short_names([each.path for each in own]), strict=True):
+                each.name = name
+
     def warm_up(self) -> None:
         """Read all that questions will be about, so that the first of each kind is as fast as the next."""
         self.refresh()
@@ -112,8 +146,9 @@ class Desk:
 
     def answer(self, name: str, asked: Question) -> Any:
         if name not in self.answers:
-            nearest = difflib.get_close_matches(name, self.answers, n=1, cutoff=0.0)[0]
-            raise DataError(f"There is no question {name!r}. Did you mean {nearest!r}?")
+            near = difflib.get_close_matches(name, self.answers, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(self.answers)}."
+            raise DataError(f"There is no question {name!r}. {hint}")
         return self.answers[name](asked)
 
     def _run(self, asked: Question) -> RunSource:
@@ -129,6 +164,7 @@ class Desk:
         return self.evaluations[number]
 
     def _overview(self, asked: Question) -> dict[str, Any]:
+        self.search()
         for source in self.runs:
             source.curves.refresh()
         return {
@@ -139,10 +175,15 @@ class Desk:
         }
 
     def _state(self, asked: Question) -> dict[str, Any]:
+        if time.monotonic() - self._searched >= SEARCH_EVERY:
+            self.search()
         for source in self.runs:
             source.curves.refresh()
             source.index.refresh_unless_busy()
-        return {"runs": [source.state() for source in self.runs]}
+        return {
+            "runs": [source.state() for source in self.runs],
+            "results": [evaluation.version() for evaluation in self.evaluations],
+        }
 
     def _curves(self, asked: Question) -> list[dict[str, Any]]:
         found = []

@@ -5,6 +5,7 @@ unless its own name leads to this machine (DNS rebinding); therefore the name in
 """
 
 import json
+import logging
 import threading
 import webbrowser
 from collections.abc import Callable
@@ -119,13 +120,19 @@ def make_app(desk: Desk) -> "Starlette":
 def serve(desk: Desk, port: int = 0, *, ready: Callable[[str], None] | None = None, open_page: bool = False) -> None:
     """Serve until interrupted; `ready` gets the address. Runs are read in the background while the page loads."""
     try:
+        import starlette  # noqa: F401 - make_app needs it
         import uvicorn
     except ImportError as error:
-        raise ConfigError("The page needs a web server: pip install gruppo[view]") from error
+        raise ConfigError('The page needs a web server: pip install "gruppo[view]"') from error
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
+            log = logging.getLogger("uvicorn.error")
+            log.disabled = True  # that a port cannot be used is told below, once
+            try:
+                await super().startup(sockets)
+            finally:
+                log.disabled = False
             if not self.should_exit:
                 address = f"http://{HOST}:{self.servers[0].sockets[0].getsockname()[1]}/"
                 if ready is not None:

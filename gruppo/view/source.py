@@ -1,6 +1,8 @@
 """One run with everything that the page asks about it."""
 
 import json
+import platform
+import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +12,9 @@ import numpy as np
 
 from gruppo.errors import DataError
 from gruppo.runs import Run
+from gruppo.runs.follow import read_text
+from gruppo.runs.lock import NAME as LOCK
+from gruppo.runs.lock import Owner
 from gruppo.runs.rollouts import REWARD, REWARD_KIND
 from gruppo.view import prompts
 from gruppo.view.curves import Curves, finite
@@ -22,6 +27,7 @@ __all__ = ["RunSource"]
 CHARACTERS = 20_000  # of a text that is sent at once; the whole of it is a question of its own
 SNIPPET = 240
 ENDS = {"finished", "failed", "stopped"}
+QUIET = 600  # seconds without a line after which a run on another machine is not said to be running
 OF_A_ROW = ("row", "completion", "completion_format", "reward", "advantage", "stop", "truncated", "turns", "extra")
 OF_TOKENS = (
     *("update", "generation", "row", "replaced", "completion_tokens", "model_mask", "logps", "entropies"),
@@ -65,10 +71,27 @@ class RunSource:
         }
 
     def _status(self) -> str:
-        """The last word of the run on itself; a run that was killed says nothing and is taken for one that goes on."""
+        """The last word of the run on itself. Without one it goes on if its process does. On another machine that
+        cannot be seen, and it is said to go on while it writes. Its lock is only read: a run that starts must get it.
+        """
         kinds = [str(event.get("event")) for event in self.curves.events]
         ends = [kind for kind in kinds if kind in ENDS or kind in ("started", "resumed")]
-        return ends[-1] if ends and ends[-1] in ENDS else "running"
+        if ends and ends[-1] in ENDS:
+            return ends[-1]
+        try:
+            lock = read_text(self.run, LOCK)
+        except (
+            DataError,
+            OSError,
+            UnicodeDecodeError,
+        ):  # gone since it was listed, or nothing that a run of ours leaves
+            lock = None
+        if lock is None:
+            return "not finished"
+        owner = Owner.read(lock.encode())
+        if owner is not None and owner.host == platform.node():
+            return "running" if owner.may_run() else "not finished"
+        return "running" if time.time() - self.curves.changed() < QUIET else "no news"
 
     def overview(self) -> dict[str, Any]:
         frame, columns = self.index.frame, self.index.frame.columns
@@ -197,7 +220,12 @@ class RunSource:
     def tokens(self, generation: int, round: int, row: int, first: int = 0, count: int = 4096) -> dict[str, Any]:
         """One completion token by token."""
         frame, place = self._row(generation, round, row)
-        return token_view(self.run, self.decoder, self.index.rows(frame, [place], OF_TOKENS)[0], first, count)
+        own = [frame.columns[name] == frame.columns[name][place] for name in ("generation", "round", "group")]
+        return {
+            **token_view(self.run, self.decoder, self.index.rows(frame, [place], OF_TOKENS)[0], first, count),
+            "group": plain(frame.columns["group"][place]),
+            "rows": np.sort(frame.columns["row"][np.logical_and.reduce(own)]).tolist(),  # of its group
+        }
 
     def text(self, generation: int, round: int, row: int) -> dict[str, Any]:
         """The whole text of one completion, however long it is."""

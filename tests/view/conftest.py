@@ -1,6 +1,7 @@
 """What the tests of the viewer share: folders that are made once, a server, a browser."""
 
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -72,3 +73,24 @@ def browser() -> Iterator[Any]:
         started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield started
         started.close()
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    """What a page complained about; a test takes out what it provoked."""
+    return []
+
+
+@pytest.fixture
+def page(browser: Any, complaints: list[str]) -> Iterator[Any]:
+    """A page that must not complain: no error, no refused script or style, no dialog, no request to elsewhere."""
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    context.set_default_timeout(15_000)
+    own, wrong = context.new_page(), complaints
+    own.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    own.on("pageerror", lambda error: wrong.append(str(error)))
+    own.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
+    own.on("request", lambda r: None if re.match(r"http://127\.0\.0\.1:|file://", r.url) else wrong.append(r.url))
+    yield own
+    context.close()
+    assert wrong == []

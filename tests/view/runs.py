@@ -23,7 +23,11 @@ HUGE_LINE = "x" * 300_000
 CONTROLS = "a\x00b\x1b[31mred\x07\x08\x7f\x9b\u2028end"
 BIDI = "\u202egnp.exe\u202c and \u2066isolated\u2069"
 RIGHT_TO_LEFT = "مرحبا بالعالم 123 שלום"
-HOSTILE = [SCRIPT, HUGE_LINE, CONTROLS, BIDI, RIGHT_TO_LEFT, "</textarea></style>{{7*7}}${7*7}"]
+UNSEEN = "\u00ad\u034f\u115f\u180e\u200b\u200c\u200d\u2060\u2800\u3164\ufe0f\ufeff\uffa0\ufff9\U000e0041\U000e0100"
+EMOJI = "👩\u200d💻 ❤\ufe0f 1\ufe0f\u20e3 👍🏽"  # joiners and selectors that belong to a picture
+HOSTILE = [SCRIPT, HUGE_LINE, CONTROLS, BIDI, RIGHT_TO_LEFT, "</textarea></style>{{7*7}}${7*7}", UNSEEN, EMOJI]
+ODD_NAME = f"evil{BIDI}{UNSEEN}<b>מ"
+LONG = 4600  # tokens: more than the page shows at once
 
 
 def tokenizer_text() -> str:
@@ -99,6 +103,27 @@ def make_run(folder: Path) -> Path:
 def hostile(place: int, text: str) -> RolloutRow:
     changes: dict[str, Any] = dict(group=0, split="eval", prompt=f"{SCRIPT} {BIDI}", prompt_id="hostile")
     return row(UPDATES, place % 4, completion=text, **changes | {"row": place})
+
+
+def make_odd_run(parent: Path) -> Path:
+    """A run in which everything that has a name or a text wants to hide or reorder something."""
+    folder = parent / ODD_NAME
+    recorder = RunRecorder(folder)
+    recorder.begin(config={"model": ODD_NAME, ODD_NAME: [ODD_NAME]}, environment={})
+    recorder.tokenizer(tokenizer_text())
+    recorder.metrics(1, {"reward": 0.5, ODD_NAME: 0.25})
+    recorder.event("audit", update=1, message=ODD_NAME, **{ODD_NAME: ODD_NAME})
+    own: dict[str, Any] = dict(
+        split=ODD_NAME, prompt_id=ODD_NAME, prompt=ODD_NAME, stop=ODD_NAME, truncated=True, completion=HOSTILE[2]
+    )
+    named: dict[str, Any] = dict(
+        rewards={ODD_NAME: None}, reward_kinds={ODD_NAME: ODD_NAME}, extra={ODD_NAME: ODD_NAME}
+    )
+    ids = encode(f"{ODD_NAME} 7") * LONG
+    long = dict(completion_tokens=ids[:LONG], logps=[-1.0] * LONG, entropies=None)
+    recorder.rollouts([row(0, 0, **own, **named, **long), row(0, 1, **own, **named)])
+    recorder.close()
+    return folder
 
 
 def desk(*folders: Path) -> Desk:

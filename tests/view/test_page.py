@@ -1,7 +1,7 @@
 """The page in a real browser: what a person sees and does, with texts that want to break it."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,30 +9,11 @@ import pytest
 from playwright.sync_api import expect
 
 from gruppo.runs import RunRecorder
+from gruppo.runs.lock import RunLock
 from gruppo.view.export import export
 from gruppo.view.queries import Desk
 from tests.view import runs
-
-
-@pytest.fixture
-def complaints() -> list[str]:
-    """What a page complained about; a test takes out what it provoked."""
-    return []
-
-
-@pytest.fixture
-def page(browser: Any, complaints: list[str]) -> Iterator[Any]:
-    """A page that must not complain: no error, no refused script or style, no dialog, no request to elsewhere."""
-    context = browser.new_context(viewport={"width": 1200, "height": 900})
-    context.set_default_timeout(15_000)
-    own, wrong = context.new_page(), complaints
-    own.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
-    own.on("pageerror", lambda error: wrong.append(str(error)))
-    own.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
-    own.on("request", lambda r: None if re.match(r"http://127\.0\.0\.1:|file://", r.url) else wrong.append(r.url))
-    yield own
-    context.close()
-    assert wrong == []
+from tests.view.browsing import INJECTED, ready, rows, settled
 
 
 @pytest.fixture(scope="module")
@@ -40,34 +21,19 @@ def address(desk: Desk, served: Callable[[Desk], str]) -> str:
     return served(desk)
 
 
-def rows(page: Any, table: str) -> list[list[str]]:
-    """The cells of a table, as they are read."""
-    found: list[list[str]] = page.locator(f"#{table} tbody tr").evaluate_all(
-        "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
-    )
-    return found
-
-
-def settled(page: Any) -> None:
-    """Wait until a list that was asked for is there."""
-    page.locator("[aria-busy=false]").wait_for(state="attached")
-
-
-def ready(page: Any, name: str) -> None:
-    """Wait until a part of the page is shown with all that it asked for."""
-    page.locator(f"main[data-ready={name}]").wait_for()
-
-
 # ---- curves
 
 
-def test_curves_of_two_runs_that_go_on(page: Any, served: Callable[[Desk], str], tmp_path: Path) -> None:
+def test_curves_of_two_runs_that_go_on(
+    page: Any, served: Callable[[Desk], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorders = []
     for name, start in (("calm", 0.25), ("brisk", 0.5)):
         recorders.append(RunRecorder(tmp_path / name))
         recorders[-1].begin(config={"learning_rate": start}, environment={})
         for update in range(1, 9):
             recorders[-1].metrics(update, {"reward": start, "loss": start + update / 8, "<b>odd</b>": 1.0})
+    monkeypatch.setattr("gruppo.view.queries.SEARCH_EVERY", 0)
     page.goto(served(runs.desk(tmp_path)))
     figures = page.locator("figure")
     figures.nth(1).locator("canvas").wait_for()
@@ -91,12 +57,36 @@ def test_curves_of_two_runs_that_go_on(page: Any, served: Callable[[Desk], str],
     page.get_by_role("checkbox", name="calm").uncheck()
     assert "calm" not in figures.nth(0).inner_text()
 
-    # And on it goes.
-    recorders[1].metrics(9, {"reward": 0.875, "loss": 0.0})
-    page.get_by_text("brisk: 0.875 at 9").wait_for()
-    assert "brisk: running, update 9" in page.get_by_role("status").inner_text()
+    # And on it goes. Only one of them is at work, and what somebody has zoomed into stays.
+    over = figures.nth(0).locator(".u-over").bounding_box()
+    page.mouse.move(over["x"] + over["width"] / 2, over["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(over["x"] + over["width"] - 5, over["y"] + 20)
+    page.mouse.up()
+    page.mouse.move(1, 1)
+    figures.nth(0).locator("canvas").evaluate("canvas => { canvas.own = true; }")
+    with RunLock(tmp_path / "brisk"):
+        recorders[1].metrics(9, {"reward": 0.875, "loss": 0.0})
+        page.get_by_text("brisk: 0.875 (smoothed 0.561) at 9").wait_for()
+        expect(page.get_by_role("status").first).to_contain_text(re.compile("brisk: running, update 9"))
+        assert re.search("calm: not finished since .*, update 8", page.get_by_role("status").first.inner_text())
+    page.get_by_label("Smoothing").fill("0.8")
+    assert figures.nth(0).locator("canvas").evaluate("canvas => canvas.own"), "the chart is not made anew"
+    figures.nth(0).locator(".u-over").hover(position={"x": 2, "y": 40})
+    expect(figures.nth(0).locator(".readout")).to_contain_text(re.compile("at [567]"))
+    figures.nth(0).locator(".u-over").dblclick()
+    figures.nth(0).locator(".u-over").hover(position={"x": 2, "y": 40})
+    expect(figures.nth(0).locator(".readout")).to_contain_text("at 1")
+    page.get_by_label("Smoothing").fill("0.9")
+    expect(page).to_have_url(re.compile("smooth=0.9"))
+
+    # A run that begins now is seen as well.
+    late = RunRecorder(tmp_path / "late")
+    late.begin(config={}, environment={})
+    late.metrics(1, {"reward": 0.125})
+    page.get_by_text("late: 0.125 (smoothed 0.125) at 1").wait_for()
     page.reload()
-    page.get_by_text("brisk: 0.875 at 9").wait_for()
+    page.get_by_text("brisk: 0.875 (smoothed 0.561) at 9").wait_for()
     assert page.get_by_label("Smoothing").input_value() == "0.9", "the address remembers"
 
     # Groups follow the newest update; at first there is none.
@@ -125,6 +115,7 @@ def test_from_an_update_to_a_token(page: Any, address: str) -> None:
     page.get_by_text("13 groups").first.wait_for()
     page.get_by_label("Search in prompts and completions").fill("b is missing")
     page.get_by_text("1 groups, 4 completions").first.wait_for()
+    listed = page.url
     page.get_by_role("link", name="Question 1: how many?").click()
 
     ready(page, "group")
@@ -152,8 +143,25 @@ def test_from_an_update_to_a_token(page: Any, address: str) -> None:
     assert "cold" in first.get_attribute("class"), "its advantage is negative"
     page.locator(".tokens").press("ArrowRight")
     page.get_by_text(re.compile(r"Token 0, .*log-prob -1")).wait_for()
-    page.go_back()
+    page.locator(".tokens").press("ArrowDown")
+    expect(page.locator(".token.current")).to_be_visible()
+    assert page.locator(".token.current").get_attribute("data-i") == str(page.locator(".token").count() - 1), (
+        "ten on, what is folded passed over: the last one"
+    )
+    page.locator(".tokens").press("ArrowUp")
+    expect(page.locator(".token.current")).to_have_attribute("data-i", "0")
+
+    # From a completion to the next one, to its group, and back to the list as it was.
+    page.get_by_role("link", name="Next completion").click()
+    page.get_by_role("heading", name="Completion 6 of generation 1").wait_for()
+    page.get_by_text("3 of 4").wait_for()
+    page.get_by_role("link", name="Previous completion").click()
+    page.get_by_role("heading", name="Completion 5 of generation 1").wait_for()
+    page.get_by_role("link", name="Group 1", exact=True).click()
     page.get_by_role("heading", name="Group 1 of generation 1").wait_for()
+    page.get_by_role("link", name="Back to the list of groups").click()
+    page.get_by_text("1 groups, 4 completions").first.wait_for()
+    assert page.url == listed
 
 
 # ---- prompts and evaluations
@@ -198,8 +206,6 @@ def test_evaluations_alone(page: Any, served: Callable[[Desk], str], evaluations
 
 # ---- texts that want to break it
 
-INJECTED = "document.querySelectorAll('main :is(script, img, b, iframe, object, style, svg, form, link)').length"
-
 
 def test_no_text_runs_hides_or_reorders_anything(page: Any, address: str) -> None:
     page.goto(f"{address}#groups?split=eval")
@@ -209,7 +215,7 @@ def test_no_text_runs_hides_or_reorders_anything(page: Any, address: str) -> Non
     ready(page, "group")
     shown = page.locator("main").inner_text()
     assert runs.SCRIPT in shown
-    assert "␀b␛[31mred␇␈⟦U+007F⟧⟦U+009B⟧⟦U+2028⟧end" in shown
+    assert "⟦U+0000⟧b⟦U+001B⟧[31mred⟦U+0007⟧⟦U+0008⟧⟦U+007F⟧⟦U+009B⟧⟦U+2028⟧end" in shown
     assert "⟦U+202E⟧gnp.exe⟦U+202C⟧" in shown
     assert runs.RIGHT_TO_LEFT in shown
     assert not re.search(r"[\u202a-\u202e\u2066-\u2069]", shown)
@@ -287,7 +293,13 @@ def test_the_keyboard_is_enough(page: Any, address: str) -> None:
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid", (
         "what has the focus is seen"
     )
-    for _ in range(4):
+    before = page.url
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    assert page.url == before, "the address of the view stays"
+    page.reload()
+    settled(page)
+    for _ in range(5):
         page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Evaluations"
     page.keyboard.press("Enter")

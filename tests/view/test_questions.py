@@ -1,5 +1,6 @@
 """What the page is told: every number it shows, against a folder whose numbers are known."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -10,6 +11,8 @@ import pytest
 
 from gruppo.errors import DataError
 from gruppo.runs import RunRecorder
+from gruppo.runs.lock import Owner, RunLock
+from gruppo.view.export import report_data
 from gruppo.view.folders import find_folders, short_names
 from gruppo.view.groups import FILTERS
 from gruppo.view.queries import Desk, Question
@@ -73,7 +76,7 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
     recorder.rollouts(runs.rows_of(0))
     desk = runs.desk(tmp_path / "run")
     before = ask(desk, "state")["runs"][0]
-    assert (before["status"], before["update"], before["completions"]) == ("running", 1, 12)
+    assert (before["update"], before["completions"]) == (1, 12)
     assert ask(desk, "state")["runs"][0] == before, "nothing has come"
     recorder.metrics(2, {"reward": 0.75})
     recorder.rollouts(runs.rows_of(1))
@@ -82,6 +85,61 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
     assert after["rollouts"] > before["rollouts"]
     assert (after["update"], after["completions"]) == (2, 24)
     assert ask(desk, "curves", name=["reward"])[0]["values"] == [0.5, 0.75]
+
+
+def test_a_run_goes_on_as_long_as_its_process(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    recorder.begin(config={}, environment={})
+    recorder.metrics(1, {"reward": 0.5})
+    desk = runs.desk(tmp_path)
+
+    def status() -> str:
+        return str(ask(desk, "state")["runs"][0]["status"])
+
+    assert status() == "not finished", "nobody holds the lock"
+    with RunLock(tmp_path):
+        before = (tmp_path / "lock").read_bytes()
+        assert status() == "running"
+        assert report_data(desk)["overview"]["runs"][0]["state"]["status"] == "not finished", "when it will be read"
+        assert (tmp_path / "lock").read_bytes() == before
+    gone = dataclasses.asdict(Owner.here()) | {"pid_started": 1}
+    (tmp_path / "lock").write_text(json.dumps(gone))
+    assert status() == "not finished", "it was killed"
+    (tmp_path / "lock").write_text(json.dumps(gone | {"host": "elsewhere"}))
+    assert status() == "running", "it cannot be seen, but has just written"
+    for name in ("metrics.jsonl", "events.jsonl"):
+        os.utime(tmp_path / name, (1e9, 1e9))
+    assert status() == "no news"
+    for nonsense in (b"\xff\xfe", b"", b"[" * 9000):
+        (tmp_path / "lock").write_bytes(nonsense)
+        assert status() in ("no news", "not finished")
+    recorder.event("finished", update=1)
+    assert status() == "finished"
+
+
+def test_what_is_new_in_a_folder_is_found(
+    run_folder: Path, evaluations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run_folder, tmp_path / "b" / "run")
+    desk = runs.desk(tmp_path)
+    state = ask(desk, "state")
+    shutil.copytree(run_folder, tmp_path / "a" / "run")
+    shutil.copytree(evaluations / "before", tmp_path / "before")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("[")
+    assert ask(desk, "state") == state, "not looked for all the time"
+    overview = ask(desk, "overview")
+    assert [run["name"] for run in overview["runs"]] == ["b/run", "a/run"], "the number of a run stays"
+    assert [each["name"] for each in overview["evaluations"]] == ["before"]
+    assert ask(desk, "groups", run=1)["total"] > 0
+    before = ask(desk, "state")
+    os.utime(tmp_path / "before" / "results.json", (1e9, 1e9))
+    assert ask(desk, "state")["results"] != before["results"], "results that are written anew"
+    monkeypatch.setattr("gruppo.view.queries.SEARCH_EVERY", 0)
+    shutil.copytree(run_folder, tmp_path / "c")
+    assert len(ask(desk, "state")["runs"]) == 3
+    shutil.rmtree(tmp_path)
+    assert len(ask(desk, "overview")["runs"]) == 3, "a folder that is gone does not break the page"
 
 
 def test_what_a_resumed_run_cut_is_forgotten(tmp_path: Path) -> None:
@@ -271,6 +329,7 @@ def test_an_evaluation_with_a_link_that_leads_out_is_refused(evaluations: Path, 
     ("question", "values", "said"),
     [
         ("grops", {}, "There is no question 'grops'. Did you mean 'groups'"),
+        ("zzz", {}, "There is no question 'zzz'. There are overview, state, curves,"),
         ("groups", {"run": 7}, "There is no run 7; there are 1"),
         ("groups", {"update": "x"}, "update='x' is no whole number"),
         ("groups", {"count": 0}, "ask for 1 to 500"),

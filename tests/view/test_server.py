@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -121,15 +122,28 @@ def _own_files() -> list[str]:
     return [path.name for path in STATIC.iterdir() if path.suffix in (".js", ".css", ".svg")]
 
 
-def test_a_missing_server_is_named(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("missing", ["uvicorn", "starlette"])
+def test_a_missing_server_is_named(desk: Desk, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     from gruppo.errors import ConfigError
     from gruppo.view.server import serve
 
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(ConfigError, match=r"pip install gruppo\[view\]"):
+    monkeypatch.setattr("uvicorn.Server.run", lambda server: pytest.fail("it serves"))
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=r'pip install "gruppo\[view\]"'):
         serve(desk)
+
+
+def test_a_port_that_is_taken_is_told_once(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+    from gruppo.errors import ConfigError
+    from gruppo.view.server import HOST, serve
+
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"Port {port} cannot be used"):
+            serve(desk, port)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_half_a_surrogate_pair_does_not_break_an_answer(ask: Ask, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import { ask, query, report } from "./api.js";
 import * as curves from "./curves.js";
-import { choice, el, fill, number, visible } from "./dom.js";
+import { choice, el, fill, number, visible, words } from "./dom.js";
 import * as evaluations from "./evaluations.js";
 import * as group from "./group.js";
 import * as groups from "./groups.js";
@@ -18,8 +18,10 @@ const VIEWS = {
 const PARENTS = { group: "groups", tokens: "groups", prompt: "prompts", problem: "evaluations" };
 const EVERY = 2000, SOON = 250; // milliseconds between two looks at the runs, and while they are read for the first time
 
+const OVER_ALL = ["curves", "evaluations", "run"]; // views of all runs or evaluations, which a new one joins
+
 const main = document.getElementById("main"), status = document.getElementById("status");
-let overview = null, view = null, shown = "";
+let overview = null, view = null, shown = "", results = null;
 
 const link = (name, params = {}) => `#${name}?${query(params)}`;
 
@@ -76,14 +78,18 @@ async function navigate(focus = true) {
   if (shown === name) main.dataset.ready = name;
 }
 
+const SILENT = new Set(["not finished", "no news"]);
+
 function tell(state) {
   const runs = state.runs.map((each, i) => {
     const done = each.update === null ? "no update yet" : `update ${number(each.update)}`;
     const index = each.indexed ? `${number(each.completions)} completions` : "reading completions …";
-    return `${overview.runs.length > 1 ? `${visible(overview.runs[i].name)}: ` : ""}${each.status}, ${done}, ${index}`;
+    const since = SILENT.has(each.status) && each.time ? [" since ", words(each.time)] : [];
+    const name = overview.runs.length > 1 ? [words(overview.runs[i].name), ": "] : [];
+    return [i > 0 ? " · " : "", name, each.status, since, `, ${done}, ${index}`];
   });
-  const said = report === null ? runs.join(" · ") : `A report. ${runs.join(" · ")}`;
-  if (status.textContent !== said) status.textContent = said;
+  const said = el("p", {}, report === null ? null : "A report. ", runs);
+  if (status.textContent !== said.textContent) fill(status, ...said.childNodes); // what is said again is not read out again
 }
 
 /** Look whether the runs have gone on, and let the view know. */
@@ -91,15 +97,19 @@ async function look() {
   if (document.hidden) return;
   try {
     const state = await ask("state");
-    const before = overview.runs.map((each) => each.state);
-    const differs = (name) => state.runs.some((each, i) => each[name] !== before[i][name]);
-    const metrics = differs("metrics"), rollouts = differs("rollouts");
-    if (metrics || rollouts) {
+    const before = overview.runs.map((each) => each.state), known = results ?? (results = state.results.join());
+    const differs = (name) => state.runs.some((each, i) => each[name] !== before[i]?.[name]);
+    const metrics = differs("metrics"), rollouts = differs("rollouts"), grown = state.runs.length !== before.length;
+    results = state.results.join();
+    if (metrics || rollouts || results !== known) {
       overview = await ask("overview");
-      if (metrics) await guarded(async () => view?.metricsChanged?.());
-      if (rollouts) await guarded(async () => view?.rolloutsChanged?.());
+      if ((grown || results !== known) && OVER_ALL.includes(shown)) await navigate(false);
+      else {
+        if (metrics) await guarded(async () => view?.metricsChanged?.());
+        if (rollouts) await guarded(async () => view?.rolloutsChanged?.());
+      }
     }
-    tell({ runs: overview.runs.map((each) => each.state) });
+    tell({ runs: overview.runs.map((each, i) => state.runs[i] ?? each.state) });
   } catch (error) {
     status.textContent = visible(error.message);
   }
@@ -125,7 +135,11 @@ async function start() {
   themeButton();
   overview = await ask("overview");
   tell({ runs: overview.runs.map((each) => each.state) });
-  addEventListener("hashchange", () => location.hash !== "#main" && navigate());
+  addEventListener("hashchange", () => navigate());
+  document.querySelector(".skip").addEventListener("click", (event) => { // the part after # is the address of the view
+    event.preventDefault();
+    main.focus();
+  });
   await navigate(false);
   if (report === null) {
     const again = async () => {

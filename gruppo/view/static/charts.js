@@ -1,8 +1,10 @@
 // Charts by uPlot, in the colours of the page, with one cursor for all of them.
 
-import { el, fill, number, table } from "./dom.js";
+import { el, fill, number, table, words } from "./dom.js";
 
 const RUNS = 8; // colours in style.css: --run-0 …
+const FEW = 40; // points that are drawn one by one
+const STEPS = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat(); // of an axis of updates: there is no half one
 const linked = uPlot.sync("gruppo");
 
 export const runColour = (run) => getComputedStyle(document.documentElement).getPropertyValue(`--run-${run % RUNS}`).trim();
@@ -32,7 +34,8 @@ export function joined(curves) {
 }
 
 /**
- * A figure with a chart: `draw(curves, smoothing)` puts curves {run, name, updates, values} into it.
+ * A figure with a chart: `draw(curves, smoothing)` puts curves {run, name, updates, values} into it, and leaves the part that
+ * somebody has zoomed into where it is. `title` and `names`, those of the runs, may be anybody's words.
  * The line below it has the values under the cursor, for those who see and those who listen, and a table has them all.
  */
 export function chart(title, names, { height = 180, range = null } = {}) {
@@ -40,18 +43,19 @@ export function chart(title, names, { height = 180, range = null } = {}) {
   const readout = el("ul", { class: "readout" });
   const rows = el("div");
   const details = el("details", { ontoggle: () => details.open && listed() }, el("summary", {}, "As a table"), rows);
-  const figure = el("figure", { class: "chart" }, el("figcaption", {}, title), place, readout, details);
-  let plot = null, shown = [], raw = [[]];
+  const figure = el("figure", { class: "chart" }, el("figcaption", {}, words(title)), place, readout, details);
+  let plot = null, drawn = "", shown = [], raw = [[]], smoothed = null;
 
   const values = (at) => shown.map((curve, i) => {
     const own = raw[1 + i];
     let place = at === null || at === undefined ? own.length - 1 : at;
     while (place > 0 && (own[place] === null || own[place] === undefined)) place -= 1;
-    return el("li", {}, el("i", { class: `dot run-${curve.run % RUNS}` }), `${names[curve.run]}: ${number(own[place])} `,
+    const mean = smoothed === null ? "" : `(smoothed ${number(smoothed[i][place])}) `;
+    return el("li", {}, el("i", { class: `dot run-${curve.run % RUNS}` }), words(names[curve.run]), `: ${number(own[place])} ${mean}`,
       el("small", {}, `at ${number(raw[0][place])}`));
   });
-  const listed = () => fill(rows, table(`${title}, the newest 200 points`,
-    [["Update", (i) => number(raw[0][i]), "number"], ...shown.map((curve, c) => [names[curve.run], (i) => number(raw[1 + c][i]), "number"])],
+  const listed = () => fill(rows, table([words(title), `, the newest 200 points${smoothed === null ? "" : ", not smoothed"}`],
+    [["Update", (i) => number(raw[0][i]), "number"], ...shown.map((curve, c) => [words(names[curve.run]), (i) => number(raw[1 + c][i]), "number"])],
     raw[0].map((_, i) => i).slice(-200).reverse()));
 
   const options = (smoothing) => ({
@@ -61,23 +65,36 @@ export function chart(title, names, { height = 180, range = null } = {}) {
     scales: { x: { time: false }, ...(range === null ? {} : { y: { range } }) },
     axes: ["x", "y"].map((axis) => ({
       stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 },
-      ...(axis === "y" ? { size: 56 } : { size: 28 }),
+      ...(axis === "y" ? { size: 56 } : { size: 28, incrs: STEPS }),
     })),
-    series: [{}, ...shown.flatMap((curve) => {
-      const own = runColour(curve.run), base = { stroke: own, spanGaps: true, points: { show: curve.updates.length < 40 } };
+    series: [{}, ...shown.flatMap((curve, i) => {
+      const own = runColour(curve.run), base = { stroke: own, spanGaps: true, points: { show: () => shown[i].updates.length < FEW } };
       return smoothing > 0 ? [{ ...base, alpha: 0.25, width: 1, points: { show: false } }, { ...base, width: 2 }] : [{ ...base, width: 1.5 }];
     })],
     hooks: { setCursor: [(own) => fill(readout, values(own.cursor.idx))] },
   });
 
+  /** The updates that are shown, if they are not all of them. */
+  const zoomed = () => {
+    const { min, max } = plot?.scales.x ?? {};
+    return plot !== null && raw[0].length > 1 && (min > raw[0][0] || max < raw[0].at(-1)) ? { min, max } : null;
+  };
   const draw = (curves, smoothing = 0) => {
     shown = curves;
+    const part = zoomed();
     raw = joined(curves);
-    const columns = raw.slice(1).flatMap((column) => (smoothing > 0 ? [column, smooth(column, smoothing)] : [column]));
-    plot?.destroy();
-    plot = new uPlot(options(smoothing), [raw[0], ...columns], place);
-    plot.root.setAttribute("aria-hidden", "true");
-    fill(readout, values(null));
+    smoothed = smoothing > 0 ? raw.slice(1).map((column) => smooth(column, smoothing)) : null;
+    const data = [raw[0], ...raw.slice(1).flatMap((column, i) => (smoothed === null ? [column] : [column, smoothed[i]]))];
+    const same = JSON.stringify([smoothed === null, curves.map((curve) => curve.run), colour("--line")]); // what a chart is made for
+    if (plot !== null && drawn === same) plot.setData(data, part === null);
+    else {
+      plot?.destroy();
+      plot = new uPlot(options(smoothing), data, place);
+      plot.root.setAttribute("aria-hidden", "true");
+      drawn = same;
+    }
+    if (part !== null) plot.setScale("x", part);
+    fill(readout, values(plot.cursor.idx));
     if (details.open) listed();
   };
   const resize = () => plot?.setSize({ width: Math.max(place.clientWidth, 200), height });

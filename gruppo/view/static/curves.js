@@ -2,11 +2,10 @@
 
 import { ask } from "./api.js";
 import { chart } from "./charts.js";
-import { box, calmly, el, field, fill, visible } from "./dom.js";
+import { box, calmly, el, field, fill, words } from "./dom.js";
 
 const USUAL = [
-  ["reward"], ["loss"], ["kl"], ["entropy"], ["completions/mean_length"], ["completions/clipped_ratio"], ["frac_reward_zero_std"],
-  ["grad_norm"], ["learning_rate"],
+  "reward", "loss", "kl", "entropy", "completions/mean_length", "completions/clipped_ratio", "frac_reward_zero_std", "grad_norm", "learning_rate",
 ];
 
 export function show(page) {
@@ -28,14 +27,14 @@ export function show(page) {
 
   const remember = calmly(200, () => page.remember({ metric: [...chosen], smooth: smoothing || null }));
   const metrics = () => fill(list, every().filter((name) => name.toLowerCase().includes(filter.value.toLowerCase())).map((name) =>
-    box(visible(name), chosen.has(name), (on) => { if (on) chosen.add(name); else chosen.delete(name); remember(); load(); })));
+    box(words(name), chosen.has(name), (on) => { if (on) chosen.add(name); else chosen.delete(name); remember(); load(); })));
 
   let curves = [];
   const redraw = () => {
     for (const name of [...charts.keys()]) if (!chosen.has(name)) { charts.get(name).figure.remove(); charts.delete(name); }
     for (const name of chosen) {
       if (!charts.has(name)) {
-        charts.set(name, chart(visible(name), names));
+        charts.set(name, chart(name, names));
         grid.append(charts.get(name).figure);
       }
       charts.get(name).draw(curves.filter((curve) => curve.name === name && drawn.has(curve.run)), smoothing);
@@ -51,7 +50,7 @@ export function show(page) {
     runs.length === 0 ? el("p", {}, "There is no run among these folders.") : null,
     el("div", { class: "tools" },
       el("fieldset", {}, el("legend", {}, "Runs"), runs.map((run, i) => box(
-        [el("i", { class: `dot run-${i % 8}` }), visible(run.name)], true, (on) => { if (on) drawn.add(i); else drawn.delete(i); redraw(); }))),
+        [el("i", { class: `dot run-${i % 8}` }), words(run.name)], true, (on) => { if (on) drawn.add(i); else drawn.delete(i); redraw(); }))),
       field("Smoothing", slider),
       el("details", { class: "metrics" }, el("summary", {}, "Metrics"), field("Find a metric", filter), list)),
     grid);
@@ -60,6 +59,6 @@ export function show(page) {
 }
 
 function usual(names) {
-  const found = USUAL.flat().filter((name) => names.includes(name));
+  const found = USUAL.filter((name) => names.includes(name));
   return found.length ? found : names.slice(0, 6);
 }

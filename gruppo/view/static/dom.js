@@ -21,17 +21,16 @@ export function fill(node, ...children) {
   return node;
 }
 
-// Characters that are not seen but change what is: controls (line breaks and tabs aside), marks that turn the direction
-// of what follows them, and blanks without width.
-const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u202a-\u202e\u2028\u2029\u2060-\u2069\ufeff]|[\u{e0000}-\u{e007f}]/gu;
+// Characters that are not seen but change what is: controls (line breaks and tabs aside), marks of format and direction,
+// joiners, fillers and selectors that leave no trace, blanks without ink. Within one emoji, joiners and the selector of its
+// coloured form are a part of the picture: the first group takes it whole.
+const EMOJI = String.raw`\p{Extended_Pictographic}\p{Emoji_Modifier}?\uFE0F?`;
+const UNSEEN = new RegExp(
+  String.raw`(${EMOJI}(?:\u200D${EMOJI})*|[0-9#*]\uFE0F\u20E3)|(?![\n\t])[\p{Cc}\p{Cf}\p{Default_Ignorable_Code_Point}\u2028\u2029\u2800]`, "gu");
 
-/** Text with such characters as pictures or code points: a completion cannot hide, reorder or end anything. */
+/** Text with such characters by their code points: a completion cannot hide, reorder or end anything. */
 export function visible(text) {
-  return String(text).replace(UNSEEN, (character) => {
-    const code = character.codePointAt(0);
-    if (code < 0x20) return String.fromCodePoint(0x2400 + code);
-    return `⟦U+${code.toString(16).toUpperCase().padStart(4, "0")}⟧`;
-  });
+  return String(text).replace(UNSEEN, (found, emoji) => emoji ?? `⟦U+${found.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟧`);
 }
 
 /** Words of a model or a data set, apart from the rest of the page: in their own direction, as they are. */
@@ -39,25 +38,25 @@ export function words(text, attributes = {}) {
   return el("bdi", { dir: "auto", ...attributes, class: `words ${attributes.class ?? ""}` }, visible(text));
 }
 
-/** A number for people; a dash where there is none. */
+/** A number for people; a dash where there is none, also where a file from a stranger has something else. */
 export function number(value, digits = 3) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number" || Number.isNaN(value)) return "–";
   if (Number.isInteger(value)) return value.toLocaleString("en");
   const size = Math.abs(value);
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(digits - 1) : value.toFixed(digits);
 }
 
 export function percent(value) {
-  return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`;
+  return typeof value !== "number" ? "–" : `${(100 * value).toFixed(1)} %`;
 }
 
-/** A table with a caption and scoped headers. Columns are [title, cell(row), "number" or nothing]. */
+/** A table with a caption (text, or a list of nodes) and scoped headers. Columns are [title, cell(row), "number" or nothing]. */
 export function table(caption, columns, rows, attributes = {}) {
   const head = columns.map(([title, , kind]) => el("th", { scope: "col", class: kind }, title));
   const body = rows.map((row) => el("tr", {}, columns.map(([, cell, kind]) => el("td", { class: kind }, cell(row)))));
-  const whole = el("table", attributes, el("caption", {}, caption),
-    el("thead", {}, el("tr", {}, head)), el("tbody", {}, body));
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, whole);
+  const title = el("caption", {}, caption);
+  const whole = el("table", attributes, title, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body));
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title.textContent }, whole);
 }
 
 /** A control under its name. */

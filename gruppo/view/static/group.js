@@ -7,7 +7,7 @@ import { passing, passingFields } from "./passing.js";
 const ORDERS = [["reward", "reward"], ["advantage", "advantage"], ["length", "length"], ["row", "place in the batch"]];
 
 export function show(page) {
-  const place = { run: page.run(), ...page.numbers("generation", "round", "group") };
+  const place = { run: page.run(), ...page.numbers("generation", "round", "group") }, from = page.params.get("from");
   const body = el("div");
   let order = "reward";
   const load = async () => {
@@ -17,11 +17,12 @@ export function show(page) {
       el("h3", {}, "Completions"),
       field("Sort by", choice(ORDERS, order, (value) => { order = value; draw(); })),
       el("div", { class: "cards", role: "list", "aria-label": "Completions side by side" },
-        sorted(group.completions, order).map((each) => card(page, place, each))));
+        sorted(group.completions, order).map((each) => card(page, place, each, from))));
     draw();
   };
   const title = `Group ${place.group} of generation ${place.generation}`;
-  return { node: el("section", {}, el("h2", { tabindex: "-1" }, title), body), ready: load };
+  const back = el("p", {}, el("a", { href: from === null ? page.link("groups", { run: place.run }) : `#groups?${from}` }, "‹ Back to the list of groups"));
+  return { node: el("section", {}, back, el("h2", { tabindex: "-1" }, title), body), ready: load };
 }
 
 function sorted(completions, order) {
@@ -32,7 +33,7 @@ function sorted(completions, order) {
 function facts(page, place, group) {
   const fact = (name, value) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
   return el("dl", { class: "facts" },
-    fact("sampled after update", number(group.update)), fact("split", group.split), fact("accuracy", percent(group.accuracy)),
+    fact("sampled after update", number(group.update)), fact("split", words(group.split)), fact("accuracy", percent(group.accuracy)),
     fact("reward", number(group.reward)), fact("spread", number(group.spread)), fact("tokens", number(Math.round(group.length))),
     group.replaced ? fact("replaced", "by dynamic sampling; nothing was learned from it") : null,
     fact("over training", el("a", { href: page.link("prompt", { run: place.run, prompt_id: group.prompt_id }) }, "this prompt's history")));
@@ -52,19 +53,19 @@ export function parts(content, more = null) {
     content.cut && more === null ? el("p", { class: "quiet" }, `The first part of ${number(content.characters)} characters.`) : null);
 }
 
-function card(page, place, each) {
+function card(page, place, each, from) {
   const at = { run: place.run, generation: place.generation, round: place.round, row: each.row };
   const text = el("div");
   const whole = el("button", { type: "button", onclick: async () => fill(text, parts(await ask("text", at))) }, "Show all of it");
   fill(text, parts(each.content, whole));
   const rewards = Object.entries(each.rewards).map(([name, value]) => [el("dt", {}, words(name)),
-    el("dd", {}, each.kinds[name] ? `${number(value)} (${each.kinds[name]})` : number(value))]);
+    el("dd", {}, number(value), each.kinds[name] ? [" (", words(each.kinds[name]), ")"] : null)]);
   return el("article", { class: `card ${each.passes ? "right" : "wrong"}`, role: "listitem", "aria-label": `Completion ${each.row}, reward ${number(each.reward)}` },
     el("header", {},
       el("strong", {}, `${each.passes ? "✓ right" : "✗ not right"}`),
-      each.truncated ? el("span", { class: "flag bad" }, `truncated: ${each.stop}`) : null,
+      each.truncated ? el("span", { class: "flag bad" }, "truncated: ", words(each.stop)) : null,
       each.turns > 1 ? el("span", { class: "flag" }, `${each.turns} turns`) : null,
-      el("a", { href: page.link("tokens", at) }, "tokens")),
+      el("a", { href: page.link("tokens", { ...at, from }) }, "tokens")),
     el("dl", { class: "facts small" },
       el("dt", {}, "reward"), el("dd", {}, number(each.reward)), el("dt", {}, "advantage"), el("dd", {}, number(each.advantage)), rewards,
       el("dt", {}, "tokens"), el("dd", {}, number(each.length))),

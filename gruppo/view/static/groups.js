@@ -1,6 +1,6 @@
 // Groups of an update or of all: sorted, filtered, searched.
 
-import { asker } from "./api.js";
+import { asker, query } from "./api.js";
 import { box, calmly, choice, el, field, fill, number, pager, percent, table, visible, words } from "./dom.js";
 import { passing, passingFields, readPassing } from "./passing.js";
 
@@ -14,7 +14,7 @@ const COUNT = 50;
 export function show(page) {
   readPassing(page.params);
   const asked = {
-    run: page.run(), split: page.params.get("split") ?? "", update: page.params.get("update") ?? "newest",
+    run: page.run(), split: page.params.get("split") ?? "", update: (page.params.get("update") ?? "newest").replace(/^all$/, ""),
     order: page.params.get("order") ?? "spread", descending: page.params.get("descending") !== "0",
     filter: page.params.getAll("filter"), search: page.params.get("search") ?? "", first: Number(page.params.get("first") ?? 0),
   };
@@ -59,7 +59,7 @@ export function show(page) {
 
   const load = async () => {
     results.setAttribute("aria-busy", "true");
-    page.remember({ ...asked, descending: asked.descending ? "1" : "0", ...passing() });
+    page.remember(address(asked));
     const update = asked.update === "newest" ? updates().at(-1) : asked.update;
     const answer = await question({ ...asked, update, count: COUNT, ...passing() });
     if (answer === null) return;
@@ -78,11 +78,15 @@ export function show(page) {
   };
 }
 
+/** What the address of a list says; its groups and their tokens carry it, for the way back. */
+const address = (asked) => ({ ...asked, update: asked.update || "all", descending: asked.descending ? "1" : "0", ...passing() });
+
 function listed(page, asked, answer) {
   if (answer.total === 0) return el("p", {}, "No group is like that.");
   const flags = (group) => Object.entries(FILTERS).filter(([name]) => Number(group[name]) > 0)
     .map(([, title]) => el("span", { class: "flag" }, title));
-  const link = (group) => el("a", { href: page.link("group", { run: asked.run, generation: group.generation, round: group.round, group: group.group }) },
+  const from = query(address(asked)).toString();
+  const link = (group) => el("a", { href: page.link("group", { run: asked.run, generation: group.generation, round: group.round, group: group.group, from }) },
     words(group.prompt || "(an empty prompt)"));
   const columns = [
     ["Prompt", link],

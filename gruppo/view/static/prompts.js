@@ -58,7 +58,7 @@ export function showOne(page) {
     fill(body, el("div", { class: "parts" }, words(answer.prompt, { class: "text" })),
       passingFields(page.overview.runs[run], load), plot.figure,
       table("Its groups", [
-        ["Sampled after", link], ["Split", (each) => each.split], ["Pass rate", (each) => percent(each.accuracy), "number"],
+        ["Sampled after", link], ["Split", (each) => words(each.split)], ["Pass rate", (each) => percent(each.accuracy), "number"],
         ["Reward", (each) => number(each.reward), "number"], ["Spread", (each) => number(each.spread), "number"],
         ["Tokens", (each) => number(Math.round(each.length)), "number"], ["Size", (each) => number(each.size), "number"],
       ], answer.history, { id: "history" }));

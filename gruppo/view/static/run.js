@@ -15,7 +15,7 @@ export function show(page) {
     fill(body,
       runs.length > 1 ? box("Only settings that differ", onlyOther, (on) => { onlyOther = on; draw(); }) : null,
       table("Settings", [["Name", (name) => words(name)], ...runs.map((run, i) => [words(run.name), (name) => words(settings[i][name] ?? "–")])], rows, { id: "settings" }),
-      runs.map((run) => table(`What happened in ${run.name}`, [
+      runs.map((run) => table(["What happened in ", words(run.name)], [
         ["When", (event) => words(event.time ?? "–")], ["What", (event) => words(event.event ?? "–")], ["Update", (event) => words(event.update ?? "–")],
         ["More", (event) => words(JSON.stringify(Object.fromEntries(Object.entries(event).filter(([name]) => !OWN.has(name)))))],
       ], [...run.events].reverse())));

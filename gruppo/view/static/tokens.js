@@ -1,7 +1,7 @@
 // One completion token by token, coloured by a number of each.
 
 import { ask } from "./api.js";
-import { el, fill, number, table, visible } from "./dom.js";
+import { el, fill, number, pager, table, visible, words } from "./dom.js";
 
 const NAMES = { logp: "log-prob", entropy: "entropy", ratio: "ratio", contribution: "advantage contribution" };
 const COUNT = 4096, IN_TABLE = 500;
@@ -21,7 +21,7 @@ const BOTH_WAYS = new Set(["ratio", "contribution"]);
 
 export function show(page) {
   const at = { run: page.run(), ...page.numbers("generation", "round", "row") };
-  const body = el("div");
+  const body = el("div"), from = page.params.get("from");
   let first = 0, colouring = null;
   const load = async () => {
     const view = await ask("tokens", { ...at, first, count: COUNT });
@@ -33,7 +33,7 @@ export function show(page) {
     const shown = tokenList(view);
     const legend = el("p", { class: "legend" });
     const paint = () => { shown.paint(colouring); fill(legend, ...legendOf(view, colouring)); };
-    fill(body, choices(view, colouring, (name) => { colouring = name; paint(); }), legend,
+    fill(body, around(page, at, view, from), choices(view, colouring, (name) => { colouring = name; paint(); }), legend,
       view.texts === null ? el("p", { class: "notice" }, "The folder of this run has no tokenizer.json, so that tokens are shown by their numbers.") : null,
       shown.readout, shown.node, pages(view), asTable(view));
     paint();
@@ -44,6 +44,16 @@ export function show(page) {
     el("button", { type: "button", disabled: first + COUNT >= view.total, onclick: () => { first += COUNT; return load(); } }, "Next")));
   const node = el("section", {}, el("h2", { tabindex: "-1" }, `Completion ${at.row} of generation ${at.generation}, token by token`), body);
   return { node, ready: load };
+}
+
+/** The way to the group of a completion, and to those beside it. */
+function around(page, at, view, from) {
+  const { row, ...place } = at, here = view.rows.indexOf(row);
+  const beside = (by, title) => (view.rows[here + by] === undefined ? null
+    : el("a", { href: page.link("tokens", { ...place, row: view.rows[here + by], from }) }, title));
+  return el("nav", { class: "pager", "aria-label": "The group of this completion" },
+    el("a", { href: page.link("group", { ...place, group: view.group, from }) }, `Group ${view.group}`),
+    beside(-1, "‹ Previous completion"), el("span", {}, `${number(here + 1)} of ${number(view.rows.length)}`), beside(1, "Next completion ›"));
 }
 
 function choices(view, chosen, changed) {
@@ -69,7 +79,7 @@ const textOf = (view, i) => (view.texts === null ? `#${view.ids[i]} ` : view.tex
 function describe(view, i) {
   const values = Object.entries(NAMES).filter(([name]) => view[name]).map(([name, title]) => `${title} ${number(view[name][i], 4)}`);
   const who = view.model[i] ? values.join(", ") : "not written by the model";
-  return `Token ${view.first + i}, ${JSON.stringify(visible(textOf(view, i)))}, id ${view.ids[i]}: ${who}`;
+  return [`Token ${view.first + i}, `, words(JSON.stringify(visible(textOf(view, i)))), `, id ${view.ids[i]}: ${who}`];
 }
 
 /** The tokens as text; those of tools folded. Arrow keys go from one to the next. */
@@ -96,22 +106,27 @@ function tokenList(view) {
     current = i;
     spans[i].classList.add("current");
     spans[i].scrollIntoView({ block: "nearest" });
-    readout.textContent = describe(view, i);
+    fill(readout, describe(view, i));
   };
   const unfolded = (i, by) => { // tokens of a folded turn are passed over
     let next = i + by;
     while (spans[next] && spans[next].closest("details:not([open])")) next += by;
     return next;
   };
+  const moved = (by) => {
+    let i = current;
+    for (let left = Math.abs(by); left > 0 && spans[unfolded(i, Math.sign(by))]; left -= 1) i = unfolded(i, Math.sign(by));
+    return i;
+  };
   node.addEventListener("keydown", (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
     if (by === undefined || event.target !== node) return;
     event.preventDefault();
-    focus(Math.abs(by) === 1 ? unfolded(current, by) : Math.max(0, Math.min(current + by, spans.length - 1)));
+    focus(moved(by));
   });
   node.addEventListener("pointerover", (event) => {
     const own = event.target.closest?.(".token");
-    if (own) readout.textContent = describe(view, Number(own.dataset.i));
+    if (own) fill(readout, describe(view, Number(own.dataset.i)));
   });
   const paint = (name) => {
     const known = name === null ? [] : view[name].filter((value) => value !== null);
@@ -128,12 +143,18 @@ function tokenList(view) {
 }
 
 function asTable(view) {
-  const rows = view.ids.map((_, i) => i).slice(0, IN_TABLE);
-  const details = el("details", { ontoggle: () => details.open && details.children.length === 1 && details.append(
-    table(`The first ${number(rows.length)} tokens`, [
-      ["Place", (i) => number(view.first + i), "number"], ["Text", (i) => visible(JSON.stringify(textOf(view, i)))], ["Id", (i) => String(view.ids[i]), "number"],
-      ["Written by", (i) => (view.model[i] ? "the model" : "a tool")],
-      ...Object.entries(NAMES).filter(([name]) => view[name]).map(([name, title]) => [title, (i) => number(view[name][i], 4), "number"]),
-    ], rows)) }, el("summary", {}, "As a table"));
+  const columns = [
+    ["Place", (i) => number(view.first + i), "number"], ["Text", (i) => visible(JSON.stringify(textOf(view, i)))], ["Id", (i) => String(view.ids[i]), "number"],
+    ["Written by", (i) => (view.model[i] ? "the model" : "a tool")],
+    ...Object.entries(NAMES).filter(([name]) => view[name]).map(([name, title]) => [title, (i) => number(view[name][i], 4), "number"]),
+  ];
+  const place = el("div");
+  const draw = (from) => {
+    const rows = view.ids.map((_, i) => i).slice(from, from + IN_TABLE);
+    const caption = `Places ${number(view.first + from)} to ${number(view.first + from + rows.length - 1)} of ${number(view.total)} tokens`;
+    fill(place, table(caption, columns, rows, { id: "token-table" }), pager(view.ids.length, from, IN_TABLE, draw));
+  };
+  const details = el("details", { ontoggle: () => details.open && view.ids.length > 0 && place.children.length === 0 && draw(0) },
+    el("summary", {}, "As a table"), place);
   return details;
 }
