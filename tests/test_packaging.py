@@ -232,7 +232,7 @@ def test_what_newcomers_install_can_be_looked_at() -> None:
 
 def test_extras_are_quoted() -> None:
     """Some shells take the brackets for a pattern."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "gruppo").rglob("*.py")]
     bare = r"pip install [^`\n'\"]*(?:gruppo|\.)\[\w"
     found = [page.name for page in pages if re.search(bare, page.read_text(encoding="utf-8"))]
     assert found == []
