@@ -95,6 +95,9 @@ def test_an_end_of_the_processes_is_told(
     monkeypatch.setattr(launching, "run_command", lambda started, patience: 1)
     path = recipe()
     assert cli.main(["train", str(path), "--launch", "ddp", "--nproc", "2"]) == 1
+    assert capsys.readouterr().err.endswith("the launcher with code 1; their lines say why. There is no checkpoint.\n")
+    (path.parent / "run" / "checkpoint-1").mkdir(parents=True)
+    assert cli.main(["train", str(path), "--launch", "ddp", "--nproc", "2"]) == 1
     again = f"gruppo train {path} --launch ddp --nproc 2 --resume"
     assert capsys.readouterr().err.endswith(f"the launcher with code 1; their lines say why. Go on with: {again}\n")
 
@@ -103,6 +106,10 @@ def test_an_end_of_the_processes_is_told(
     ("flags", "message"),
     [
         (["--nproc", "2"], "--nproc 2 needs --launch"),
+        (["--launch", "ddp", "--nproc", "0"], "--nproc 0 must be at least 1"),
+        (["--launch", "ddp", "--nproc", "-1"], "--nproc -1 must be at least 1"),
+        (["--num_processes", "two"], "--num_processes two must be a whole number of at least 1"),
+        (["--num_processes"], "--num_processes must be a whole number of at least 1"),
         (["--launch", "fsdp1", "--nproc", "2"], "FSDP1 is not supported: use fsdp2"),
         (["--launch", "zero4", "--nproc", "2"], "not one of ddp, fsdp2"),
         (["--launch", "ddp", "--accelerate_config", "fsdp2"], "both say how to launch"),
