@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from gruppo.cli.recipe import Run, accelerate_options, named_processes
 from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError
 
-__all__ = ["LAUNCHES", "check_launch", "launch", "launch_command", "launch_config", "run_command"]
+__all__ = ["LAUNCHES", "check_launch", "last_words", "launch", "launch_command", "launch_config", "run_command"]
+
+WORDS = "GRUPPO_LAST_WORDS"  # the file of last_words, in the environment
 
 # The names of TRL's `--accelerate_config`; single_gpu is one process.
 ACCELERATE_NAMES = {"single_gpu": "ddp", "multi_gpu": "ddp"}
@@ -224,6 +227,37 @@ def run_command(command: Sequence[str], patience: float | None = None) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def last_words() -> Iterator[Path]:
+    """A file for what the first process that fails says, which is far above the lines of its launcher.
+
+    Example:
+        with last_words() as path:
+            code = launch(run, "train", argv)
+            said = path.read_text() if path.exists() else ""
+    """
+    with tempfile.TemporaryDirectory(prefix="gruppo-words-") as folder:
+        path = Path(folder) / "first"
+        os.environ[WORDS] = str(path)
+        try:
+            yield path
+        finally:
+            del os.environ[WORDS]
+
+
+def keep_words(text: str) -> None:
+    """In a process that was launched: leave what it says to the one that launched it, unless another came first."""
+    path = os.environ.get(WORDS)
+    if path is not None and Path(path).parent.is_dir():
+        with suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+
+
+def has_words() -> bool:
+    """Whether a process of this launch has failed."""
+    return Path(os.environ.get(WORDS) or os.devnull).is_file()
 
 
 def _gpus() -> int:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gruppo.cli.launching import check_launch, launch
+from gruppo.cli.launching import check_launch, has_words, keep_words, last_words, launch
 from gruppo.cli.loading import make_trainer
 from gruppo.cli.recipe import Run, is_launched, make_parser, trainer_of
 from gruppo.errors import (
@@ -103,18 +103,17 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
         print(HELP[command] + COMMON_HELP, end="")
         return 0 if argv else 2
     if "--help-all" in argv:
-        named = trainer_of([string for string in argv if string != "--help-all"], command)
-        print(make_parser(named, command).format_help(), end="")
+        trainer = trainer_of([string for string in argv if string != "--help-all"], command)
+        print(make_parser(trainer, command).format_help(), end="")
         return 0
     asked = Run.read(argv, command, build=False)
     if not is_launched() and asks_for_processes(asked):
-        code = launch(asked, command, argv)
+        with last_words() as path:
+            code = launch(asked, command, argv)
+            words = path.read_text(encoding="utf-8") if path.exists() else ""
         if code:  # a launcher has a code of its own, whatever that of its processes was
-            again = f"gruppo {command} {shlex.join(argv)}"
             newest = _newest(Path(asked.config.output_dir or OUTPUT))
-            left = "There is no checkpoint" if newest is None else f"Go on with: {with_resume(again)}"
-            said = f"The processes ended, the launcher with code {code}; their lines say why."
-            _say(command, f"{said} {left}{'.' * (newest is None)}")
+            _say(command, ended(code, words, newest, f"gruppo {command} {shlex.join(argv)}"))
         return code
     return train(argv, command)
 
@@ -140,7 +139,8 @@ def train(argv: Sequence[str], command: str) -> int:
         trainer.train(resume_from_checkpoint=wanted or None)
         _finish(trainer)
     except Terminated:
-        _say(command, f"Stopped while loading; nothing was trained. The same command begins again: {again}")
+        if not has_words():  # else a launcher ends this process, as another one has failed
+            _say(command, f"Stopped while loading; nothing was trained. The same command begins again: {again}")
         return TERMINATED
     except SystemExit as end:
         if trainer is None or end.code not in (STOPPED, STOPPED_UNSAVED):
@@ -153,10 +153,12 @@ def train(argv: Sequence[str], command: str) -> int:
         _say(command, f"Interrupted, {where}. The same command begins again: {again}")
         return INTERRUPTED
     except TOLD_AT_ONCE as error:
+        keep_words(named(error))
         _say(command, failed(trainer, error, again))
         return 2 if trainer is None else 1
     except Exception as error:  # the end of the program: the traceback, and then what to do
         traceback.print_exc()
+        keep_words(named(error))
         _say(command, failed(trainer, error, again))
         return 1
     if trainer.is_world_process_zero():
@@ -251,16 +253,28 @@ def stopped(trainer: Any, code: Any, again: str) -> str:
     )
 
 
+def ended(code: int, words: str, newest: Path | None, again: str) -> str:
+    """The end of processes that were launched, with the words of the first that failed."""
+    why = f": {words}\n" if words else "; their lines say why. "
+    left = "There is no checkpoint." if newest is None else f"Go on with: {with_resume(again)}"
+    return f"The processes ended, the launcher with code {code}{why}{left}"
+
+
+def named(error: BaseException) -> str:
+    """The words of an error, after its name unless they were written for the user."""
+    words = str(error).strip() or type(error).__name__
+    return words if isinstance(error, TOLD_AT_ONCE) else f"{type(error).__name__}: {words}"
+
+
 def failed(trainer: Any, error: BaseException, again: str) -> str:
     """What went wrong, in the words of the error, and what is left."""
-    words = str(error).strip() or type(error).__name__
-    named = words if isinstance(error, TOLD_AT_ONCE) else f"{type(error).__name__}: {words}"
     if trainer is None:
-        return named
+        return named(error)
     newest = _newest(Path(trainer.args.output_dir))
     if newest is None:
-        return f"{named}\nFailed after update {trainer.state.global_step}; there is no checkpoint."
-    return f"{named}\nFailed after update {trainer.state.global_step}. Go on from {newest} with: {with_resume(again)}"
+        return f"{named(error)}\nFailed after update {trainer.state.global_step}; there is no checkpoint."
+    how = f"Go on from {newest} with: {with_resume(again)}"
+    return f"{named(error)}\nFailed after update {trainer.state.global_step}. {how}"
 
 
 def with_resume(command: str) -> str:

@@ -1,5 +1,6 @@
 """Several processes: which command starts them, and how signals reach them."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -100,6 +101,27 @@ def test_an_end_of_the_processes_is_told(
     assert cli.main(["train", str(path), "--launch", "ddp", "--nproc", "2"]) == 1
     again = f"gruppo train {path} --launch ddp --nproc 2 --resume"
     assert capsys.readouterr().err.endswith(f"the launcher with code 1; their lines say why. Go on with: {again}\n")
+
+
+def test_the_words_of_the_first_that_failed_are_repeated(
+    recipe: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def processes(started: list[str], patience: float) -> int:
+        monkeypatch.setenv("GRUPPO_LAUNCHED", "1")  # what they do, in this one
+        assert cli.main(started[started.index("gruppo") + 1 :]) == 2
+        launching.keep_words("the next one")
+        train = importlib.import_module("gruppo.cli.train")  # `gruppo.cli` has a function of that name
+        monkeypatch.setattr(train, "make_trainer", lambda run, callbacks: os.kill(os.getpid(), 15))
+        assert cli.main(["train", str(recipe())]) == 143, "ended by the launcher"
+        return 1
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(launching, "run_command", processes)
+    assert cli.main(["train", str(recipe(dataset="none.jsonl")), "--launch", "ddp", "--nproc", "2"]) == 1
+    err = capsys.readouterr().err
+    assert "the launcher with code 1: There is no file none.jsonl.\nThere is no checkpoint.\n" in err
+    assert "Stopped while loading" not in err
+    assert launching.WORDS not in os.environ
 
 
 @pytest.mark.parametrize(
