@@ -695,8 +695,8 @@ def test_a_bound_that_is_infinite_is_none() -> None:
         ("learning_rat", " Did you mean `learning_rate`?"),
         ("learning_rate", ""),  # the very name
         ("xyzzy", ""),
-        ("rate_of_things", ""),
+        ("save_every", ""),  # 0.61 alike to save_strategy
     ],
 )
 def test_only_what_may_have_been_meant_is_named(name: str, said: str) -> None:
-    assert nearest(name, ["learning_rate", "beta", "num_generations"]) == said
+    assert nearest(name, ["learning_rate", "beta", "save_strategy"]) == said
