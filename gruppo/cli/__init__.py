@@ -5,6 +5,7 @@ import what they need when they run, so that `gruppo --help` stays instant.
 """
 
 import difflib
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -118,6 +119,18 @@ def help_text() -> str:
     return HELP.format(commands="\n".join(["commands:", *rows]))
 
 
+# Loggers of libraries, and what they say at every start on machines where nothing is wrong.
+NOISY = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "DeepSpeed": "Setting accelerator to CPU",
+}
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of such a logger is worth showing."""
+    return NOISY[record.name] not in str(record.msg)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     command, *arguments = list(sys.argv[1:] if argv is None else argv) or [""]
@@ -129,9 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command not in COMMANDS:
         kind = "option" if command.startswith("-") else "command"
-        nearest = difflib.get_close_matches(command.lstrip("-"), COMMANDS, n=1, cutoff=0.0)[0]
-        print(f"gruppo: unknown {kind} {command!r}; did you mean {nearest!r}? See `gruppo --help`.", file=sys.stderr)
+        close = difflib.get_close_matches(command.lstrip("-"), COMMANDS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        print(f"gruppo: unknown {kind} {command!r}{hint} See `gruppo --help`.", file=sys.stderr)
         return 2
+    for library in NOISY:
+        logging.getLogger(library).addFilter(is_news)
     # Read by OpenMP when torch is loaded: threads wait asleep, not spinning. That costs a few per cent on an idle
     # machine; beside other work a step takes a third of the time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING
 
 from gruppo.cli import checks
 from gruppo.cli.checks import Parts
-from gruppo.cli.findings import Findings
+from gruppo.cli.findings import Findings, raised_at
 from gruppo.cli.recipe import Run
+from gruppo.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["check", "main"]
+
+# What the report calls a step whose name is another.
+WHAT = {"rewards": "reward", "reward_calls": "reward", "reward_scores": "reward", "prompts": "model"}
 
 HELP = """\
 usage: gruppo check RECIPE.yaml [--key value …]
@@ -49,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     quiet_bars()
     findings = check(argv, Console())
+    argv, _ = _take_template(argv)  # which `gruppo train` does not know
     if findings.errors:
         print(f"{findings.summary}: this run would not work. Mend it and check again.")
         return 1
@@ -71,7 +76,12 @@ def check(argv: Sequence[str], console: "Console | None" = None) -> Findings:
     steps = [checks.rewards, checks.tools, checks.dataset, checks.reward_calls, checks.reward_scores]
     steps += [checks.prompts, checks.lengths, checks.parity, checks.plan, checks.folder] if built else []
     for step in steps:
-        step(parts, findings)
+        try:
+            step(parts, findings)
+        except Exception as error:  # the policy here: no trouble, foreseen or not, may hide the next one
+            findings.error(
+                WHAT.get(step.__name__, step.__name__), f"{type(error).__name__}: {error}{raised_at(error)}"
+            )
     if not built:
         findings.warning("model", "not looked at: the fields have to be right first.")
     if parts.toolset is not None:
@@ -85,7 +95,9 @@ def _take_template(argv: Sequence[str]) -> tuple[list[str], str | None]:
     for string in strings:
         flag, sign, value = string.partition("=")
         if flag.replace("-", "_") == "__answer_template":
-            template = value if sign else next(strings, None)
+            template = value if sign else next(strings, "")
+            if not template or template.startswith("--"):
+                raise ConfigError("--answer_template needs the form of an answer, such as 'A: {}'.")
         else:
             rest.append(string)
     return rest, template
@@ -93,10 +105,10 @@ def _take_template(argv: Sequence[str]) -> tuple[list[str], str | None]:
 
 def _read(argv: Sequence[str], findings: Findings) -> tuple[Run | None, bool]:
     """The run and whether its config could be built; without it, what else the words say."""
-    with findings.about("fields"):
+    with findings.about("fields", Exception):
         run = Run.of_another_machine(argv)
         checks.fields(run, findings)
         return run, True
-    with findings.about("fields"):
+    with findings.about("fields", Exception):
         return Run.read(argv, build=False, strict=False), False
     return None, False

@@ -12,6 +12,7 @@ from typing import Any
 
 from gruppo.cli import loading
 from gruppo.cli.findings import Findings
+from gruppo.cli.launching import check_launch
 from gruppo.cli.recipe import Run
 
 REWARD_ROWS, LENGTH_ROWS, PARITY_ROWS = 3, 1000, 2
@@ -56,6 +57,7 @@ def fields(run: Run, findings: Findings) -> None:
     from gruppo.trainer import setup
 
     config = run.config
+    check_launch(run)
     setup.warn_combinations(config)
     prompts = config.generation_batch_size // config.num_generations
     where = "" if run.processes == 1 else f" on {run.processes} processes"
@@ -190,13 +192,14 @@ def reward_scores(parts: Parts, findings: Findings) -> None:
 def _judge(name: str, tried: Any, findings: Findings) -> None:
     scores = sorted({trial.score for trial in tried.trials if trial.score is not None})
     if not scores:
-        findings.error("reward", f"{name}: {'; '.join(tried.warnings)}")
+        others = f" (and {len(tried.warnings) - 1} more like it)" if len(tried.warnings) > 1 else ""
+        findings.error("reward", f"{name}: never gives a score: {tried.warnings[0]}{others}")
         return
     span = f"{scores[0]:g}" if len(scores) == 1 else f"{scores[0]:g} to {scores[-1]:g}"
     rows = len({trial.row for trial in tried.trials})
     findings.ok("reward", f"{name}: scores {span} on {len(tried.trials)} made-up completions of {rows} rows")
     for warning in tried.warnings:
-        findings.warning("reward", f"{name}: {warning}")
+        findings.warning("reward", f"{name}: {warning.replace('template=', '--answer_template ')}")
 
 
 # ---- the model
@@ -370,7 +373,7 @@ def plan(parts: Parts, findings: Findings) -> None:
             findings.ok("plan", "there is no GPU here; `gruppo plan` with --device says what the run takes on one")
             return
         fits = forecast.memory.fits
-        (findings.ok if fits else findings.warning)("plan", "; ".join(forecast.lines()[1:]))
+        (findings.ok if fits else findings.error)("plan", "; ".join(forecast.lines()[1:]))
 
 
 def folder(parts: Parts, findings: Findings) -> None:
@@ -379,6 +382,10 @@ def folder(parts: Parts, findings: Findings) -> None:
 
     config = parts.run.config
     output = Path(config.output_dir)
+    in_the_way = next((each for each in (output, *output.parents) if each.exists() and not each.is_dir()), None)
+    if in_the_way is not None:
+        findings.error("folder", f"{in_the_way} is a file; name a folder with output_dir.")
+        return
     if recorded_run(output) is None or parts.run.launching.resume or config.resume_from_checkpoint:
         findings.ok("folder", str(output))
         return

@@ -1,6 +1,7 @@
 """What `gruppo check` found: a line for each thing that was looked at."""
 
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["Finding", "Findings"]
+__all__ = ["Finding", "Findings", "raised_at"]
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
@@ -85,7 +86,7 @@ class Findings:
             try:
                 yield
             except expected as error:
-                self.error(what, str(error).strip() or type(error).__name__)
+                self.error(what, _worded(error))
         for text in dict.fromkeys(said):
             self.warning(what, text)
 
@@ -100,6 +101,17 @@ class Findings:
             f"{count[level]} {level}{'s' if count[level] > 1 else ''}" for level in (ERROR, WARNING) if count[level]
         ]
         return " and ".join(parts) or "Nothing to complain about"
+
+
+def _worded(error: Exception) -> str:
+    words = str(error).strip() or type(error).__name__
+    return words if isinstance(error, (*TOLD, OSError, ValueError)) else f"{type(error).__name__}: {words}"
+
+
+def raised_at(error: BaseException) -> str:
+    """Where an error that nobody foresaw was raised, as ' (file:line)'."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 @contextmanager

@@ -6,18 +6,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from gruppo.cli.arguments import LaunchArguments
-from gruppo.cli.recipe import Run, accelerate_options
+from gruppo.cli.recipe import Run, accelerate_options, named_processes
 from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError
 
-__all__ = ["LAUNCHES", "launch", "launch_command", "launch_config", "run_command"]
+__all__ = ["LAUNCHES", "check_launch", "last_words", "launch", "launch_command", "launch_config", "run_command"]
+
+WORDS = "GRUPPO_LAST_WORDS"  # the file of last_words, in the environment
 
 # The names of TRL's `--accelerate_config`; single_gpu is one process.
 ACCELERATE_NAMES = {"single_gpu": "ddp", "multi_gpu": "ddp"}
@@ -84,7 +87,7 @@ def launch(run: Run, command: str, argv: Sequence[str]) -> int:
         launch(Run.read(["run.yaml", "--launch", "fsdp2"], build=False), "train", ["run.yaml", "--launch", "fsdp2"])
     """
     on_cpu = bool(run.config.use_cpu)
-    name, file = _way(run.launching)
+    name, file = check_launch(run)
     processes = run.launching.nproc or (1 if run.launching.accelerate_config == "single_gpu" else None)
     further = list(run.accelerate)
     if on_cpu:
@@ -107,6 +110,30 @@ def launch(run: Run, command: str, argv: Sequence[str]) -> int:
 _ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
+def check_launch(run: Run) -> tuple[str | None, Path | None]:
+    """The name of a way to launch, or a file of accelerate's; raise for words about launching that cannot be meant.
+
+    Example:
+        check_launch(Run.read(["run.yaml", "--launch", "fsdp2"], build=False)) == ("fsdp2", None)
+    """
+    wanted = run.launching
+    named_processes(run.accelerate)
+    if wanted.nproc is not None and wanted.nproc < 1:
+        raise ConfigError(f"--nproc {wanted.nproc} must be at least 1.")
+    if wanted.nproc is not None and not (wanted.launch or wanted.accelerate_config or run.accelerate):
+        raise ConfigError(f"--nproc {wanted.nproc} needs --launch, which says how processes share the work.")
+    name, file = _way(wanted)
+    if name is not None and run.config.use_cpu:
+        _refuse_shards(name)
+    return name, file
+
+
+def _refuse_shards(name: str) -> None:
+    """What accelerate shares out over CPUs is the batch, never the weights."""
+    if name != "ddp":
+        raise ConfigError(f"--launch {name} needs GPUs; with use_cpu: true there is --launch ddp.")
+
+
 def _way(launching: LaunchArguments) -> tuple[str | None, Path | None]:
     """The name of a way to launch, or a file of accelerate's."""
     asked, config = launching.launch, launching.accelerate_config
@@ -125,10 +152,10 @@ def _way(launching: LaunchArguments) -> tuple[str | None, Path | None]:
 
 def _on_cpu(processes: int | None, further: Sequence[str]) -> tuple[int | None, list[str]]:
     """torchrun starts them, which takes their number only."""
-    rest, strings = [], iter(further)
+    processes, rest, strings = processes or named_processes(further), [], iter(further)
     for string in strings:
         if string == "--num_processes":
-            processes = processes or int(next(strings))
+            next(strings)
         else:
             rest.append(string)
     if rest:
@@ -151,8 +178,7 @@ def launch_command(
         launch_command("ddp", 2, ["-m", "gruppo", "train", "run.yaml"], on_cpu=True, folder=folder)
     """
     if on_cpu:  # accelerate starts several processes on CPUs through MPI only
-        if name != "ddp":
-            raise ConfigError(f"--launch {name} needs GPUs; with use_cpu: true there is --launch ddp.")
+        _refuse_shards(name)
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         return [sys.executable, "-m", *torchrun, *program]
     path = folder / f"{name}.yaml"
@@ -201,6 +227,37 @@ def run_command(command: Sequence[str], patience: float | None = None) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def last_words() -> Iterator[Path]:
+    """A file for what the first process that fails says, which is far above the lines of its launcher.
+
+    Example:
+        with last_words() as path:
+            code = launch(run, "train", argv)
+            said = path.read_text() if path.exists() else ""
+    """
+    with tempfile.TemporaryDirectory(prefix="gruppo-words-") as folder:
+        path = Path(folder) / "first"
+        os.environ[WORDS] = str(path)
+        try:
+            yield path
+        finally:
+            del os.environ[WORDS]
+
+
+def keep_words(text: str) -> None:
+    """In a process that was launched: leave what it says to the one that launched it, unless another came first."""
+    path = os.environ.get(WORDS)
+    if path is not None and Path(path).parent.is_dir():
+        with suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+
+
+def has_words() -> bool:
+    """Whether a process of this launch has failed."""
+    return Path(os.environ.get(WORDS) or os.devnull).is_file()
 
 
 def _gpus() -> int:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ def load_named(entry: Any, folder: Path, what: str = "the entry") -> Any:
         return _made(load_named(name, folder, what), str(name), arguments)
     if not isinstance(entry, str):
         raise ConfigError(f"{what} has {entry!r}; say `module:name`, or one name with a mapping of arguments.")
+    if entry.endswith(".py"):
+        raise ConfigError(f"{what} has the file {entry}; name the function in it: {entry}:NAME")
     home, sign, name = entry.rpartition(":")
     if not sign:
         home, _, name = entry.rpartition(".")
@@ -78,8 +81,26 @@ def _module(home: str, folder: Path) -> Any:
             sys.path.insert(0, place)
     try:
         return importlib.import_module(home) if file is None else _module_of_file(file)
-    except ImportError as error:
-        raise ConfigError(f"{home} cannot be imported: {error}.") from error
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code runs here, and may raise whatever it likes
+        raise ConfigError(f"{home} cannot be imported: {_worded(error)}.{_place(error)}") from error
+
+
+def _worded(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}"
+    words = str(error).strip().rstrip(".")
+    return words if isinstance(error, ImportError) and words else f"{type(error).__name__}: {words}".rstrip(": ")
+
+
+def _place(error: BaseException) -> str:
+    """Where in the user's code it was raised, as ' See file:line.'; nothing if no line of it was reached."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f" See {error.filename}:{error.lineno}."
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [each for each in frames if each[0] not in (__file__, importlib.__file__) and not each[0].startswith("<")]
+    return f" See {own[-1][0]}:{own[-1][1]}." if own else ""
 
 
 def _module_of_file(path: Path) -> Any:
@@ -95,7 +116,11 @@ def _module_of_file(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half of a module is not to be found by whoever asks next
+        raise
     return module
 
 
@@ -126,7 +151,8 @@ def load_reward(entry: Any, folder: Path) -> Any:
         if entry.startswith("get_"):
             raise ConfigError(f"{entry} makes a reward: give it arguments, `{entry}: {{…}}` in the file.")
         return getattr(gruppo.rewards, entry)
-    if isinstance(entry, str) and ":" not in entry and ("/" in entry or Path(entry).is_dir()):
+    is_code = isinstance(entry, str) and (":" in entry or entry.endswith(".py"))
+    if isinstance(entry, str) and not is_code and ("/" in entry or Path(entry).is_dir()):
         return entry
     if isinstance(entry, str) and not set(":.{") & set(entry):
         raise ConfigError(
@@ -171,7 +197,7 @@ def load_datasets(run: Run) -> tuple[Any, Any]:
         parts = _load(_mixture(run))
         train, evaluation = parts["train"], parts.get("test") if evaluates else None
     if script.eval_dataset is not None:
-        evaluation = _load(_of_entry(run, script.eval_dataset, script.dataset_test_split))["train"]
+        evaluation = _load(_of_entry(run, script.eval_dataset, script.dataset_test_split, "test"))["train"]
     elif evaluates and evaluation is None and not run.config.eval_benchmarks and not run.mixture.datasets:
         evaluation = _load(_test_split(run))["train"]
     if script.dataset_map is not None:
@@ -202,7 +228,7 @@ def _mixture(run: Run) -> DatasetMixtureConfig:
 def _test_split(run: Run) -> DatasetMixtureConfig:
     """Another split of the dataset to train on."""
     named = run.script.dataset_name
-    mixture = _of_entry(run, named, run.script.dataset_test_split)
+    mixture = _of_entry(run, named, run.script.dataset_test_split, "test")
     if mixture.datasets[0].data_files is not None:
         raise ConfigError(
             f"{named} has no split to evaluate on: set eval_dataset to another file, or test_split_size to a share."
@@ -210,17 +236,20 @@ def _test_split(run: Run) -> DatasetMixtureConfig:
     return mixture
 
 
-def _of_entry(run: Run, entry: Any, split: str) -> DatasetMixtureConfig:
+def _of_entry(run: Run, entry: Any, split: str, usual: str = "train") -> DatasetMixtureConfig:
     streaming = run.mixture.streaming or run.script.dataset_streaming
     if not isinstance(entry, str):
         mixture = DatasetMixtureConfig(datasets=entry if isinstance(entry, list) else [entry], streaming=streaming)
         return dataclasses.replace(mixture, datasets=[_with_files(each, run.folder) for each in mixture.datasets])
-    config = _with_files(DatasetConfig(path=entry, name=run.script.dataset_config, split=split), run.folder)
+    config = _with_files(DatasetConfig(path=entry, name=run.script.dataset_config, split=split), run.folder, usual)
     return DatasetMixtureConfig(datasets=[config], streaming=streaming)
 
 
-def _with_files(config: DatasetConfig, folder: Path) -> DatasetConfig:
-    """Files as `datasets` wants them: the format, and their paths. All of their rows are one split, `train`."""
+def _with_files(config: DatasetConfig, folder: Path, usual: str = "train") -> DatasetConfig:
+    """Files as `datasets` wants them: the format, and their paths. All of their rows are one split, `train`.
+
+    `usual` is another name for it, where a split to evaluate on is asked for.
+    """
     suffix = _suffix(config.path)
     if config.data_files is not None:
         return config
@@ -230,7 +259,14 @@ def _with_files(config: DatasetConfig, folder: Path) -> DatasetConfig:
     found = sorted(glob.glob(os.path.expanduser(config.path))) or sorted(glob.glob(str(folder / config.path)))
     if not found:
         raise DataError(f"There is no file {config.path}.")
-    return dataclasses.replace(config, path=FORMATS[suffix], data_files=found, name=None, split="train")
+    named, sign, part = config.split.partition("[")
+    if named not in ("train", usual):
+        raise ConfigError(
+            f"{config.path} has no split {config.split!r}: all rows of files are `train`, of which `train[:100]` is a "
+            "part. Name the files of one split."
+        )
+    split = f"train{sign}{part}"
+    return dataclasses.replace(config, path=FORMATS[suffix], data_files=found, name=None, split=split)
 
 
 def _suffix(path: str) -> str:
@@ -243,18 +279,31 @@ def _load(mixture: DatasetMixtureConfig) -> Any:
 
     from gruppo.data.mixture import get_dataset
 
+    named = ", ".join(_named(entry) for entry in mixture.datasets)
     try:
-        return get_dataset(mixture)
+        found = get_dataset(mixture)
+        if hasattr(found["train"], "__len__") and not len(found["train"]):
+            raise DataError(f"The dataset {named} has no rows.")
+        return found
     except (ConfigError, DataError):
         raise
+    except StopIteration as error:  # what `datasets` makes of a file without a line
+        raise DataError(f"The dataset {named} has no rows.") from error
     except (OSError, ValueError, DatasetsError) as error:  # not there, not reachable, no such split, not readable
-        named = ", ".join(str(entry.data_files or entry.path) for entry in mixture.datasets)
+        if "corresponds to no data" in str(error):
+            raise DataError(f"The dataset {named} has no rows.") from error
         where = (
             " A file or folder is found from the working folder or from that of the recipe; a name on the hub needs "
             "the network, or its files in the cache."
         )
         advice = where if isinstance(error, OSError) else ""
-        raise DataError(f"The dataset {named} cannot be loaded: {str(error).rstrip('.')}.{advice}") from error
+        cause = "" if error.__cause__ is None else f" ({_worded(error.__cause__)})"
+        raise DataError(f"The dataset {named} cannot be loaded: {str(error).rstrip('.')}{cause}.{advice}") from error
+
+
+def _named(entry: DatasetConfig) -> str:
+    files = entry.data_files
+    return ", ".join(map(str, files)) if isinstance(files, list) else str(files or entry.path)
 
 
 # ---- the trainer

@@ -78,7 +78,10 @@ class TrlParser(HfArgumentParser):
         if path is not None:
             values = read_yaml(path)
             _export(values.pop("env", {}), path)
-            from_file = self.set_defaults_with_config(**values)
+            try:
+                from_file = self.set_defaults_with_config(**values)
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from error
             if from_file and fail_with_unknown_args and not return_remaining_strings:
                 unknown = [key for key in values if f"--{key}" in from_file]
                 raise ConfigError(f"{path}: {self.explain_unknown(unknown)}")
@@ -108,7 +111,7 @@ class TrlParser(HfArgumentParser):
         said = []
         for name in names:
             plain = name.replace("-", "_")
-            hint = f" {renamed[plain]}" if plain in renamed else nearest(plain, known)
+            hint = f" {renamed[plain]}" if plain in renamed else nearest(plain, known - {name})
             said.append(f"Unknown argument `{name}`.{hint}")
         return " ".join(said)
 
@@ -160,9 +163,11 @@ def take_config_option(strings: list[str]) -> tuple[Path | None, list[str]]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping that a file holds."""
     if not path.is_file():
-        raise ConfigError(f"--config {path}: there is no such file.")
+        raise ConfigError(f"{path}: there is no such file.")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text in UTF-8 ({error}); save it as UTF-8.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
@@ -219,7 +224,10 @@ def _checked(action: argparse.Action, value: Any) -> Any:
         return _checked_item(action, value)
     items = [_checked_item(action, item) for item in (value if isinstance(value, list | tuple) else [value])]
     convert: Any = action.type
-    return [convert(item) if isinstance(item, str) else item for item in items]
+    try:
+        return [convert(item) if isinstance(item, str) else item for item in items]
+    except ValueError as error:
+        raise ConfigError(f"{action.dest}={value!r}: {error}.") from error
 
 
 def _checked_item(action: argparse.Action, item: Any) -> Any:

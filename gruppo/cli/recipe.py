@@ -118,9 +118,7 @@ class Run:
     @property
     def processes(self) -> int:
         """How many the run asks for, where that is said; GPUs are not counted."""
-        strings = list(self.accelerate)
-        named = int(strings[strings.index("--num_processes") + 1]) if "--num_processes" in strings else 1
-        return self.launching.nproc or named
+        return self.launching.nproc or named_processes(self.accelerate) or 1
 
     @property
     def folder(self) -> Path:
@@ -185,22 +183,46 @@ def _refuse_repetitions(parser: RunParser, strings: Sequence[str]) -> None:
 
 def _take_trainer(strings: list[str], values: Mapping[str, Any], command: str) -> tuple[str, list[str]]:
     """Which algorithm: the command's own, or that of `trainer`, on the line or in the file; and the other strings."""
-    named, rest, remaining = values.get("trainer"), [], iter(strings)
+    named, where, rest, remaining = values.get("trainer"), "The file says trainer:", [], iter(strings)
     for string in remaining:
         flag, sign, value = string.partition("=")
         if flag == "--trainer":
-            named = value if sign else next(remaining, None)
+            named, where = value if sign else next(remaining, ""), "The line says --trainer"
+            if not named or named.startswith("--"):
+                raise ConfigError(f"--trainer needs one of {', '.join(TRAINERS)}.")
         else:
             rest.append(string)
     trainer = str(named or (command if command in TRAINERS else "grpo")).lower()
     if trainer not in TRAINERS:
         raise ConfigError(f"trainer={named!r} is not one of {', '.join(TRAINERS)}.{nearest(trainer, TRAINERS)}")
     if command in TRAINERS and trainer != command:
-        raise ConfigError(f"The file says trainer: {trainer}, which is not `gruppo {command}`. Use `gruppo train`.")
+        raise ConfigError(f"{where} {trainer}, which is not `gruppo {command}`. Use `gruppo train`.")
     return trainer, rest
 
 
+def trainer_of(argv: Sequence[str], command: str) -> str:
+    """Which algorithm a command line and its file ask for.
+
+    Example:
+        trainer_of(["recipes/rloo.yaml"], "train") == "rloo"
+    """
+    strings = with_recipe(argv)
+    path, _ = take_config_option(list(strings))
+    return _take_trainer(strings, {} if path is None else read_yaml(path), command)[0]
+
+
 # ---- what goes to accelerate
+
+
+def named_processes(accelerate: Sequence[str]) -> int | None:
+    """The number of --num_processes among the words for accelerate; None without it."""
+    if "--num_processes" not in accelerate:
+        return None
+    place = accelerate.index("--num_processes") + 1
+    said = accelerate[place] if place < len(accelerate) else ""
+    if not said.isdecimal() or int(said) < 1:
+        raise ConfigError(f"--num_processes {said} must be a whole number of at least 1.".replace("  ", " "))
+    return int(said)
 
 
 def accelerate_options() -> dict[str, bool]:

@@ -2,16 +2,19 @@
 
 import os
 import shlex
+import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gruppo.cli.launching import launch
+from gruppo.cli.launching import check_launch, has_words, keep_words, last_words, launch
 from gruppo.cli.loading import make_trainer
-from gruppo.cli.recipe import Run, is_launched, make_parser
+from gruppo.cli.recipe import Run, is_launched, make_parser, trainer_of
 from gruppo.errors import (
     AuditError,
     CheckpointError,
@@ -31,7 +34,9 @@ __all__ = ["main"]
 # The message of these says what is wrong and what to do; where in the code they were raised does not help.
 TOLD = (AuditError, CheckpointError, ConfigError, DataError, ParityError, ProcessLostError, RewardError, RolloutError)
 TOLD_AT_ONCE = (*TOLD, RunLockedError, SandboxError)
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
+RESUMES = ("__resume", "__resume_from_checkpoint")  # flags with one spelling for - and _
+OUTPUT = "trainer_output"  # what transformers makes of no output_dir
 
 HELP = {
     "train": """\
@@ -98,29 +103,25 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
         print(HELP[command] + COMMON_HELP, end="")
         return 0 if argv else 2
     if "--help-all" in argv:
-        print(make_parser("rloo" if command == "rloo" or "rloo" in argv else "grpo", command).format_help(), end="")
+        trainer = trainer_of([string for string in argv if string != "--help-all"], command)
+        print(make_parser(trainer, command).format_help(), end="")
         return 0
     asked = Run.read(argv, command, build=False)
     if not is_launched() and asks_for_processes(asked):
-        code = launch(asked, command, argv)
+        with last_words() as path:
+            code = launch(asked, command, argv)
+            words = path.read_text(encoding="utf-8") if path.exists() else ""
         if code:  # a launcher has a code of its own, whatever that of its processes was
-            again = with_resume(f"gruppo {command} {shlex.join(argv)}")
-            _say(
-                command,
-                f"The processes ended, the launcher with code {code}; their lines say why. Go on with: {again}",
-            )
+            newest = _newest(Path(asked.config.output_dir or OUTPUT))
+            _say(command, ended(code, words, newest, f"gruppo {command} {shlex.join(argv)}"))
         return code
     return train(argv, command)
 
 
 def asks_for_processes(run: Run) -> bool:
     """Whether others are to be started; raise if it is not said how."""
-    wanted = run.launching
-    if wanted.launch or wanted.accelerate_config or run.accelerate:
-        return True
-    if wanted.nproc is not None:
-        raise ConfigError(f"--nproc {wanted.nproc} needs --launch, which says how processes share the work.")
-    return False
+    check_launch(run)
+    return bool(run.launching.launch or run.launching.accelerate_config or run.accelerate)
 
 
 def train(argv: Sequence[str], command: str) -> int:
@@ -128,12 +129,19 @@ def train(argv: Sequence[str], command: str) -> int:
     begun = time.monotonic()
     again = f"gruppo {command} {shlex.join(argv)}"
     trainer: Any = None
+    progress: Any = None
     try:
-        run = Run.read(argv, command)
-        trainer = _made(run)
+        with terminable():
+            run = Run.read(argv, command)
+            progress = _progress()
+            trainer = _made(run, progress)
         wanted = True if run.launching.resume else run.config.resume_from_checkpoint
         trainer.train(resume_from_checkpoint=wanted or None)
         _finish(trainer)
+    except Terminated:
+        if not has_words():  # else a launcher ends this process, as another one has failed
+            _say(command, f"Stopped while loading; nothing was trained. The same command begins again: {again}")
+        return TERMINATED
     except SystemExit as end:
         if trainer is None or end.code not in (STOPPED, STOPPED_UNSAVED):
             raise
@@ -145,25 +153,61 @@ def train(argv: Sequence[str], command: str) -> int:
         _say(command, f"Interrupted, {where}. The same command begins again: {again}")
         return INTERRUPTED
     except TOLD_AT_ONCE as error:
+        keep_words(named(error))
         _say(command, failed(trainer, error, again))
         return 2 if trainer is None else 1
     except Exception as error:  # the end of the program: the traceback, and then what to do
         traceback.print_exc()
+        keep_words(named(error))
         _say(command, failed(trainer, error, again))
         return 1
     if trainer.is_world_process_zero():
-        print(finished(trainer, time.monotonic() - begun), flush=True)
+        print(finished(trainer, time.monotonic() - begun, progress.made), flush=True)
     return 0
 
 
-def _made(run: Run) -> Any:
+class Terminated(BaseException):
+    """SIGTERM before there was anything to save. Not an Exception: nothing that mends failures may catch it."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """In here SIGTERM ends the command with a word; later the trainer hears it."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)  # None: it was set in C
+
+
+def _progress() -> Any:
     from gruppo import LiveProgressCallback
+
+    return LiveProgressCallback()
+
+
+def _made(run: Run, progress: Any) -> Any:
+    from gruppo.runs.identity import recorded_run
 
     if not sys.stderr.isatty():
         quiet_bars()
+    output, goes_on = Path(run.config.output_dir), run.launching.resume or run.config.resume_from_checkpoint
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"output_dir={run.config.output_dir!r} is a file; name a folder.")
+    if run.launching.resume and _newest(output) is None:
+        raise ConfigError(f"There is no checkpoint in {output} to go on from: leave out --resume.")
     if run.config.process_index == 0:
-        print(f"{run.trainer.upper()} of {run.model}, into {run.config.output_dir} …", flush=True)
-    return make_trainer(run, callbacks=[LiveProgressCallback()])
+        print(f"{run.trainer.upper()} of {run.model}, into {output} …", flush=True)
+        if not goes_on and recorded_run(output) is not None:
+            print(f"The record of an earlier run in {output} moves to {output / 'earlier'}.", flush=True)
+    return make_trainer(run, callbacks=[progress])
 
 
 def quiet_bars() -> None:
@@ -187,14 +231,16 @@ def _finish(trainer: Any) -> None:
 # ---- last words
 
 
-def finished(trainer: Any, seconds: float) -> str:
+def finished(trainer: Any, seconds: float, made: int) -> str:
+    """The end of a run that made so many updates since it was started or went on."""
     from gruppo.trainer.progress import duration
 
-    folder = trainer.args.output_dir
+    folder, step = trainer.args.output_dir, trainer.state.global_step
     recorded = "" if trainer.args.record == "off" else f" Look at it: gruppo view {shlex.quote(folder)}"
-    return (
-        f"Finished {trainer.state.global_step} updates in {duration(seconds)}. Model and record: {folder}.{recorded}"
-    )
+    done = f"Finished {step} updates in {duration(seconds)}."
+    if not made:
+        done = f"Nothing was left to do: the run had made its {step} updates before."
+    return f"{done} Model and record: {folder}.{recorded}"
 
 
 def stopped(trainer: Any, code: Any, again: str) -> str:
@@ -202,35 +248,57 @@ def stopped(trainer: Any, code: Any, again: str) -> str:
     if code == STOPPED:
         return f"Stopped after update {step}, which is saved. Go on with: {resume}"
     return (
-        f"Stopped after update {step}, which could NOT be saved. The newest checkpoint: {_newest(trainer)}. {resume}"
+        f"Stopped after update {step}, which could NOT be saved. The newest checkpoint: "
+        f"{_newest(Path(trainer.args.output_dir))}. {resume}"
     )
+
+
+def ended(code: int, words: str, newest: Path | None, again: str) -> str:
+    """The end of processes that were launched, with the words of the first that failed."""
+    why = f": {words}\n" if words else "; their lines say why. "
+    left = "There is no checkpoint." if newest is None else f"Go on with: {with_resume(again)}"
+    return f"The processes ended, the launcher with code {code}{why}{left}"
+
+
+def named(error: BaseException) -> str:
+    """The words of an error, after its name unless they were written for the user."""
+    words = str(error).strip() or type(error).__name__
+    return words if isinstance(error, TOLD_AT_ONCE) else f"{type(error).__name__}: {words}"
 
 
 def failed(trainer: Any, error: BaseException, again: str) -> str:
     """What went wrong, in the words of the error, and what is left."""
-    words = str(error).strip() or type(error).__name__
-    named = words if isinstance(error, TOLD_AT_ONCE) else f"{type(error).__name__}: {words}"
     if trainer is None:
-        return named
-    newest = _newest(trainer)
+        return named(error)
+    newest = _newest(Path(trainer.args.output_dir))
     if newest is None:
-        return f"{named}\nFailed after update {trainer.state.global_step}; there is no checkpoint."
-    return f"{named}\nFailed after update {trainer.state.global_step}. Go on from {newest} with: {with_resume(again)}"
+        return f"{named(error)}\nFailed after update {trainer.state.global_step}; there is no checkpoint."
+    how = f"Go on from {newest} with: {with_resume(again)}"
+    return f"{named(error)}\nFailed after update {trainer.state.global_step}. {how}"
 
 
 def with_resume(command: str) -> str:
-    """The command that goes on.
+    """The command that goes on from the newest checkpoint, wherever it began.
 
     Example:
         with_resume("gruppo train run.yaml") == "gruppo train run.yaml --resume"
+        with_resume("gruppo train run.yaml --resume_from_checkpoint c") == "gruppo train run.yaml --resume"
     """
-    return command if " --resume" in command else f"{command} --resume"
+    kept: list[str] = []
+    strings = shlex.split(command)
+    for place, string in enumerate(strings):
+        flag = string.partition("=")[0].replace("-", "_")
+        # After a flag comes another one or its value: `--resume` may have one, `true`.
+        is_value = place > 0 and strings[place - 1].replace("-", "_") in RESUMES and not string.startswith("--")
+        if flag not in RESUMES and not is_value:
+            kept.append(string)
+    return shlex.join([*kept, "--resume"])
 
 
-def _newest(trainer: Any) -> Path | None:
+def _newest(output: Path) -> Path | None:
     from gruppo.runs.checkpoints import checkpoints
 
-    found = checkpoints(Path(trainer.args.output_dir))
+    found = checkpoints(output)
     return found[0] if found else None
 
 

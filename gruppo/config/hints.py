@@ -34,6 +34,13 @@ RENAMED = {
     "num_mini_batches": "Use `steps_per_generation`.",
     "total_episodes": "Use `max_steps` or `num_train_epochs`.",
     "local_rollout_forward_batch_size": "Leave it out: the sampler sizes its batches by the memory there is.",
+    # of older releases of transformers
+    "warmup_ratio": "Use `warmup_steps`, which takes a number of steps or, below 1, a share of them.",
+    "torch_dtype": "Use `dtype`, of ModelConfig or in model_init_kwargs.",
+    "logging_dir": "Leave it out: the record is in output_dir; TensorBoard's folder is TENSORBOARD_LOGGING_DIR.",
+    "no_cuda": "Use `use_cpu`.",
+    "group_by_length": "Leave it out: rows of all lengths are packed, and shuffle_dataset sets their order.",
+    "overwrite_output_dir": "Leave it out: an earlier record in output_dir moves to earlier/.",
 }
 
 _OF_TRAINER = (
@@ -97,6 +104,6 @@ def _that_fit(rows: int) -> str:
 
 
 def nearest(name: str, candidates: Collection[str]) -> str:
-    """A ' Did you mean …?' for error messages, or nothing when no candidate is close."""
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    """A ' Did you mean …?' for error messages, or nothing when no other candidate is close."""
+    close = difflib.get_close_matches(name, [each for each in candidates if each != name], n=1, cutoff=0.7)
     return f" Did you mean `{close[0]}`?" if close else ""

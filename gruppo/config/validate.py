@@ -87,6 +87,7 @@ def check_inherited(config: Any) -> None:
     for f in fields(config):
         if f.name in MEANINGLESS and getattr(config, f.name) != f.default:
             raise ConfigError(f"{f.name}={getattr(config, f.name)!r} has no meaning here: {MEANINGLESS[f.name]}.")
+    check_reports(config)
     if config.auto_find_batch_size:
         raise ConfigError("auto_find_batch_size=True would break up prompt groups; set per_device_train_batch_size.")
     if config.use_liger_kernel and (config.liger_kernel_config or {}).get("fused_linear_cross_entropy"):
@@ -100,6 +101,19 @@ def check_inherited(config: Any) -> None:
             "parallelism_config with context or sequence parallelism cannot work: the sequences are sampled after "
             "the batch is drawn. Use data parallelism."
         )
+
+
+def check_reports(config: Any) -> None:
+    """Raise for a tracker that transformers does not know, which it would say in the middle of loading."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    asked = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
+    for name in asked:
+        if name not in (*INTEGRATION_TO_CALLBACK, "none", "all"):
+            known = ", ".join(INTEGRATION_TO_CALLBACK)
+            raise ConfigError(
+                f"report_to={name!r} is not one of none, all, {known}.{nearest(name, INTEGRATION_TO_CALLBACK)}"
+            )
 
 
 def check_sampling(config: Any) -> None:

@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback, TrainerState
+from transformers.utils import logging as hf_logging
 
 __all__ = ["LiveProgressCallback", "duration", "metrics_line"]
 
@@ -32,8 +33,8 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def metrics_line(logs: Mapping[str, Any]) -> str:
-    """The few metrics that say whether a run is well, of those that were logged.
+def metrics_line(logs: Mapping[str, Any], *, short: bool = False) -> str:
+    """The few metrics that say whether a run is well, of those that were logged; `short` is for narrow terminals.
 
     Example:
         metrics_line({"reward": 0.5, "reward_std": 0.3, "completions/mean_length": 22.0, "step_time": 0.31})
@@ -48,8 +49,8 @@ def metrics_line(logs: Mapping[str, Any]) -> str:
         parts.append(f"length {length:.0f}" + (f" ({cut:.0%} cut)" if cut else ""))
     parts += [f"{title} {logs[key]:{form}}" for key, title, form in SHOWN if logs.get(key) is not None]
     if (seconds := logs.get("step_time")) is not None:
-        phases = ", ".join(f"{title} {logs[key]:.2f}" for key, title in PHASES if logs.get(key) is not None)
-        parts.append(f"{seconds:.2f} s/update" + (f" ({phases})" if phases else ""))
+        spent = ", ".join(f"{title} {logs[key]:.2f}" for key, title in PHASES if logs.get(key) is not None)
+        parts.append(f"{seconds:.2f} s" if short else f"{seconds:.2f} s/update" + (f" ({spent})" if spent else ""))
     return "  ".join(parts)
 
 
@@ -74,6 +75,12 @@ class LiveProgressCallback(TrainerCallback):
         self._started = 0.0
         self._logs: dict[str, Any] = {}
         self._metrics = ""
+        self._bars = False  # whether there were any before the panel
+
+    @property
+    def made(self) -> int:
+        """Updates since the run was started or went on."""
+        return self._update - self._first
 
     @property
     def console(self) -> Console:
@@ -99,6 +106,8 @@ class LiveProgressCallback(TrainerCallback):
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(get_renderable=self.render, console=console, refresh_per_second=4)
             self._live.start()
+            self._bars = hf_logging.is_progress_bar_enabled()
+            hf_logging.disable_progress_bar()  # those of files that are written would break into the panel
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._update = state.global_step
@@ -131,15 +140,16 @@ class LiveProgressCallback(TrainerCallback):
         if live is not None:
             live.update(self.render())
             live.stop()
+            if self._bars:
+                hf_logging.enable_progress_bar()
 
     # ---- what is shown
 
     @property
     def seconds_left(self) -> float:
         """By the updates that this run has made so far, with what came between them."""
-        made = self._update - self._first
         spent = time.monotonic() - self._started
-        return spent / made * (self._total - self._update) if made else 0.0
+        return spent / self.made * (self._total - self._update) if self.made else 0.0
 
     def render(self) -> RenderableType:
         """The panel: how far it is and what it does, and the latest metrics."""
@@ -147,9 +157,15 @@ class LiveProgressCallback(TrainerCallback):
         doing = f"{phase} {seconds:.0f} s" if phase and self._live is not None else ""
         left = f"{duration(self.seconds_left)} left" if self._update > self._first else ""
         first = Table.grid(padding=(0, 2))
+        for _ in range(4):
+            first.add_column(no_wrap=True, overflow="ellipsis")
         bar = ProgressBar(total=max(self._total, 1), completed=self._update, width=BAR_WIDTH)
         first.add_row(Text(self._count()), bar, Text(left), Text(doing, style="dim"))
-        return Group(first, Text(self._metrics)) if self._metrics else Group(first)
+        if not self._metrics:
+            return Group(first)
+        fits = len(self._metrics) <= self.console.width
+        metrics = self._metrics if fits else metrics_line(self._logs, short=True)
+        return Group(first, Text(metrics, no_wrap=True, overflow="ellipsis"))
 
     def _count(self) -> str:
         return f"update {self._update:>{len(str(self._total))}}/{self._total}"

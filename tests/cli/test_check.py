@@ -1,7 +1,9 @@
 """`gruppo check`: what it finds, and that one trouble does not hide the next."""
 
 import re
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,8 +149,10 @@ def test_rewards_are_tried_on_real_rows(recipe: Any, home: Path) -> None:
     fails.write_text("def broken(completions, **_):\n    raise ValueError('no such thing')\n")
     rewards = ["gruppo.demo:exact_match", f"{fails}:broken", "some/reward-model"]
     findings = check([str(recipe(rewards=rewards)), "--answer_template", "A: {}"])
-    assert "broken: fails on" in said(findings, "reward")
-    assert "ValueError: no such thing" in said(findings, "reward")
+    error = said(findings, "reward")
+    assert error.startswith("broken: never gives a score: fails on ")
+    assert error.count("ValueError: no such thing") == 1, "not once for each completion"
+    assert "more like it" in error
     assert "exact_match: scores 0 to 1 on" in said(findings, "reward", "ok")
     assert "some/reward-model: a reward model" in said(findings, "reward", "ok")
 
@@ -197,7 +201,7 @@ def test_the_plan_is_that_of_the_device_that_is_here(recipe: Any, monkeypatch: p
     assert level == "ok"
     assert "(CPU): fits; largest phase: " in text
     monkeypatch.setattr("gruppo.cli.plan.cpu", lambda: Device("CPU", 0.1, 0.1, 0.02, memory=0.1, kind="cpu"))
-    assert planned()[0] == "warning", "it does not fit"
+    assert planned()[0] == "error", "it does not fit"
     if not torch.cuda.is_available():
         assert "there is no GPU here; `gruppo plan` with --device says" in planned(use_cpu=False, bf16=None)[1]
 
@@ -220,3 +224,59 @@ def test_warnings_of_the_library_become_lines() -> None:
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--help"]) == 0
     assert "  gruppo check recipes/grpo.yaml" in capsys.readouterr().out
+
+
+def test_what_it_prints_at_the_end_is_a_run(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", str(recipe()), "--answer_template", "A: {}", "--beta", "0.1"]) == 0
+    command = capsys.readouterr().out.rpartition("Go on with: gruppo train ")[2]
+    assert Run.read(shlex.split(command)).config.beta == 0.1
+
+
+@pytest.mark.parametrize(
+    "template", [["--answer_template"], ["--answer_template", "--resume"], ["--answer-template="]]
+)
+def test_a_template_without_a_value(template: list[str], recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", str(recipe()), *template]) == 2
+    assert "--answer_template needs the form of an answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "what", "message"),
+    [
+        (["--launch", "foo"], "fields", "--launch foo is not one of ddp"),
+        (["--nproc", "2"], "fields", "--nproc 2 needs --launch"),
+        (["--launch", "ddp", "--nproc", "-1"], "fields", "--nproc -1 must be at least 1"),
+        (["--num_processes", "two"], "fields", "--num_processes two must be a whole number"),
+        (["--report_to", "nonsense"], "fields", "report_to='nonsense' is not one of"),
+        (["--output_dir", "{file}"], "folder", "{file} is a file; name a folder"),
+        (["--output_dir", "{file}/run"], "folder", "{file} is a file; name a folder"),
+        (["--reward", "{broken}:score"], "reward", "cannot be imported: SyntaxError"),
+        (["--dataset", "{empty}"], "dataset", "has no rows"),
+    ],
+)
+def test_what_train_refuses(flags: list[str], what: str, message: str, recipe: Any, tmp_path: Path) -> None:
+    names = {name: tmp_path / f"{name}.{end}" for name, end in [("file", "x"), ("broken", "py"), ("empty", "jsonl")]}
+    for path in names.values():
+        path.write_text("def score(:\n" if path.suffix == ".py" else "")
+    findings = check([str(recipe()), *(flag.format(**names) for flag in flags)])
+    assert [each.what for each in findings.errors] == [what], "\n".join(map(str, findings.found))
+    assert message.format(**names) in said(findings, what)
+
+
+def test_what_nobody_foresaw_is_a_line(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(parts: Any, findings: Findings) -> None:
+        raise ZeroDivisionError("x / 0")
+
+    raises.__name__ = "reward_calls"
+    monkeypatch.setattr(checks, "reward_calls", raises)
+    findings = check([str(recipe())])
+    assert re.match(r"ZeroDivisionError: x / 0 \(.*test_check.py:\d+\)", said(findings, "reward"))
+    assert levels(findings)["model"] == {"ok"}
+
+
+def test_advice_about_rewards_names_the_flag() -> None:
+    findings = Findings()
+    trial = SimpleNamespace(score=0.0, row=0)
+    tried = SimpleNamespace(trials=[trial], warnings=["gives the same score to everything: say so: template='A: {}'"])
+    checks._judge("mine", tried, findings)
+    assert said(findings, "reward", "warning").endswith("say so: --answer_template 'A: {}'")

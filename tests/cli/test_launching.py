@@ -1,5 +1,6 @@
 """Several processes: which command starts them, and how signals reach them."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -95,14 +96,42 @@ def test_an_end_of_the_processes_is_told(
     monkeypatch.setattr(launching, "run_command", lambda started, patience: 1)
     path = recipe()
     assert cli.main(["train", str(path), "--launch", "ddp", "--nproc", "2"]) == 1
+    assert capsys.readouterr().err.endswith("the launcher with code 1; their lines say why. There is no checkpoint.\n")
+    (path.parent / "run" / "checkpoint-1").mkdir(parents=True)
+    assert cli.main(["train", str(path), "--launch", "ddp", "--nproc", "2"]) == 1
     again = f"gruppo train {path} --launch ddp --nproc 2 --resume"
     assert capsys.readouterr().err.endswith(f"the launcher with code 1; their lines say why. Go on with: {again}\n")
+
+
+def test_the_words_of_the_first_that_failed_are_repeated(
+    recipe: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def processes(started: list[str], patience: float) -> int:
+        monkeypatch.setenv("GRUPPO_LAUNCHED", "1")  # what they do, in this one
+        assert cli.main(started[started.index("gruppo") + 1 :]) == 2
+        launching.keep_words("the next one")
+        train = importlib.import_module("gruppo.cli.train")  # `gruppo.cli` has a function of that name
+        monkeypatch.setattr(train, "make_trainer", lambda run, callbacks: os.kill(os.getpid(), 15))
+        assert cli.main(["train", str(recipe())]) == 143, "ended by the launcher"
+        return 1
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(launching, "run_command", processes)
+    assert cli.main(["train", str(recipe(dataset="none.jsonl")), "--launch", "ddp", "--nproc", "2"]) == 1
+    err = capsys.readouterr().err
+    assert "the launcher with code 1: There is no file none.jsonl.\nThere is no checkpoint.\n" in err
+    assert "Stopped while loading" not in err
+    assert launching.WORDS not in os.environ
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--nproc", "2"], "--nproc 2 needs --launch"),
+        (["--launch", "ddp", "--nproc", "0"], "--nproc 0 must be at least 1"),
+        (["--launch", "ddp", "--nproc", "-1"], "--nproc -1 must be at least 1"),
+        (["--num_processes", "two"], "--num_processes two must be a whole number of at least 1"),
+        (["--num_processes"], "--num_processes must be a whole number of at least 1"),
         (["--launch", "fsdp1", "--nproc", "2"], "FSDP1 is not supported: use fsdp2"),
         (["--launch", "zero4", "--nproc", "2"], "not one of ddp, fsdp2"),
         (["--launch", "ddp", "--accelerate_config", "fsdp2"], "both say how to launch"),

@@ -1,13 +1,22 @@
 """From words to objects: rewards, tools, rows."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
-from gruppo.cli.loading import load_adapter, load_datasets, load_named, load_reward, load_rewards, load_tools
+from gruppo.cli.loading import (
+    load_adapter,
+    load_datasets,
+    load_named,
+    load_reward,
+    load_rewards,
+    load_rows,
+    load_tools,
+)
 from gruppo.cli.recipe import Run
 from gruppo.errors import ConfigError, DataError
 
@@ -178,3 +187,55 @@ def test_a_reward_model_comes_before_the_functions(recipe: Any) -> None:
     run = Run.read(recipe(reward_model_name_or_path="owner/model", rewards=["think_format_reward"]))
     first, second = load_rewards(run)
     assert (first, second.__name__) == ("owner/model", "think_format_reward")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def score(:\n", "SyntaxError: .*See .*edited.py:1"),
+        ("\nscore = undefined\n", "NameError: name 'undefined' is not defined. See .*edited.py:2"),
+        ("import no_such_module\n", "No module named 'no_such_module'. See .*edited.py:1"),
+        ("import sys\nsys.exit(3)\n", "SystemExit: 3. See .*edited.py:2"),
+    ],
+)
+def test_code_that_cannot_run(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "edited.py"
+    file.write_text(text)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"edited.py cannot be imported: {message}"):
+            load_reward(f"{file}:score", tmp_path)
+    assert getattr(sys.modules.get("edited"), "__file__", None) != str(file)
+    file.write_text("def score(completions, **_):\n    return [4.5 for _ in completions]\n")
+    assert load_reward(f"{file}:score", tmp_path)(["x"]) == [4.5], "mended in the same process"
+
+
+@pytest.mark.parametrize("entry", ["edited.py", "/some/where/edited.py"])
+def test_a_file_without_the_name_of_a_function(entry: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"name the function in it: {entry}:NAME"):
+        load_reward(entry, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("empty.jsonl", "", "The dataset .*empty.jsonl has no rows"),
+        ("header.csv", "prompt,answer\n", "The dataset .*header.csv has no rows"),
+        ("broken.jsonl", '{"prompt": "a', r"broken.jsonl cannot be loaded: .*\(.*JSON parse error"),
+    ],
+)
+def test_files_that_hold_nothing(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        load_rows(name, tmp_path)
+
+
+def test_splits_of_files(files: Path, recipe: Any) -> None:
+    def rows(**changes: Any) -> list[int]:
+        return load_datasets(Run.read(recipe(dataset=str(files / "rows.jsonl"), **changes)))[0]["n"][:]
+
+    assert rows(dataset_train_split="train[1:]") == [2]
+    with pytest.raises(ConfigError, match=r"rows\.jsonl has no split 'validation': all rows of files are `train`"):
+        rows(dataset_train_split="validation")
+    evaluated = {"eval_dataset": str(files / "rows.csv"), "eval_strategy": "steps", "eval_steps": 1}
+    run = Run.read(recipe(dataset=str(files / "rows.jsonl"), dataset_test_split="test[:1]", **evaluated))
+    assert load_datasets(run)[1]["n"][:] == [1]

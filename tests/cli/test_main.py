@@ -1,5 +1,6 @@
 """The command table."""
 
+import logging
 import subprocess
 import sys
 
@@ -45,6 +46,17 @@ def test_no_command_shows_help_and_fails(capsys):
 def test_unknown_command_names_the_nearest(capsys):
     assert cli.main(["dmeo"]) == 2
     assert "unknown command 'dmeo'; did you mean 'demo'?" in capsys.readouterr().err
+    assert cli.main(["xyzzy"]) == 2
+    assert capsys.readouterr().err == "gruppo: unknown command 'xyzzy'. See `gruppo --help`.\n"
+
+
+def test_libraries_do_not_talk_about_what_is_not_used(monkeypatch, caplog):
+    monkeypatch.setitem(cli.COMMANDS, "demo", lambda argv: 0)
+    assert cli.main(["demo"]) == 0
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "no kernels")
+    logger.warning("Something else.")
+    assert [record.getMessage() for record in caplog.records] == ["Something else."]
 
 
 @pytest.mark.parametrize(

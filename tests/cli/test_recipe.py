@@ -72,10 +72,20 @@ def test_the_line_wins_over_the_file(recipe: Any) -> None:
         ([*LEAST[:2], *LEAST[4:]], "grpo", "The run has no dataset"),
         ([*LEAST[:4], *LEAST[6:]], "grpo", "The run has no reward"),
         ([*LEAST, "--trainer", "ppo"], "train", "trainer='ppo' is not one of grpo, rloo"),
-        ([*LEAST, "--trainer", "rloo"], "grpo", "Use `gruppo train`"),
+        ([*LEAST, "--trainer", "rloo"], "grpo", "The line says --trainer rloo, which is .*Use `gruppo train`"),
+        ([*LEAST, "--trainer"], "train", "--trainer needs one of grpo, rloo"),
+        ([*LEAST, "--trainer", "--beta", "0"], "train", "--trainer needs one of grpo, rloo"),
+        ([*LEAST, "--qwrtzuiop", "1"], "grpo", "Unknown argument `qwrtzuiop`.$"),
+        ([*LEAST, "--warmup_ratio", "0.1"], "grpo", "Use `warmup_steps`, which takes a number of steps or, below 1"),
+        ([*LEAST, "--torch_dtype", "auto"], "grpo", "Unknown argument `torch_dtype`. Use `dtype`"),
+        ([*LEAST, "--no_cuda"], "grpo", "Unknown argument `no_cuda`. Use `use_cpu`"),
+        ([*LEAST, "--logging_dir", "x"], "grpo", "Unknown argument `logging_dir`. Leave it out"),
+        ([*LEAST, "--group_by_length"], "grpo", "Unknown argument `group_by_length`. Leave it out"),
+        ([*LEAST, "--overwrite_output_dir"], "grpo", "Unknown argument `overwrite_output_dir`. Leave it out"),
+        ([*LEAST, "--report_to", "nonsense"], "grpo", "report_to='nonsense' is not one of none, all, "),
         ([*LEAST, "--rollout_func", "a:b"], "rloo", "rollout_func works with GRPO only"),
         ([*LEAST, "--save_strategy", "steps", "--load_best_model_at_end"], "grpo", "load_best_model_at_end"),
-        (["none.yaml"], "train", "no such file"),
+        (["none.yaml"], "train", "^none.yaml: there is no such file"),
         (["a.yaml", "--config", "b.yaml"], "train", "There are two files"),
         ([*LEAST, "--reward", "other"], "grpo", "--rewards is given more than once: name all values after one"),
     ],
@@ -95,6 +105,19 @@ def test_an_unknown_key_names_the_file_and_the_nearest(recipe: Any) -> None:
     with pytest.raises(
         ConfigError, match=rf"{path.name}: Unknown argument `learning_rat`. Did you mean `learning_rate`"
     ):
+        Run.read(path)
+
+
+def test_a_wrong_value_names_the_field_and_the_file(recipe: Any) -> None:
+    path = recipe(reward_weights=["a"])
+    with pytest.raises(ConfigError, match=rf"{path.name}: reward_weights=\['a'\]: could not convert string to float"):
+        Run.read(path)
+
+
+def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("model: Modèle".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin\.yaml is not a text in UTF-8"):
         Run.read(path)
 
 

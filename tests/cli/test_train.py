@@ -1,6 +1,8 @@
 """`gruppo train`, `grpo` and `rloo`: that they train, what they show, and what they say at the end."""
 
 import importlib
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,3 +189,64 @@ def test_a_run_that_is_stopped_goes_on_as_it_says(
     assert cli.main(last.partition("Go on with: gruppo ")[2].split()) == 0
     out = capsys.readouterr().out
     assert [line[:10] for line in out.splitlines() if line.startswith("update")] == ["update 3/4", "update 4/4"]
+
+
+@pytest.mark.parametrize(
+    ("given", "again"),
+    [
+        ("r.yaml", "r.yaml --resume"),
+        ("r.yaml --resume", "r.yaml --resume"),
+        ("r.yaml --resume true --beta 0", "r.yaml --beta 0 --resume"),
+        ("r.yaml --resume_allow_changes max_steps", "r.yaml --resume_allow_changes max_steps --resume"),
+        ("r.yaml --resume_from_checkpoint run/checkpoint-2 --beta 0", "r.yaml --beta 0 --resume"),
+        ("r.yaml --resume-from-checkpoint=run/checkpoint-2", "r.yaml --resume"),
+        ("r.yaml --run_name ' --resume'", "r.yaml --run_name ' --resume' --resume"),
+    ],
+)
+def test_the_command_that_goes_on(given: str, again: str) -> None:
+    assert train.with_resume(f"gruppo train {given}") == f"gruppo train {again}"
+
+
+def test_a_signal_while_things_are_loaded(
+    recipe: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(train, "make_trainer", lambda run, callbacks: os.kill(os.getpid(), signal.SIGTERM))
+    assert cli.main(["train", str(recipe())]) == 143
+    assert "Stopped while loading; nothing was trained." in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_nothing_to_go_on_from(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", str(recipe()), "--resume"]) == 2
+    assert (
+        f"There is no checkpoint in {tmp_path / 'run'} to go on from: leave out --resume." in capsys.readouterr().err
+    )
+
+
+def test_a_file_in_the_place_of_the_folder(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").touch()
+    assert cli.main(["train", str(recipe())]) == 2
+    assert "is a file; name a folder" in capsys.readouterr().err
+
+
+def test_a_finished_run_and_an_earlier_one_are_told(
+    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(recipe(save_strategy="steps", save_steps=1, max_steps=1))
+    assert cli.main(["train", path]) == 0
+    assert "earlier run" not in capsys.readouterr().out
+    assert cli.main(["train", path, "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("Nothing was left to do: the run had made its 1 updates before. Model and")
+    monkeypatched = FakeTrainer(KeyboardInterrupt())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "make_trainer", lambda run, callbacks: monkeypatched)
+        assert cli.main(["train", path]) == 130
+    run = tmp_path / "run"
+    assert f"The record of an earlier run in {run} moves to {run / 'earlier'}." in capsys.readouterr().out
+
+
+def test_all_fields_are_those_of_the_files_algorithm(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", str(recipe(trainer="rloo")), "--help-all"]) == 0
+    assert "--loss_type" not in capsys.readouterr().out

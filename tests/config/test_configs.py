@@ -18,6 +18,7 @@ import gruppo
 from gruppo.config.base import own_fields
 from gruppo.config.deprecated import ALIASES
 from gruppo.config.grpo import GRPOConfig
+from gruppo.config.hints import nearest
 from gruppo.config.rloo import RLOOConfig
 from gruppo.errors import ConfigError
 from tests.helpers import base_args
@@ -686,3 +687,16 @@ def test_every_field_is_read_outside_the_config(config):
 def test_a_bound_that_is_infinite_is_none() -> None:
     assert GRPOConfig(**base_args("unused", epsilon_high=math.inf, delta=math.inf)).epsilon_high == math.inf
     assert RLOOConfig(**base_args("unused", reward_clip_range=[-math.inf, 1.0])).reward_clip_range[0] == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("learning_rat", " Did you mean `learning_rate`?"),
+        ("learning_rate", ""),  # the very name
+        ("xyzzy", ""),
+        ("save_every", ""),  # 0.61 alike to save_strategy
+    ],
+)
+def test_only_what_may_have_been_meant_is_named(name: str, said: str) -> None:
+    assert nearest(name, ["learning_rate", "beta", "save_strategy"]) == said

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, TrainerState
+from transformers.utils import logging as hf_logging
 
 from gruppo import GRPOConfig, GRPOTrainer, LiveProgressCallback
 from gruppo.trainer.progress import duration, metrics_line
@@ -184,3 +185,31 @@ def test_a_run_tells_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lines = file.getvalue().splitlines()
     assert [line[:10] for line in lines] == ["update 1/2", "update 2/2"]
     assert all("s/update (sampling " in line for line in lines)
+
+
+def test_the_panel_has_two_lines_in_a_narrow_terminal() -> None:
+    for width, ending in ((80, "entropy 0.500  2.00 s"), (60, "…")):
+        console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+        page = Console(file=io.StringIO(), width=width)
+        callback = LiveProgressCallback(console)
+        callback.watch(lambda: ("asking the rewards", 12.0))
+        callback.on_train_begin(None, TrainerState(global_step=0, max_steps=100_000), None)
+        callback.on_log(None, TrainerState(global_step=10, max_steps=100_000), None, logs=LOGS)
+        page.print(callback.render())
+        callback.close()
+        lines = page.file.getvalue().splitlines()
+        assert len(lines) == 2, lines
+        assert max(map(len, lines)) <= width
+        assert lines[1].rstrip().endswith(ending)
+
+
+def test_bars_of_files_do_not_break_into_the_panel() -> None:
+    hf_logging.enable_progress_bar()
+    callback = LiveProgressCallback(Console(file=io.StringIO(), force_terminal=True))
+    for before in (True, False):
+        callback.on_train_begin(None, state(), None)
+        assert not hf_logging.is_progress_bar_enabled()
+        callback.close()
+        assert hf_logging.is_progress_bar_enabled() is before
+        hf_logging.disable_progress_bar()
+    hf_logging.enable_progress_bar()
