@@ -118,9 +118,9 @@ class Run:
     @property
     def processes(self) -> int:
         """How many the run asks for, where that is said; GPUs are not counted."""
-        strings = list(self.accelerate)
-        named = int(strings[strings.index("--num_processes") + 1]) if "--num_processes" in strings else 1
-        return self.launching.nproc or named
+        from gruppo.cli.sharing import sharing_of
+
+        return sharing_of(self.launching, self.accelerate).processes or 1
 
     @property
     def folder(self) -> Path:

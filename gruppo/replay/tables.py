@@ -53,7 +53,11 @@ def _rescored(said: dict[str, Any]) -> Table:
 
 
 def _most_changed(entries: list[dict[str, Any]]) -> Table:
-    table = Table("generation, row", "before", "now", "prompt", "completion")
+    table = Table("generation, row")
+    for name in ("before", "now"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("prompt", "completion"):
+        table.add_column(name)
     for entry in entries:
         numbers = (f"{entry['generation']}, {entry['row']}", f"{entry['before']:.3g}", f"{entry['after']:.3g}")
         table.add_row(*numbers, _safe(entry["prompt"]), _safe(entry["completion"]))
@@ -62,15 +66,17 @@ def _most_changed(entries: list[dict[str, Any]]) -> Table:
 
 def _updates(found: Replay) -> Table:
     compared = found.second is not None
-    table = Table("update", "rows", "loss then", "first")
-    for name in ("second", "cosine", "norm ratio", "signs apart") if compared else ("difference", "clipped"):
-        table.add_column(name, justify="right")
+    table = Table("update", "rows")
+    alone, two = ("loss then", "loss again", "difference", "clipped"), ("cosine", "norm ratio", "signs apart")
+    for name in ("first loss", "second loss", *two) if compared else alone:
+        table.add_column(name, justify="right", no_wrap=True)
     for update in found.updates:
-        cells = [str(update["update"]), str(update["rows"]), _number(update["recorded_loss"]), _number(update["loss"])]
+        cells = [str(update["update"]), str(update["rows"])]
         if compared:
-            cells += [_number(update["second_loss"]), _number(update["cosine"], ".4f")]
+            cells += [_number(update["loss"]), _number(update["second_loss"]), _number(update["cosine"], ".4f")]
             cells += [_number(update["norm_ratio"], ".4f"), f"{update['sign_disagreement']:.1%}"]
         else:
+            cells += [_number(update["recorded_loss"]), _number(update["loss"])]
             clipped = update["metrics"].get("clip_ratio/region_mean")
             cells += [_number(update["loss_difference"], ".1e"), _number(clipped, ".2%")]
         table.add_row(*cells)
@@ -87,7 +93,9 @@ def _lengths(found: Replay) -> Table:
 
 
 def _weights(found: Replay) -> Table:
-    table = Table("gradients of weights: update, group", "norm", "cosine", "norm ratio", "log-probs differ by")
+    table = Table("gradients of weights: update, group")
+    for name in ("norm", "cosine", "norm ratio", "log-probs off"):
+        table.add_column(name, justify="right", no_wrap=True)
     for entry in found.weights:
         table.add_row(
             f"{entry['update']}, {entry['group']} of generation {entry['generation']}",
