@@ -42,7 +42,8 @@ class PlanParser(CommandParser):
 def parser() -> PlanParser:
     found = PlanParser(prog="gruppo plan", usage=USAGE, description=__doc__)
     found.add_argument("--config", metavar="RUN.YAML", help="a file of `gruppo train`; also as the first argument")
-    found.add_argument("--model", help="instead of a file, or over it: a shape, a folder, or a name on the hub")
+    model = ("--model", "--model-name-or-path")
+    found.add_argument(*model, help="instead of a file, or over it: a shape, a folder, or a name on the hub")
     found.add_argument("--device", help="name of the GPU, or cpu (default: the one here)")
     found.add_argument("--gpus", "--nproc", type=int, metavar="N", help="processes (default: the file's, or 1)")
     found.add_argument("--launch", choices=SHARDINGS[1:], help="how they share the work (default: the file's, or ddp)")
@@ -126,13 +127,13 @@ def forecast_on(device: Device, run: Run, prompt_tokens: int | None = None) -> F
 
 def _read(options: argparse.Namespace, fields: Sequence[str]) -> Run:
     """The run of a file, or of fields alone, as it will be where it is started."""
-    given = {_plain(string) for string in fields}
     strings = list(fields)
     if options.config is not None:
         strings = [options.config, *strings]
     elif options.model is not None:  # a forecast needs neither prompts nor rewards
-        unsaid = {"--dataset": "--dataset_name", "--reward": "--reward_funcs", "--output_dir": ""}
-        strings += [part for name, other in unsaid.items() if not {name, other} & given for part in (name, "unsaid")]
+        given = {_plain(string) for string in fields}
+        for names in (("--dataset", "--dataset_name"), ("--reward", "--rewards", "--reward_funcs"), ("--output_dir",)):
+            strings += [] if given & set(names) else [names[0], "unsaid"]
     else:
         raise ConfigError("Say what to plan: a file of `gruppo train`, or --model with a shape, a folder or a name.")
     if options.model is not None:
@@ -208,9 +209,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, fields = own.parse_known_args(with_recipe(list(sys.argv[2:] if argv is None else argv)))
     _refuse_unknown(fields, own)
     job = read_job(options, fields)
-    said = options.prompt_tokens is not None
-    assumed = f"prompts of {job.prompt_tokens} tokens are assumed: --prompt-tokens says how long they are"
-    forecast = Forecast(job, () if said else (assumed,))
+    assumed = []
+    if options.prompt_tokens is None:
+        assumed.append(f"prompts of {job.prompt_tokens} tokens are assumed: --prompt-tokens says how long they are")
+    if job.processes == 1 and job.sharding.startswith(("fsdp", "zero")) and options.gpus is None:
+        assumed.append(f"one process is assumed, with nobody to share with ({job.sharding}): --gpus says how many")
+    forecast = Forecast(job, tuple(assumed))
     if options.json:
         print(json.dumps(forecast.to_dict(), indent=1))
     else:

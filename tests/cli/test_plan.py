@@ -170,6 +170,13 @@ def test_dashes_and_underscores_are_the_same(capsys: pytest.CaptureFixture[str])
     assert found[0]["rollout_plan"]["rows"] == 16
     assert found[0]["warnings"] == []
     numbers(capsys, *LARGE[:4], "--learning-rate", "1e-6", "--reward_weights", "1", "2", "--trainer", "grpo")
+    numbers(capsys, "--model_name_or_path", *LARGE[1:4], "--rewards", "a.py:b", "--dataset-name", "rows.jsonl")
+
+
+def test_a_number_of_processes_that_nobody_says_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--gpus says how many" in numbers(capsys, *LARGE, "--launch", "fsdp2")["warnings"][0]
+    assert numbers(capsys, *LARGE, "--launch", "fsdp2", "--gpus", "1")["warnings"] == []
+    assert numbers(capsys, *LARGE, "--launch", "ddp")["warnings"] == []
 
 
 def test_options_over_the_adapter_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
