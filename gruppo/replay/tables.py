@@ -1,6 +1,6 @@
 """A replay as tables for a terminal. What models wrote is shown without its control characters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -66,21 +66,19 @@ def _most_changed(entries: list[dict[str, Any]]) -> Table:
 
 def _updates(found: Replay) -> Table:
     compared = found.second is not None
-    table = Table("update", "rows")
-    alone, two = ("loss then", "loss again", "difference", "clipped"), ("cosine", "norm ratio", "signs apart")
-    for name in ("first loss", "second loss", *two) if compared else alone:
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for update in found.updates:
         cells = [str(update["update"]), str(update["rows"])]
         if compared:
             cells += [_number(update["loss"]), _number(update["second_loss"]), _number(update["cosine"], ".4f")]
             cells += [_number(update["norm_ratio"], ".4f"), f"{update['sign_disagreement']:.1%}"]
         else:
-            cells += [_number(update["recorded_loss"]), _number(update["loss"])]
             clipped = update["metrics"].get("clip_ratio/region_mean")
+            cells += [_number(update["recorded_loss"]), _number(update["loss"])]
             cells += [_number(update["loss_difference"], ".1e"), _number(clipped, ".2%")]
-        table.add_row(*cells)
-    return table
+        rows.append(cells)
+    alone, two = ("loss then", "loss again", "difference", "clipped"), ("cosine", "norm ratio", "signs apart")
+    return _of_numbers(["update", "rows", *(("first loss", "second loss", *two) if compared else alone)], rows)
 
 
 def _lengths(found: Replay) -> Table:
@@ -93,17 +91,27 @@ def _lengths(found: Replay) -> Table:
 
 
 def _weights(found: Replay) -> Table:
-    table = Table("gradients of weights: update, group")
-    for name in ("norm", "cosine", "norm ratio", "log-probs off"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for entry in found.weights:
-        table.add_row(
+    rows = [
+        [
             f"{entry['update']}, {entry['group']} of generation {entry['generation']}",
             _number(entry["gradient_norm"]),
             _number(entry.get("cosine"), ".4f"),
             _number(entry.get("norm_ratio"), ".4f"),
             _number(entry["logp_difference"], ".1e"),
-        )
+        ]
+        for entry in found.weights
+    ]
+    names = ["gradients of weights: update, group", "norm", "cosine", "norm ratio", "log-probs differ by"]
+    return _of_numbers(names, rows)
+
+
+def _of_numbers(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose cells are whole on a narrow terminal, where names are written in several lines."""
+    table = Table()
+    for name, cells in zip(names, zip(*rows, strict=True), strict=True):
+        table.add_column(name, justify="right", min_width=max(map(len, cells)))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

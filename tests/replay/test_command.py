@@ -81,7 +81,7 @@ def test_an_unknown_option(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_numbers_are_whole_on_a_narrow_terminal(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "70")
     assert command(folder, "--set", "recipe=gspo", "--against", "recipe=gspo", "beta=0") == 0
     printed = capsys.readouterr().out
     assert "…" not in printed
