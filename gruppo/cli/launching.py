@@ -122,7 +122,7 @@ def check_launch(run: Run) -> tuple[str | None, Path | None]:
         raise ConfigError(f"--nproc {wanted.nproc} must be at least 1.")
     if wanted.nproc is not None and not (wanted.launch or wanted.accelerate_config or run.accelerate):
         raise ConfigError(f"--nproc {wanted.nproc} needs --launch, which says how processes share the work.")
-    name, file = _way(wanted)
+    name, file = way_to_launch(wanted)
     if name is not None and run.config.use_cpu:
         _refuse_shards(name)
     return name, file
@@ -134,7 +134,7 @@ def _refuse_shards(name: str) -> None:
         raise ConfigError(f"--launch {name} needs GPUs; with use_cpu: true there is --launch ddp.")
 
 
-def _way(launching: LaunchArguments) -> tuple[str | None, Path | None]:
+def way_to_launch(launching: LaunchArguments) -> tuple[str | None, Path | None]:
     """The name of a way to launch, or a file of accelerate's."""
     asked, config = launching.launch, launching.accelerate_config
     if asked is not None and config is not None:

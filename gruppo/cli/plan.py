@@ -6,8 +6,8 @@
   gruppo plan --model qwen2-7b --device H100 --gpus 8 --launch fsdp2 --json
 
 The model is a public shape (qwen2-1.5b, llama3-8b, …), a folder with a config.json, or a name on the hub; its weights
-are never read. Any field of GRPOConfig is an option. Completions are taken to be as long as they may be, unless
---mean-completion-length says otherwise.
+are never read. Any field of GRPOConfig is an option, as for `gruppo train`; the file comes first. Completions are as
+long as they may be, unless --mean-completion-length says otherwise.
 """
 
 import argparse
@@ -15,40 +15,45 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
+from gruppo.cli.options import CommandParser
 from gruppo.cli.plan_report import Forecast, print_forecast
 from gruppo.cli.planning import PROMPT_TOKENS, Asked
-from gruppo.cli.recipe import Run
-from gruppo.config.hints import nearest
+from gruppo.cli.recipe import TRAINERS, Run, accelerate_options, make_parser, with_recipe
+from gruppo.config.hints import RENAMED, nearest
 from gruppo.errors import ConfigError
 from gruppo.plan import DEVICES, Device, find_device, free_memory
 from gruppo.plan.job import SHARDINGS, Job
 from gruppo.plan.measured import MEASURED
 
+USAGE = "gruppo plan [RUN.YAML] [--model MODEL] [--device NAME] [--gpus N] [--key value …]"
 
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
-        prog="gruppo plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    found.add_argument("recipe", nargs="?", type=Path, metavar="RUN.YAML", help="a file of `gruppo train`")
-    found.add_argument("--model", help="instead of a file, or over it: a shape, a folder, or a name on the hub")
+
+class PlanParser(CommandParser):
+    """One whose options may be written with dashes and with underscores."""
+
+    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:  # type: ignore[override]
+        spelled = [f"--{name[2:].replace('-', '_')}" for name in names if name.startswith("--")]
+        return super().add_argument(*dict.fromkeys([*names, *spelled]), **kwargs)
+
+
+def parser() -> PlanParser:
+    found = PlanParser(prog="gruppo plan", usage=USAGE, description=__doc__)
+    found.add_argument("--config", metavar="RUN.YAML", help="a file of `gruppo train`; also as the first argument")
+    model = ("--model", "--model-name-or-path")
+    found.add_argument(*model, help="instead of a file, or over it: a shape, a folder, or a name on the hub")
     found.add_argument("--device", help="name of the GPU, or cpu (default: the one here)")
-    found.add_argument("--gpus", type=int, metavar="N", help="processes (default: what the file says, or 1)")
-    found.add_argument("--launch", choices=SHARDINGS[1:], help="how they share the work (default: ddp)")
+    found.add_argument("--gpus", "--nproc", type=int, metavar="N", help="processes (default: the file's, or 1)")
+    found.add_argument("--launch", choices=SHARDINGS[1:], help="how they share the work (default: the file's, or ddp)")
     found.add_argument("--prompt-tokens", type=int, metavar="N", help=f"of a long prompt (default: {PROMPT_TOKENS})")
     found.add_argument("--mean-completion-length", type=int, metavar="N", help="for seconds (default: the longest)")
     dtypes = ("float32", "bfloat16", "float16")
     found.add_argument("--dtype", choices=dtypes, help="of the weights (default: the file's, or float32)")
     found.add_argument("--lora-r", type=int, metavar="R", help="train an adapter of this rank")
-    found.add_argument("--lora-targets", nargs="+", metavar="NAME", help="projections that have one (default: all)")
+    targets = ("--lora-targets", "--lora-target-modules")
+    found.add_argument(*targets, nargs="+", metavar="NAME", help="projections that have one (default: all)")
     found.add_argument("--load-in-4bit", action="store_true", help="quantised layers, with --lora-r")
     found.add_argument("--load-in-8bit", action="store_true", help="the same in 8 bits")
     for name, unit in (("tflops", "TFLOP/s of matrix products"), ("bandwidth", "TB/s"), ("memory", "GiB")):
@@ -97,36 +102,6 @@ def _device_here() -> str:
 # ---- the run
 
 
-def take_fields(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dict[str, Any]]:
-    """The arguments without those that are no options of this command, and these as fields of a config.
-
-    Example:
-        take_fields(["run.yaml", "--beta", "0.04"], {"--model"}) == (["run.yaml"], {"beta": 0.04})
-    """
-    kept: list[str] = []
-    fields: dict[str, Any] = {}
-    rest = list(argv)
-    while rest:
-        option, sign, value = rest[0].partition("=")
-        if not option.startswith("--") or option in own:
-            kept.append(rest.pop(0))
-            continue
-        rest.pop(0)
-        if not sign:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        fields[option.removeprefix("--").replace("-", "_")] = _value(value)
-    return kept, fields
-
-
-def _value(text: str) -> Any:
-    """A value as YAML has it, and 1e-5 as a number, which YAML takes for text."""
-    value = yaml.safe_load(text)
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
 def forecast_here(run: Run, prompt_tokens: int | None = None) -> Forecast | None:
     """The forecast of a run on the device that is here; None if it wants a GPU and none, or an unknown one, is."""
     asked = Asked.of_run(run)
@@ -150,48 +125,77 @@ def forecast_on(device: Device, run: Run, prompt_tokens: int | None = None) -> F
     return Forecast(asked.job(device, prompt_tokens=tokens, threads=os.cpu_count() or 1))
 
 
-def _read(options: argparse.Namespace, fields: Mapping[str, Any]) -> Run:
-    """The run of a file with fields over it, as it will be where it is started."""
-    strings = [str(options.recipe), *(part for name, value in fields.items() for part in (f"--{name}", str(value)))]
+def _read(options: argparse.Namespace, fields: Sequence[str]) -> Run:
+    """The run of a file, or of fields alone, as it will be where it is started."""
+    strings = list(fields)
+    if options.config is not None:
+        strings = [options.config, *strings]
+    elif options.model is not None:  # a forecast needs neither prompts nor rewards
+        given = {_plain(string) for string in fields}
+        for names in (("--dataset", "--dataset_name"), ("--reward", "--rewards", "--reward_funcs"), ("--output_dir",)):
+            strings += [] if given & set(names) else [names[0], "unsaid"]
+    else:
+        raise ConfigError("Say what to plan: a file of `gruppo train`, or --model with a shape, a folder or a name.")
+    if options.model is not None:
+        strings += ["--model", options.model]
     if options.gpus is not None:
-        strings += ["--nproc", str(options.gpus), "--launch", options.launch or "ddp"]
+        strings += ["--nproc", str(options.gpus)]
     return Run.of_another_machine(strings, "plan")
 
 
-def read_job(options: argparse.Namespace, fields: Mapping[str, Any]) -> Job:
-    """The job that a command line describes: options of this command, and fields of the run's config."""
-    for name in (
-        "gpus",
-        "prompt_tokens",
-        "mean_completion_length",
-        "lora_r",
-        "tflops",
-        "bandwidth",
-        "memory",
-        "threads",
-    ):
+def _plain(string: str) -> str:
+    """`--top-p=0.9` as `--top_p`."""
+    return "--" + string.partition("=")[0][2:].replace("-", "_")
+
+
+def _refuse_unknown(fields: Sequence[str], own: CommandParser) -> None:
+    """Raise for a flag that neither this command nor a run has, with the nearest of both."""
+    given = [string.partition("=")[0] for string in fields if string.startswith("--")]
+    if not given:
+        return
+    known = {"--trainer"} | {flag for name in TRAINERS for flag in make_parser(name, "plan")._option_string_actions}
+    unknown = [flag for flag in given if _plain(flag) not in known and flag not in known]
+    if unknown := [flag for flag in unknown if _plain(flag)[2:] not in {*RENAMED, *accelerate_options()}]:
+        close = nearest(_plain(unknown[0]), known | {_plain(flag) for flag in own._option_string_actions})
+        raise ConfigError(f"`{unknown[0]}` is no field of a run and no option of this command.{close}")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise for numbers of this command's own options that cannot be."""
+    sizes = ("gpus", "prompt_tokens", "mean_completion_length", "lora_r")
+    for name in (*sizes, "tflops", "bandwidth", "memory", "threads"):
         if (value := getattr(options, name)) is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be positive.")
-    known: dict[str, Any] = {"processes": options.gpus or 1, "options": frozenset(vars(options))}
-    if options.recipe is not None:
-        asked = Asked.of_run(_read(options, fields))
-    elif options.model is not None:
-        asked = Asked.of_settings(options.model, fields, **known)
-    else:
-        raise ConfigError("Say what to plan: a file of `gruppo train`, or --model with a shape, a folder or a name.")
+
+
+def _with_options(asked: Asked, options: argparse.Namespace) -> Asked:
+    """What the run says of itself, with what the options say over it."""
     loading = dict(asked.loading)
     if options.dtype:
         loading["dtype"] = options.dtype
     if options.load_in_4bit or options.load_in_8bit:
         loading["quantization_config"] = {"load_in_4bit": options.load_in_4bit, "load_in_8bit": options.load_in_8bit}
-    peft = {"r": options.lora_r, "target_modules": options.lora_targets or "all-linear"} if options.lora_r else None
-    asked = dataclasses.replace(
-        asked,
-        model=options.model or asked.model,
-        loading=loading,
-        peft=peft or asked.peft,
-        launch=options.launch or asked.launch,
-    )
+    peft = None if asked.peft is None else dict(asked.peft)
+    if options.lora_r:
+        peft = {"target_modules": "all-linear"} | (peft or {}) | {"r": options.lora_r}
+    if options.lora_targets:
+        if peft is None:
+            raise ConfigError("--lora-targets needs an adapter: say its rank with --lora-r.")
+        peft["target_modules"] = options.lora_targets
+    longest, mean = asked.args.max_completion_length, options.mean_completion_length
+    if mean is not None and mean > longest:
+        raise ConfigError(f"--mean-completion-length {mean} is more than max_completion_length, {longest}.")
+    return dataclasses.replace(asked, loading=loading, peft=peft, launch=options.launch or asked.launch)
+
+
+def read_job(options: argparse.Namespace, fields: Sequence[str] = ()) -> Job:
+    """The job that a command line describes: options of this command, and strings that are a run's.
+
+    Example:
+        read_job(*parser().parse_known_args(["--model", "qwen2-1.5b", "--device", "H200", "--beta", "0.04"]))
+    """
+    _check(options)
+    asked = _with_options(Asked.of_run(_read(options, fields)), options)
     return asked.job(
         find_one(options, on_cpu=asked.on_cpu),
         prompt_tokens=options.prompt_tokens or asked.args.max_prompt_length or PROMPT_TOKENS,
@@ -202,12 +206,15 @@ def read_job(options: argparse.Namespace, fields: Mapping[str, Any]) -> Job:
 
 def main(argv: Sequence[str] | None = None) -> int:
     own = parser()
-    rest, fields = take_fields(sys.argv[2:] if argv is None else argv, own._option_string_actions)
-    options = own.parse_args(rest)
+    options, fields = own.parse_known_args(with_recipe(list(sys.argv[2:] if argv is None else argv)))
+    _refuse_unknown(fields, own)
     job = read_job(options, fields)
-    said = options.prompt_tokens is not None
-    assumed = f"prompts of {job.prompt_tokens} tokens are assumed: --prompt-tokens says how long they are"
-    forecast = Forecast(job, () if said else (assumed,))
+    assumed = []
+    if options.prompt_tokens is None:
+        assumed.append(f"prompts of {job.prompt_tokens} tokens are assumed: --prompt-tokens says how long they are")
+    if job.processes == 1 and job.sharding.startswith(("fsdp", "zero")) and options.gpus is None:
+        assumed.append(f"one process is assumed, with nobody to share with ({job.sharding}): --gpus says how many")
+    forecast = Forecast(job, tuple(assumed))
     if options.json:
         print(json.dumps(forecast.to_dict(), indent=1))
     else:

@@ -1,5 +1,6 @@
 """A forecast as tables, as a few lines, and as numbers."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -42,7 +43,7 @@ class Forecast:
         most = max(peak.terms, key=lambda term: term.bytes)
         verdict = "fits" if memory.fits else "does not fit"
         said = [
-            f"{job.model.name} ({job.model.weights / 1e9:.2f}B weights), {job.rows} completions a generation and "
+            f"{job.model.name} ({_count(job.model.weights)} weights), {job.rows} completions a generation and "
             f"device, prompts of {job.prompt_tokens} and completions of up to {job.completion_tokens} tokens",
             f"peak memory {memory.device_bytes / GIB:.1f} GiB of {job.device.memory:.1f} ({job.device.name}): "
             f"{verdict}; largest phase: {peak.name}, most of it {most.name}, {most.bytes / GIB:.1f} GiB",
@@ -92,31 +93,45 @@ class Forecast:
 
 
 def print_forecast(forecast: Forecast) -> None:
-    """Tables of memory, of seconds and of the largest settings, and what follows from them."""
+    """The verdict, and then where it comes from: tables of memory, of seconds and of the largest settings."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    first, *others = forecast.lines()
-    console.print(first, highlight=False)
-    memory = forecast.memory
-    for phase in memory.phases:
-        mark = " (the peak)" if phase is memory.peak else ""
-        table = Table("", "GiB", "counted as", title=f"{phase.name}{mark}", title_justify="left", box=None)
-        for term in phase.terms:
-            table.add_row(term.name, f"{term.bytes / GIB:.2f}", term.formula)
-        table.add_row("together", f"{phase.bytes / GIB:.2f}", "", style="bold")
-        console.print(table)
-    table = Table("", "seconds", "counted as", title="one generation and its updates", title_justify="left", box=None)
+    job, verdict, *others = forecast.lines()
+    for line in (verdict, job, *others):
+        console.print(line, highlight=False)
+    console.print()
+    table = Table("memory", "GiB", "counted as", box=None)
+    for name, size, formula, style in _memory_rows(forecast.memory):
+        table.add_row(name, size, formula, style=style)
+    console.print(table)
+    console.print()
+    table = Table("one generation and its updates", "seconds", "counted as", box=None)
     for part in forecast.seconds.parts:
         table.add_row(part.name, f"{part.seconds:.2f}", part.formula)
     console.print(table)
-    table = Table(
-        "", "at most", "", title="one setting larger, the others as they are", title_justify="left", box=None
-    )
+    console.print()
+    table = Table("one setting larger, the others as they are", "at most", "", box=None)
     for one in forecast.largest:
         value = "nothing fits" if one.value is None else f"{one.value:,}" if isinstance(one.value, int) else one.value
         table.add_row(one.setting, value, one.means)
     console.print(table)
-    for line in others:
-        console.print(line, highlight=False)
+
+
+def _memory_rows(memory: Memory) -> Iterator[tuple[str, str, str, str]]:
+    """What stays between phases, once; then each phase with what it has beside that. The last entry is the style."""
+    for phase in (memory.between, *memory.phases):
+        stays = () if phase is memory.between else memory.between.terms
+        missing = [term.name for term in stays if term not in phase.terms]
+        formula = f"what stays, but for: {', '.join(missing)}" if missing else "what stays, and" if stays else ""
+        mark = " (the peak)" if phase is memory.peak else ""
+        yield f"{phase.name}{mark}", f"{phase.bytes / GIB:.2f}", formula, "bold"
+        for term in phase.terms:
+            if term not in stays:
+                yield f"  {term.name}", f"{term.bytes / GIB:.2f}", term.formula, ""
+
+
+def _count(weights: int) -> str:
+    """Example: _count(1_543_714_304) == "1.54B" and _count(600_000) == "0.6M"."""
+    return f"{weights / 1e9:.2f}B" if weights >= 1e9 else f"{weights / 1e6:.1f}M"

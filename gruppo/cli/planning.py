@@ -1,11 +1,11 @@
 """From what a run says of itself to the job of a forecast."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gruppo.cli.recipe import Run
+from gruppo.cli.sharing import sharing_of
 from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError
 from gruppo.plan import Device
@@ -14,7 +14,6 @@ from gruppo.plan.presets import PRESETS, preset
 
 PROMPT_TOKENS = 256  # where nobody says
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-_CONFIGS = {"grpo": "GRPOConfig", "rloo": "RLOOConfig"}
 # What peft adapts of the usual decoders if a config names no targets.
 _USUAL_TARGETS = ("q_proj", "v_proj")
 
@@ -45,27 +44,6 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> tuple[Model, An
         raise ConfigError(f"model={name!r} cannot be planned with: {error}.") from error
 
 
-def planning_config(settings: Mapping[str, Any], trainer: str, processes: int, options: frozenset[str]) -> Any:
-    """The config of a run on so many processes, as one that can be made here, where there may be none of its devices.
-
-    Precision is left out, which a config checks against the devices that are here, and all processes' completions are
-    those of one. `options` are names that could have been meant by an unknown field.
-    """
-    import gruppo
-
-    config_class = getattr(gruppo, _CONFIGS[trainer])
-    known = {field.name for field in dataclasses.fields(config_class)}
-    if unknown := [name for name in settings if name not in known]:
-        raise ConfigError(
-            f"`{unknown[0]}` is no field of {config_class.__name__} and no option of this command."
-            f"{nearest(unknown[0], known | options)}"
-        )
-    left_out = ("bf16", "fp16", "tf32", "use_cpu", "deepspeed", "fsdp", "fsdp_config", "output_dir")
-    kept = {key: value for key, value in settings.items() if key not in left_out}
-    kept["per_device_train_batch_size"] = processes * kept.get("per_device_train_batch_size", 8)
-    return config_class(**{"output_dir": "unused", "report_to": "none", **kept, "use_cpu": True, "bf16": False})
-
-
 def make_job(
     model: Model,
     device: Device,
@@ -83,7 +61,7 @@ def make_job(
 ) -> Job:
     """What a forecast needs to know of a run.
 
-    `args` is a config whose batch is that of all processes, as `planning_config` makes it.
+    `args` is the config of one of the processes, which knows how many there are.
     """
     sampler = "transformers" if args.rollout_backend == "transformers" else "builtin"
     if args.samples_with_vllm:
@@ -155,39 +133,14 @@ class Asked:
     """What a run says of itself that a forecast needs."""
 
     model: str
-    args: Any  # its config, with the batch of all processes
+    args: Any  # its config
     micro_batch_rows: int
     loading: Mapping[str, Any]  # model_init_kwargs
     peft: Mapping[str, Any] | None = None
-    autocast: bool | None = None  # None: where there is a GPU
+    autocast: bool = True
     on_cpu: bool = False
     processes: int = 1
     launch: str | None = None
-
-    @classmethod
-    def of_settings(
-        cls,
-        model: str,
-        settings: Mapping[str, Any],
-        *,
-        trainer: str = "grpo",
-        peft: Mapping[str, Any] | None = None,
-        processes: int = 1,
-        options: frozenset[str] = frozenset(),
-    ) -> "Asked":
-        """From fields of a config that is not made, of each of so many processes."""
-        args = planning_config(settings, trainer, processes, options)
-        on_cpu = bool(settings.get("use_cpu"))
-        return cls(
-            model,
-            args,
-            micro_batch_rows=max(args.per_device_train_batch_size // processes, 1),
-            loading=settings.get("model_init_kwargs") or {},
-            peft=peft,
-            autocast=True if settings.get("fp16") else settings.get("bf16", True if on_cpu else None),
-            on_cpu=on_cpu,
-            processes=processes,
-        )
 
     @classmethod
     def of_config(
@@ -213,9 +166,9 @@ class Asked:
     @classmethod
     def of_run(cls, run: Run) -> "Asked":
         """From a run that was read for all its processes: the one place that knows what a file becomes."""
-        model = run.model_args
+        model, how = run.model_args, sharing_of(run.launching, run.accelerate)
         lora = {"r": model.lora_r, "target_modules": model.lora_target_modules} if model.use_peft else None
-        asked = cls.of_config(run.model, run.config, peft=run.script.peft or lora, launch=run.launching.launch)
+        asked = cls.of_config(run.model, run.config, peft=run.script.peft or lora, launch=how.launch)
         bits = {"load_in_4bit": model.load_in_4bit, "load_in_8bit": model.load_in_8bit}
         quantised = {"quantization_config": bits} if any(bits.values()) else {}
         return replace(asked, loading={**asked.loading, **quantised})
@@ -233,7 +186,7 @@ class Asked:
             device,
             self.args,
             dtype=_dtype(self.loading, config),
-            autocast=device.kind != "cpu" if self.autocast is None else self.autocast,
+            autocast=self.autocast,
             adapter=adapter,
             bits=bits,
             processes=self.processes,

@@ -118,7 +118,9 @@ class Run:
     @property
     def processes(self) -> int:
         """How many the run asks for, where that is said; GPUs are not counted."""
-        return self.launching.nproc or named_processes(self.accelerate) or 1
+        from gruppo.cli.sharing import sharing_of
+
+        return sharing_of(self.launching, self.accelerate).processes or 1
 
     @property
     def folder(self) -> Path:

@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for file in (options.json, options.parquet):
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"There is no folder {file.parent} to write {file.name} into.")
+        if file is not None and file.is_dir():
+            raise ConfigError(f"{file} is a folder: name a file in it to write into.")
     if options.groups < 1:
         raise ConfigError(f"--groups {options.groups} must be at least 1.")
     if options.dataset and not options.reward:

@@ -81,8 +81,7 @@ class Rescorer:
             raise
         failed_N = failed_rows(scores.kinds_BR)
         if failed_N.all():
-            said = " ".join(runner.latest_failures.values())
-            raise DataError(said if self.dataset is not None else f"{said}\n{NO_COLUMNS}")
+            raise DataError(self._all_failed(generation, runner.latest_failures))
         if scores.steps is not None:
             raise DataError("A reward judged steps, which a replay cannot compare: return their sum.")
         rewards_NR = generation.rewards_NR.clone()
@@ -91,6 +90,15 @@ class Rescorer:
         # As in training, a row that a reward failed on is unscorable, whatever the others say.
         rewards_NR[failed_N | self._failed_before(generation)] = torch.nan
         return rewards_NR
+
+    def _all_failed(self, generation: Generation, failures: Mapping[str, str]) -> str:
+        """In a line or two: the runner has shown the first failure with its traceback."""
+        ends = {name: said.strip().splitlines()[-1] for name, said in failures.items()}
+        found = [f"The reward '{name}' failed: {end}." for name, end in ends.items()]
+        lacks = self.dataset is None and any(end.startswith("KeyError") for end in ends.values())
+        return " ".join(
+            [f"No completion of generation {generation.number} could be scored.", *found, *([NO_COLUMNS] * lacks)]
+        )
 
     def _failed_before(self, generation: Generation) -> Tensor:
         """Bool (N,): rows that a recorded reward failed on which keeps its place."""
@@ -131,6 +139,12 @@ class Rescorer:
 
     def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         index, wanted = row["prompt_index"], row["prompt_id"]
+        columns = self.dataset.column_names
+        if "prompt" not in columns:
+            raise DataError(
+                f"The dataset has no column `prompt`, by which its rows are found, but {', '.join(columns)}."
+                f"{nearest('prompt', columns)}"
+            )
         if index is not None and index < len(self.dataset) and prompt_id(self.dataset[index]["prompt"]) == wanted:
             return _further(self.dataset[index])
         if self._by_prompt is None:

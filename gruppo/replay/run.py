@@ -65,8 +65,8 @@ def replay(
     `rewards` score the completions anew (with columns of `dataset`, if they need some). `changes` are settings that
     differ from the run's, `recipe` among them. What is changed is compared with what was; or, with `against`, which
     are changes too, with a second recipe. With a `model` (a checkpoint, or a loaded one), gradients of its weights are
-    compared as well, on so many `groups`, the first there are. Without `keep_rows`, the table of all rows, with a
-    number for each token, is not made.
+    compared as well, on so many `groups` of the first update, those with the largest gradient. Without `keep_rows`,
+    the table of all rows, with a number for each token, is not made.
 
     Example:
         found = replay("runs/demo", updates=range(3, 8), changes={"loss_type": "dr_grpo"}, against={"recipe": "gspo"})
@@ -86,6 +86,10 @@ def replay(
         pair = [_Side(own, anew=False)]
     rescorer = None if rewards is None else Rescorer(rewards, own, dataset)
     work = _Work(Recording(run, own.group_size, own.config.beta), own, pair, rescorer, keep_rows)
+    if changes and not asked.changes and against is None:
+        said = ", ".join(f"{name}={value}" for name, value in changes.items())
+        work.result.notes.append(f"{said} is what the run was trained with: nothing is changed by it.")
+    work.result.notes += [note for side in pair if (note := side.settings.warning)]
     policy = None if model is None else Policy.of(model, config, groups)
     try:
         for number in numbers:

@@ -24,6 +24,13 @@ _MIXINS: tuple[Any, ...] = (GRPOObjectiveConfig, RLOOObjectiveConfig, VLLMCorrec
 
 # What recorded rollouts can be looked at with. Everything else made them what they are.
 CHANGEABLE = {*(f.name for mixin in _MIXINS for f in fields(mixin)), "entropy_coef", "max_completion_length"}
+# The clip widths that belong to a recipe of the table (docs/algorithm.md); sapo and vespo have none.
+CLIPS: dict[str, dict[str, float | None]] = {
+    **{name: {"epsilon": 0.2, "epsilon_high": None} for name in ("grpo", "dr_grpo", "bnpo", "luspo", "rloo")},
+    "dapo": {"epsilon": 0.2, "epsilon_high": 0.28},
+    "gspo": {"epsilon": 3e-4, "epsilon_high": 4e-4},
+    "cispo": {"epsilon_high": 5.0},  # the cap of the ratio itself; nothing is clipped below
+}
 # Those of them that advantages depend on.
 OF_ADVANTAGES = {
     *("trainer", "scale_rewards", "multi_objective_aggregation", "reward_weights", "normalize_advantages"),
@@ -44,11 +51,13 @@ class Settings:
     trainer: str
     changes: Mapping[str, Any]  # what differs from the run
     recorded: Mapping[str, Any]  # the settings of the run
+    named: str | None = None  # the recipe, if it was set by name
 
     @classmethod
     def of(cls, recorded: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> "Settings":
         """The settings of a run with changes; `recipe` and `trainer` may be among these."""
         own = "grpo" if "loss_type" in recorded else "rloo"
+        named = (changes or {}).get("recipe")
         asked = _expanded(dict(changes or {}), own)
         trainer = asked.pop("trainer", own)
         config_class = TRAINERS[trainer]
@@ -74,12 +83,27 @@ class Settings:
         changed = {name: getattr(config, name) for name in asked}
         changed = {name: value for name, value in changed.items() if value != recorded.get(name)}
         changed |= {} if trainer == own else {"trainer": trainer}
-        return cls(config, recipe_of(config), trainer, changed, recorded)
+        return cls(config, recipe_of(config), trainer, changed, recorded, named)
 
     @property
     def name(self) -> str:
         """What sets it apart from the run."""
-        return ", ".join(f"{name}={value}" for name, value in self.changes.items()) or "as recorded"
+        if self.named is None:
+            return _listed(self.changes) or "as recorded"
+        widths = {name: getattr(self.config, name) for name in CLIPS.get(self.named, ())}
+        shown = {**self.changes, **{name: value for name, value in widths.items() if value is not None}}
+        return f"recipe={self.named}" + (f": {_listed(shown)}" if shown else "")
+
+    @property
+    def warning(self) -> str | None:
+        """What a reader of the numbers should know of these settings."""
+        cap = self.config.upper_clip
+        if self.recipe.objective != "cispo" or cap >= 1:
+            return None
+        return (
+            f"CISPO takes epsilon_high={cap:g} as the cap of the ratio itself: every gradient is scaled down to it. "
+            "Set epsilon_high to about 5."
+        )
 
     @property
     def group_size(self) -> int:
@@ -101,14 +125,14 @@ class Settings:
 
     def loss_settings(self, recorded: Mapping[str, float]) -> LossSettings:
         """The loss of an update; what callbacks had changed by then counts, where it is not changed here."""
-        config, changes = self.config, self.changes
+        config, changes = self.config, {*self.changes, *CLIPS.get(self.named or "", ())}
         return loss_settings_of(
             config,
             self.recipe,
             beta=float(config.beta if "beta" in changes else recorded["beta"]),
             epsilon_low=float(config.epsilon if "epsilon" in changes else recorded["epsilon_low"]),
             epsilon_high=float(
-                config.upper_clip if {"epsilon", "epsilon_high"} & set(changes) else recorded["epsilon_high"]
+                config.upper_clip if {"epsilon", "epsilon_high"} & changes else recorded["epsilon_high"]
             ),
         )
 
@@ -126,13 +150,17 @@ def _expanded(changes: dict[str, Any], own: str) -> dict[str, Any]:
     """The changes with the settings of a named recipe in its place."""
     if "recipe" in changes:
         name = changes.pop("recipe")
-        if name not in RECIPES:
+        if not isinstance(name, str) or name not in RECIPES:
             raise ConfigError(f"recipe={name!r} is not one of {', '.join(RECIPES)}.{nearest(str(name), RECIPES)}")
-        changes = settings_of_recipe(name) | changes
+        changes = settings_of_recipe(name) | CLIPS.get(name, {}) | changes
     trainer = changes.get("trainer", own)
-    if trainer not in TRAINERS:
+    if not isinstance(trainer, str) or trainer not in TRAINERS:
         raise ConfigError(f"trainer={trainer!r} is not one of {', '.join(TRAINERS)}.")
     return changes
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def _refusal(name: str, takes: set[str], config_class: Any) -> str:

@@ -1,6 +1,6 @@
 """A replay as tables for a terminal. What models wrote is shown without its control characters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -53,7 +53,11 @@ def _rescored(said: dict[str, Any]) -> Table:
 
 
 def _most_changed(entries: list[dict[str, Any]]) -> Table:
-    table = Table("generation, row", "before", "now", "prompt", "completion")
+    table = Table("generation, row")
+    for name in ("before", "now"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("prompt", "completion"):
+        table.add_column(name)
     for entry in entries:
         numbers = (f"{entry['generation']}, {entry['row']}", f"{entry['before']:.3g}", f"{entry['after']:.3g}")
         table.add_row(*numbers, _safe(entry["prompt"]), _safe(entry["completion"]))
@@ -62,19 +66,19 @@ def _most_changed(entries: list[dict[str, Any]]) -> Table:
 
 def _updates(found: Replay) -> Table:
     compared = found.second is not None
-    table = Table("update", "rows", "loss then", "first")
-    for name in ("second", "cosine", "norm ratio", "signs apart") if compared else ("difference", "clipped"):
-        table.add_column(name, justify="right")
+    rows = []
     for update in found.updates:
-        cells = [str(update["update"]), str(update["rows"]), _number(update["recorded_loss"]), _number(update["loss"])]
+        cells = [str(update["update"]), str(update["rows"])]
         if compared:
-            cells += [_number(update["second_loss"]), _number(update["cosine"], ".4f")]
+            cells += [_number(update["loss"]), _number(update["second_loss"]), _number(update["cosine"], ".4f")]
             cells += [_number(update["norm_ratio"], ".4f"), f"{update['sign_disagreement']:.1%}"]
         else:
             clipped = update["metrics"].get("clip_ratio/region_mean")
+            cells += [_number(update["recorded_loss"]), _number(update["loss"])]
             cells += [_number(update["loss_difference"], ".1e"), _number(clipped, ".2%")]
-        table.add_row(*cells)
-    return table
+        rows.append(cells)
+    alone, two = ("loss then", "loss again", "difference", "clipped"), ("cosine", "norm ratio", "signs apart")
+    return _of_numbers(["update", "rows", *(("first loss", "second loss", *two) if compared else alone)], rows)
 
 
 def _lengths(found: Replay) -> Table:
@@ -87,15 +91,27 @@ def _lengths(found: Replay) -> Table:
 
 
 def _weights(found: Replay) -> Table:
-    table = Table("gradients of weights: update, group", "norm", "cosine", "norm ratio", "log-probs differ by")
-    for entry in found.weights:
-        table.add_row(
+    rows = [
+        [
             f"{entry['update']}, {entry['group']} of generation {entry['generation']}",
             _number(entry["gradient_norm"]),
             _number(entry.get("cosine"), ".4f"),
             _number(entry.get("norm_ratio"), ".4f"),
             _number(entry["logp_difference"], ".1e"),
-        )
+        ]
+        for entry in found.weights
+    ]
+    names = ["gradients of weights: update, group", "norm", "cosine", "norm ratio", "log-probs differ by"]
+    return _of_numbers(names, rows)
+
+
+def _of_numbers(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose cells are whole on a narrow terminal, where names are written in several lines."""
+    table = Table()
+    for name, cells in zip(names, zip(*rows, strict=True), strict=True):
+        table.add_column(name, justify="right", min_width=max(map(len, cells)))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

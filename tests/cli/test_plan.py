@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from gruppo import GRPOConfig, cli
-from gruppo.cli.plan import forecast_here, forecast_on, take_fields
+from gruppo.cli.plan import forecast_here, forecast_on
 from gruppo.cli.planning import Asked
 from gruppo.cli.recipe import Run
 from gruppo.demo import model_path
@@ -64,13 +64,17 @@ def test_the_tables_show_the_arithmetic(capsys: pytest.CaptureFixture[str], monk
         *("of 139.8 (H200): fits; largest phase: update", "max_completion_length", "qwen2-14b"),
     ):
         assert said in text
+    assert "(H200): fits" in text.splitlines()[0], "the verdict comes first"
+    for name in ("program ", "weights ", "state of adamw_torch_fused "):
+        assert sum(line.strip().startswith(name) for line in text.splitlines()) == 1, "what stays is told once"
+    assert len(text.splitlines()) < 45
 
 
 def test_fields_of_the_config_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     plain = numbers(capsys, *LARGE)
     assert "reference" in str(numbers(capsys, *LARGE, "--beta", "0.04")["phases"]["update"])
     assert "reference" not in str(plain["phases"])
-    recomputed = numbers(capsys, *LARGE, "--gradient-checkpointing")
+    recomputed = numbers(capsys, *LARGE, "--gradient-checkpointing", "true")
     assert recomputed["update_plan"]["checkpointing"]
     assert recomputed["peak_bytes"] < plain["peak_bytes"]
     eight = numbers(capsys, *LARGE, "--optim", "adamw_8bit")
@@ -124,6 +128,13 @@ def test_a_file_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             "--prompt-tokens -3 must be positive",
         ),
         (["nowhere.yaml", "--device", "H200"], "nowhere.yaml"),
+        ([*LARGE, "--lora-targets", "q_proj"], "--lora-targets needs an adapter: say its rank with --lora-r"),
+        ([*LARGE, "--mean-completion-length", "513"], "513 is more than max_completion_length, 512"),
+        ([*LARGE, "--gradient_checkpointing", "maybe"], "got maybe"),
+        ([*LARGE, "--beta", "[1"], "invalid float value: '[1'"),
+        ([*LARGE, "--prompt_token", "3"], "Did you mean `--prompt_tokens`?"),
+        ([*LARGE, "--max_new_tokens", "3"], "Use `max_completion_length`"),
+        ([*LARGE, "more.yaml"], "the file comes first"),
     ],
 )
 def test_mistakes_are_explained(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,19 +161,42 @@ def test_the_help_has_examples_that_work(capsys: pytest.CaptureFixture[str]) -> 
             assert cli.main(shlex.split(line.strip())[1:]) == 0
 
 
-def test_options_and_fields_are_told_apart() -> None:
-    own = {"--model", "--json"}
-    assert take_fields(["run.yaml", "--beta", "4e-2", "--json", "--bf16"], own) == (
-        ["run.yaml", "--json"],
-        {"beta": 0.04, "bf16": True},
-    )
-    assert take_fields(["--model", "x", "--top-p=0.9"], own) == (["--model", "x"], {"top_p": 0.9})
+def test_dashes_and_underscores_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of fields and of the command's own options; and a list is a list, a number a number."""
+    dashes = ["--prompt-tokens", "300", "--lora-r", "4", "--per-device-train-batch-size=16", "--reward-weights", "1"]
+    underscores = [f"--{one[2:].replace('-', '_')}" if one.startswith("--") else one for one in dashes]
+    found = [numbers(capsys, *LARGE[:4], *spelled) for spelled in (dashes, underscores)]
+    assert found[0] == found[1]
+    assert found[0]["rollout_plan"]["rows"] == 16
+    assert found[0]["warnings"] == []
+    numbers(capsys, *LARGE[:4], "--learning-rate", "1e-6", "--reward_weights", "1", "2", "--trainer", "grpo")
+    numbers(capsys, "--model_name_or_path", *LARGE[1:4], "--rewards", "a.py:b", "--dataset-name", "rows.jsonl")
+
+
+def test_a_number_of_processes_that_nobody_says_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--gpus says how many" in numbers(capsys, *LARGE, "--launch", "fsdp2")["warnings"][0]
+    assert numbers(capsys, *LARGE, "--launch", "fsdp2", "--gpus", "1")["warnings"] == []
+    assert numbers(capsys, *LARGE, "--launch", "ddp")["warnings"] == []
+
+
+def test_options_over_the_adapter_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path, peft={"r": 4, "target_modules": ["q_proj"]})
+
+    def adapter(*options: str) -> int:
+        terms = numbers(capsys, path, "--device", "L4", *options)["phases"]["update"]["terms"]
+        (size,) = [term["bytes"] for term in terms if term["name"] == "adapter"]
+        return int(size)
+
+    assert adapter("--lora-r", "8") == 2 * adapter()
+    assert adapter("--lora-targets", "q_proj", "o_proj") == 2 * adapter()
 
 
 def test_a_few_lines_for_a_check(tmp_path: Path) -> None:
     run = Run.of_another_machine([recipe(tmp_path)])
-    lines = forecast_on(DEVICES["L4"], run, prompt_tokens=40).lines()
-    assert "(0.00B weights), 16 completions a generation and device, prompts of 40" in lines[0]
+    forecast = forecast_on(DEVICES["L4"], run, prompt_tokens=40)
+    lines, weights = forecast.lines(), forecast.job.model.weights
+    assert 0 < weights < 1e9
+    assert f"({weights / 1e6:.1f}M weights), 16 completions a generation and device, prompts of 40" in lines[0]
     assert "GiB of 22.0 (L4): fits; largest phase: " in lines[1]
     assert "s for a generation and its updates" in lines[-1]
     assert len(lines) == 5
@@ -189,10 +223,11 @@ def test_every_recipe_has_a_plan(name: str, capsys: pytest.CaptureFixture[str]) 
     assert ("/ 16 processes" in terms) is (name == "multi_node.yaml")
 
 
-def test_a_config_that_is_made_is_planned_as_its_fields_are(tmp_path: Path) -> None:
+def test_a_config_that_is_made_is_planned_as_a_file_of_its_fields(tmp_path: Path) -> None:
     fields = dict(num_generations=4, per_device_train_batch_size=8, max_completion_length=64, beta=0.1)
     made = GRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=True, model_init_kwargs={"dtype": "bfloat16"}, **fields
     )
-    said = Asked.of_settings("qwen2-0.5b", {**fields, "bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}})
+    path = recipe(tmp_path, model="qwen2-0.5b", bf16=True, dtype="bfloat16", **fields)
+    said = Asked.of_run(Run.of_another_machine([path]))
     assert Asked.of_config("qwen2-0.5b", made).job(DEVICES["L4"]) == said.job(DEVICES["L4"])

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.replay.worlds import RUNS, trained
+from gruppo import GRPOTrainer
+from tests.replay.worlds import OFF_POLICY, RUNS, trained
+from tests.trainer.runs import run
 
 Recorded = Callable[[str], Path]
 
@@ -21,4 +23,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
             trained(folders[name], **RUNS[name])
         return folders[name]
 
+    return folder
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two updates on one generation of a tiny model: 8 prompts, 2 groups of 4 in each update."""
+    folder = tmp_path_factory.mktemp("replay") / "run"
+    run(folder, GRPOTrainer, beta=0.1, **OFF_POLICY)
     return folder

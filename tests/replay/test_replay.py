@@ -1,6 +1,5 @@
 """Other rewards and other recipes on recorded rollouts: against definitions, and against runs that had them."""
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -14,7 +13,6 @@ from rich.console import Console
 
 from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.algo.advantages import leave_one_out, sum_then_normalize
-from gruppo.cli import main
 from gruppo.demo import exact_match, load_task
 from gruppo.errors import ConfigError, DataError
 from gruppo.replay import replay
@@ -27,14 +25,6 @@ from tests.helpers import chats, length_reward, prompts, tiny_model
 from tests.replay.conftest import Recorded
 from tests.replay.worlds import OFF_POLICY
 from tests.trainer.runs import SaveAt, make, run, with_weights
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two updates on one generation of a tiny model: 8 prompts, 2 groups of 4 in each update."""
-    folder = tmp_path_factory.mktemp("replay") / "run"
-    run(folder, GRPOTrainer, beta=0.1, **OFF_POLICY)
-    return folder
 
 
 def letters(completions: list[str], **kwargs: Any) -> list[float]:
@@ -108,6 +98,25 @@ def test_a_scale_that_is_longer(folder: Path) -> None:
     assert [update["norm_ratio"] for update in found.updates] == pytest.approx([length] * 2, rel=1e-4)
     assert [update["cosine"] for update in found.updates] == pytest.approx([1.0] * 2)
     assert found.first == "loss_type=dr_grpo, beta=0"
+
+
+def test_cispo_has_the_gradient_of_a_clip_where_nothing_is_clipped(folder: Path) -> None:
+    """Its cap is far away in a first update; with the run's width of 0.2 it would scale all of it by that."""
+    found = replay(folder, updates=[1], changes={"recipe": "cispo"}, against={"loss_type": "dapo"})
+    assert found.updates[0]["norm_ratio"] == pytest.approx(1.0, rel=1e-4)
+    assert found.notes == []
+    found = replay(
+        folder, updates=[1], changes={"loss_type": "dapo", "beta": 0}, against={"loss_type": "cispo", "beta": 0}
+    )
+    assert found.updates[0]["norm_ratio"] == pytest.approx(0.2, rel=1e-4)
+    assert "CISPO takes epsilon_high=0.2 as the cap" in found.notes[0]
+
+
+def test_changes_that_change_nothing_are_said(folder: Path) -> None:
+    found = replay(folder, changes={"epsilon": 0.2})
+    assert found.second is None
+    assert found.notes == ["epsilon=0.2 is what the run was trained with: nothing is changed by it."]
+    assert replay(folder).notes == []
 
 
 @pytest.mark.parametrize(
@@ -250,6 +259,24 @@ def test_columns_that_are_missing(folder: Path) -> None:
         replay(folder, rewards=wants_answer, dataset=Dataset.from_dict({"prompt": ["x"], "answer": ["y"]}))
 
 
+def test_a_reward_that_always_fails(folder: Path) -> None:
+    """A line, without advice that would not help; the runner has shown the traceback."""
+
+    def crashes(completions: list[str], **kwargs: Any) -> list[float]:
+        raise RuntimeError("no such luck")
+
+    with pytest.raises(DataError) as caught:
+        replay(folder, rewards=crashes)
+    assert str(caught.value) == (
+        "No completion of generation 0 could be scored. The reward 'length_reward' failed: RuntimeError: no such luck."
+    )
+
+
+def test_a_dataset_without_prompts(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"no column `prompt`.*but prompts, answer\. Did you mean `prompts`"):
+        replay(folder, rewards=wants_answer, dataset=Dataset.from_dict({"prompts": ["x"], "answer": ["y"]}))
+
+
 def test_conversations(tmp_path: Path) -> None:
     run(tmp_path, GRPOTrainer, dataset=chats(8), max_steps=1)
     seen: list[Any] = []
@@ -301,71 +328,7 @@ def test_gradients_of_an_adapter(folder: Path) -> None:
     assert group["cosine"] == pytest.approx(1.0), "no ratio is clipped in a first update"
 
 
-# ---- the command
-
-
-def command(*arguments: Any) -> int:
-    return main(["replay", *map(str, arguments)])
-
-
-def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = ["--json", tmp_path / "out.json", "--parquet", tmp_path / "rows.parquet"]
-    assert (
-        command(folder, "--updates", "2:", "--set", "recipe=dapo", "beta=0", "--against", "recipe=gspo", *files) == 0
-    )
-    printed = capsys.readouterr().out
-    assert "beta=0" in printed
-    assert "importance_sampling_level=sequence" in printed
-    written = json.loads((tmp_path / "out.json").read_text())
-    assert [update["update"] for update in written["updates"]] == [2]
-    assert 0 < written["updates"][0]["cosine"] <= 1
-    table = pq.read_table(tmp_path / "rows.parquet")
-    assert {"advantage", "gradient", "second_advantage", "second_gradient"} <= set(table.column_names)
-    assert len(table) == 8
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
-def test_the_command_with_a_reward(
-    suffix: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "edited.py").write_text(
-        "def shorter(completions, answer, **kwargs):\n    return [-float(len(text)) for text in completions]\n"
-    )
-    write = {"jsonl": Dataset.to_json, "parquet": Dataset.to_parquet, "csv": Dataset.to_csv}[suffix]
-    write(prompts(8), tmp_path / f"rows.{suffix}")
-    reward = f"length_reward={tmp_path / 'edited.py'}:shorter"
-    assert command(folder, "--reward", reward, "--dataset", tmp_path / f"rows.{suffix}") == 0
-    assert "rank correlation within groups" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--updates", "a:b"], "3:10"),
-        (["--updates", ":"], "3:10"),
-        (["--set", "loss_type"], "field=value"),
-        (["--set", "loss_typ=grpo"], "Did you mean `loss_type`"),
-        (["--reward", "nowhere.py:f"], "There is no file"),
-        (["--dataset", "x.jsonl"], "say which with --reward"),
-        (["--dataset", "x.csv", "--reward", "gruppo.demo:exact_match"], "no file x.csv"),
-        (["--json", "no/such/folder.json"], "no folder no/such"),
-        (["--updates", "40:"], "it has 1 to 2"),
-        (["--model", "no/such/model"], "cannot be loaded"),
-        (["--model", "x", "--groups", "0"], "at least 1"),
-    ],
-)
-def test_mistakes_on_the_command_line(
-    arguments: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(folder, *arguments) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_an_unknown_option(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        command(folder, "--updats", "3")
-    assert stop.value.code == 2
-    assert "unknown option --updats. Did you mean `--updates`?" in capsys.readouterr().err
+# ---- tables and records
 
 
 def test_what_a_model_wrote_cannot_reach_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -381,6 +344,8 @@ def test_what_a_model_wrote_cannot_reach_the_terminal(folder: Path, capsys: pyte
         "completion": "a\u202eb" * 90,
     }
     found.rescored["most_changed"] = [entry]
+    Console(width=80).print(tables(found))
+    assert "…" not in capsys.readouterr().out.split("first: ")[1], "numbers are whole"
     Console(width=200).print(tables(found))
     printed = capsys.readouterr().out
     assert "[red]·[2J" in printed
