@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from gruppo.cli.arguments import LaunchArguments
 from gruppo.cli.parser import read_yaml
+from gruppo.cli.recipe import named_processes
 from gruppo.errors import ConfigError
 
 __all__ = ["Sharing", "sharing_of"]
@@ -34,10 +35,10 @@ def sharing_of(launching: LaunchArguments, accelerate: Sequence[str] = ()) -> Sh
     name, file = way_to_launch(launching)
     said = {} if file is None else _of_file(file)
     said |= _of_options(accelerate)
-    counted = said.get("num_processes")
+    counted = named_processes(accelerate) or _number("num_processes", said.get("num_processes"))
     if launching.accelerate_config == "single_gpu":
         counted = 1
-    processes = launching.nproc if launching.nproc is not None else _number("num_processes", counted)
+    processes = launching.nproc if launching.nproc is not None else counted
     return Sharing(name or _launch(said), processes)
 
 

@@ -265,6 +265,7 @@ def broken() -> Any:
 
 @pytest.mark.parametrize("make", [latents, own_attention, convolutions, recurrence, state_space, broken])
 def test_a_trial_gives_a_reason_whatever_the_model_does(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
     model = make().eval()
     with torch.no_grad():
         for parameter in model.parameters():
