@@ -52,7 +52,7 @@ def draw(runs_by_name: Mapping[str, Sequence[Mapping[str, Any]]], axis: str, pat
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+        figure.legend(loc="outside upper center", ncols=3, frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
