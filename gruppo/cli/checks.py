@@ -1,9 +1,6 @@
 """The parts of `gruppo check`, each a function of what is known so far and of the report."""
 
-import importlib
-import importlib.util
 import statistics
-from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,6 +10,7 @@ from typing import Any
 from gruppo.cli import loading
 from gruppo.cli.findings import Findings
 from gruppo.cli.launching import check_launch
+from gruppo.cli.packages import needs
 from gruppo.cli.recipe import Run
 
 REWARD_ROWS, LENGTH_ROWS, PARITY_ROWS = 3, 1000, 2
@@ -63,19 +61,9 @@ def fields(run: Run, findings: Findings) -> None:
     where = "" if run.processes == 1 else f" on {run.processes} processes"
     said = f"{type(config).__name__}: {prompts} prompts × {config.num_generations} completions a generation{where}"
     findings.ok("fields", f"{said}, up to {config.max_completion_length} tokens each")
-    for package, install, what in _optional(run):
-        if importlib.util.find_spec(package) is None:
-            findings.warning("fields", f"{what} needs {package}, which is not installed here: pip install {install}")
-
-
-def _optional(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Packages that the run needs beside those that are always there, how they are installed, and what for."""
-    if run.config.samples_with_vllm and run.config.vllm_mode == "colocate":
-        yield "vllm", "'gruppo[vllm]'", "use_vllm"
-    if str(run.launching.launch or run.launching.accelerate_config).startswith("zero"):
-        yield "deepspeed", "'gruppo[deepspeed]'", "ZeRO"
-    if run.model_args.load_in_4bit or run.model_args.load_in_8bit:
-        yield "bitsandbytes", "bitsandbytes", "load_in_4bit"
+    for need in needs(run):
+        if not need.is_met:
+            findings.warning("fields", str(need))
 
 
 def rewards(parts: Parts, findings: Findings) -> None:
