@@ -194,7 +194,8 @@ def work(options: argparse.Namespace) -> None:
 
 def use_stand_ins() -> None:
     from gruppo.rollout.vllm import transfer
-    from tests.rollout.vllm_doubles import install_fake_vllm, share_bytes
+    from tests.rollout.vllm_doubles import share_bytes
+    from tests.rollout.vllm_package import install_fake_vllm
 
     install_fake_vllm()
     transfer.share = share_bytes
