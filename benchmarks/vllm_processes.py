@@ -19,6 +19,7 @@ from benchmarks import rollout_vllm
 WITH_VLLM = ("colocate", "sleep")  # in the trainer's process
 LEAST = 20.0  # seconds; with fewer left a mode is not begun
 TAIL = 4000  # characters of a log
+USUAL = ("Route: /", '" 200 OK', ": Failed to load weights")  # the last of layers that an update has nothing for
 SCRIPT = Path(__file__).with_name("vllm_modes.py")
 
 
@@ -145,7 +146,9 @@ def started(command: list[str], variables: dict[str, str], log: Path) -> Any:
 
 
 def tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-TAIL:]
+    """The end of a log, without lines that a server writes by the hundred when all is well."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(line for line in lines if not any(usual in line for usual in USUAL))[-TAIL:]
 
 
 def environment(mode: str, options: argparse.Namespace) -> dict[str, str]:

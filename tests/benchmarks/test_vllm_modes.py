@@ -50,7 +50,8 @@ def test_a_mode_that_fails_loses_no_other_and_says_why(
         if on_disk or mode != "builtin":
             on_disk.append(json.loads(options.out.read_text()))
         if mode == "colocate":
-            self.log_of(mode).write_text("long before" + "x" * 9000 + "CUDA error")
+            routine = 'INFO: "GET /health HTTP/1.1" 200 OK\n' * 300
+            self.log_of(mode).write_text("long before" + "x" * 9000 + "\nCUDA error\n" + routine)
             raise KeyError("what nobody thought of")
         return {"step_seconds": 1.0, "updates": []}
 
