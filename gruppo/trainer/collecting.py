@@ -73,11 +73,12 @@ class Collecting(Overlapping):
             return
         policy = self.accelerator.unwrap_model(self.model)
         ahead = any(rollout.completion.sampled_at is not None for rollout in rollouts)
-        used = self.backend.weights_version if self._asked and not ahead else None
+        asked = self._under_way.asked
+        used = self.backend.weights_version if asked and not ahead else None
         self.audits.sampled(
             rollouts,
             temperature=self._drawn_temperature,
-            shaped=not self._asked or bool(biased_sampling(self)),
+            shaped=not asked or bool(biased_sampling(self)),
             vocabulary=vocabulary_size(policy),
             end_ids=self.eos_token_ids,
             weights=None if used is None else (used, weights_version(policy)),
@@ -86,7 +87,7 @@ class Collecting(Overlapping):
     @property
     def _drawn_temperature(self) -> float:
         """0 where greedy decoding is asked for, so that equal completions are no wonder; 1 if nobody knows."""
-        if not self._asked:
+        if not self._under_way.asked:
             return 1.0
         config = self.backend.config
         return self.temperature if config.do_sample and config.top_k != 1 else 0.0
@@ -121,22 +122,22 @@ class Collecting(Overlapping):
         self.stopper.check()
         self._audit_sampling(rollouts)
         lengths_NC = self._count_tokens(rollouts)
-        rewards_NR = self.reward(rollouts)
-        kinds_NR, steps = self._reward_kinds_NR, self._reward_steps
-        assert kinds_NR is not None
+        found, tools = self.reward(rollouts), dict(self._under_way.tool_counts)
+        rewards_NR, kinds_NR, notes = found.values_NR, found.kinds_NR, found.notes
         if (failed_N := self._failed_resets(rollouts)) is not None:  # whatever such a row was scored with
             rewards_NR = rewards_NR.masked_fill(failed_N, torch.nan)
             kinds_NR = kinds_NR.masked_fill(failed_N, Kind.FAILURE)
+            tools |= {"resets": len(failed_N), "failed_resets": int(failed_N.sum())}
         own = self._rows_in_batch(len(rollouts))
         return Scored(
             rollouts,
             rewards_NR,
             lengths_NC,
-            self._extra_columns,
-            self._extra_metrics,
+            notes.columns,
+            notes.metrics,
             kinds_NR,
-            steps,
-            self._tool_counts,
+            notes.steps,
+            tools,
             places=own if places is None else places,
             own_N=own,
             indices=[getattr(row, "index", None) for row in rows],

@@ -51,6 +51,7 @@ from gruppo.trainer.planning import UpdatePlanner
 from gruppo.trainer.presence import presence_of
 from gruppo.trainer.profiling import Stopwatch, Timings
 from gruppo.trainer.resuming import Resuming
+from gruppo.trainer.sampling import RolloutUnderWay
 from gruppo.trainer.stopping import Stopper
 from gruppo.trainer.unused import Parts, check_unused
 from gruppo.types import TrainBatch
@@ -162,7 +163,6 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         check_unused(
             args, Parts(self.toolset is not None, self.reward_runner.has_workers, self.reward_runner.has_async)
         )
-        self._extra_columns, self._extra_metrics = {}, {}
         self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
         self.packed = setup.packed_policy(self)
         self.ref_model = spreading.make_reference(self)
@@ -185,7 +185,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         set_seed(args.seed, device_specific=True)  # processes sample different completions
 
     def _make_sampler(self, rollout_func: Any) -> None:
-        args = self.args
+        args, self._under_way = self.args, RolloutUnderWay()
         if rollout_func is None:
             self.custom_rollout = None
         else:

@@ -77,7 +77,7 @@ class Overlapping(Sampling):
     def _draw(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """What was asked for ahead, if it is what is asked for now; else the backend's, from the weights of now."""
         flight = self._ahead
-        if flight is None or self.mode != "train" or self._place is None or self._attempt:
+        if flight is None or self.mode != "train" or self._place is None or self._under_way.attempt:
             return super()._draw(requests)
         flight.settle(self.backend.pause)
         self._ahead = None
@@ -94,7 +94,7 @@ class Overlapping(Sampling):
             )
             return super()._draw(requests)
         self._check_age(flight)
-        self._seconds_ahead += flight.seconds
+        self._under_way.seconds_ahead += flight.seconds
         return [replace(completion, sampled_at=flight.sampled_at) for completion in completions]
 
     def _check_age(self, flight: InFlight) -> None:
