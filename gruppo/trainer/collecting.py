@@ -34,7 +34,7 @@ class Collecting(Overlapping):
     _sampling_anew = False  # a generation that was counted before the run was resumed inside it
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
-        """Rewards of whole groups, of all processes, to advantages; the two trainers differ here."""
+        """Rewards of whole groups, of all processes, to advantages, as the config has it; subclasses may differ."""
         return estimate_advantages(self.args, self.recipe, rewards_NR, self.reward_weights, group_size, kl_penalty_N)
 
     @torch.no_grad()
@@ -163,8 +163,9 @@ class Collecting(Overlapping):
             self.metrics.values["train"]["dynamic_sampling/epoch"] = [self.epochs_consumed]
 
     def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
-        """What advantages are made from, by row: the weighted sum of the rewards, where a recipe knows no better."""
-        return combine_rewards(rewards_NR, self.reward_weights)
+        """What the config compares the rows of a group by: the weighted sum of the rewards, or what is made of it."""
+        found = estimate_advantages(self.args, self.recipe, rewards_NR, self.reward_weights, group_size)
+        return found.rewards_B if found.compared_B is None else found.compared_B
 
     def _groups_without_spread(self, generation: Scored) -> list[int]:
         steps, size = self._steps(generation), self.group_size

@@ -220,7 +220,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.record_event("audit", check=finding.check, message=finding.message, values=finding.values)
 
     def make_recipe(self) -> Recipe:
-        """The row of the recipe table that the config describes."""
+        """The choices that the config makes in the columns of the recipe table."""
         return recipe_of(self.args)
 
     def make_loss_settings(self) -> LossSettings:
