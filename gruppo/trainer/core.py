@@ -270,13 +270,13 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._load_rng_state(self._random_state_due)  # a loader that skips may have drawn a number
         with self.stopper.abandonable():
             batches = [self._next_micro_batch(step, i) for i, step in enumerate(steps)]
-        size = self.update_size(batches) if batches else None
         self._batches_at_hand, self._loss_at_hand, self._remembered = batches, 0.0, ()
-        if size is not None:
-            self._size = size
+        size = None
+        if batches:
+            rows = [TrainBatch.from_dict(batch) for batch in batches]
+            self._size = size = self.update_size(rows)
             self._balance_update(batches, size)
-        if size is not None and self.packed is not None:
-            batches = self.as_update(batches, size)
+            batches = batches if self.packed is None else self.as_update(rows, size)
         self._update_seconds += time.perf_counter() - start
         return batches, size
 

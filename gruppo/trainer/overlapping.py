@@ -23,6 +23,10 @@ class Overlapping(Sampling):
     _ahead: InFlight | None = None  # asked for, and not yet trained on
     _batches_at_hand: Sequence[dict[str, Any]] = ()  # of the update under way, as they were cut
 
+    def _rows_at_hand(self) -> list[TrainBatch]:
+        """The micro-batches of the update under way, less what a subclass has put into them."""
+        return [TrainBatch.from_dict(batch) for batch in self._batches_at_hand if "completion_mask" in batch]
+
     # ---- weights
 
     def _refresh_sampler(self) -> None:
@@ -116,8 +120,8 @@ class Overlapping(Sampling):
         """Whether rows of the update were sampled from weights before those that scored them."""
         if not self.args.async_rollouts:
             return False
-        batches = [TrainBatch.from_dict(batch) for batch in self._batches_at_hand if "completion_mask" in batch]
-        older = [b.sampled_at < b.scored_at for b in batches if b.sampled_at is not None and b.scored_at is not None]
+        rows = self._rows_at_hand()
+        older = [b.sampled_at < b.scored_at for b in rows if b.sampled_at is not None and b.scored_at is not None]
         return any_process(self.accelerator, any(bool(part.any()) for part in older))
 
     def _drop_ahead(self) -> None:
