@@ -16,11 +16,11 @@ from gruppo.errors import RewardError
 from gruppo.policy.loading import vocabulary_size
 from gruppo.policy.modes import weights_version
 from gruppo.rewards.outcomes import Kind
+from gruppo.trainer.checks import biased_sampling
 from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rows_scored
 from gruppo.trainer.overlapping import Overlapping
 from gruppo.trainer.recording import recorded_rows
 from gruppo.trainer.resampling import Scored, groups_without_spread, resampling_metrics
-from gruppo.trainer.setup import biased_sampling
 from gruppo.trainer.supervision import StepTable, with_steps
 from gruppo.trainer.tooling import tool_metrics
 from gruppo.types import Rollout, TrainBatch
