@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "view": {"types", "errors", "runs", "evaluation.compare", "evaluation.store", "evaluation.types"},
     "trainer": {
         *("types", "errors", "plan", "algo", "config", "data", "policy", "rollout", "rewards", "tools"),
-        *("runs", "audit"),
+        *("runs", "audit", "evaluation.training"),  # the latter for `eval_benchmarks`
     },
 }
 ON_TOP = {"cli", "demo", "__init__", "__main__"}  # these see everything

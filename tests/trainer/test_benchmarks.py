@@ -18,8 +18,8 @@ from gruppo.config.evaluation import BENCHMARK_SETTINGS
 from gruppo.demo import exact_match, greedy, load_task, model_path
 from gruppo.demo.task import Problem, extract_answer, problems
 from gruppo.errors import ConfigError, DataError
-from gruppo.evaluation.callback import METRICS, TrainingBenchmarks
 from gruppo.evaluation.settings import TrainingSettings
+from gruppo.evaluation.training import METRICS, TrainingBenchmarks
 from gruppo.runs.read import Run
 from gruppo.trainer import benchmarking
 from gruppo.types import Completion

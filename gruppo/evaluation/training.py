@@ -1,4 +1,4 @@
-"""Benchmarks during training: the trainer loads this module when `eval_benchmarks` names some.
+"""Benchmarks during training: what the trainer runs when `eval_benchmarks` names some.
 
 TrainingBenchmarks(names, …)   at construction: finds them, loads their problems
 .bind(backend, tokenizer)      … and asks them once on paper, so that a mistake shows before the first update
