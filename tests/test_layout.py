@@ -43,7 +43,7 @@ ALLOWED_FOR_TYPES = {"data": {"config"}}
 
 # The trainer itself is a chain; each link knows those before it.
 CHAIN = (
-    *("reporting", "feeding", "scoring", "rewarding", "sampling", "overlapping", "collecting", "routing"),
+    *("reporting", "feeding", "logprobs", "rewarding", "sampling", "overlapping", "collecting", "routing"),
     *("remembering", "updating", "watching", "checkpointing", "resuming", "core", "grpo", "rloo"),
 )
 

@@ -4,7 +4,7 @@
 
     get_batch_samples   takes micro-batches from a queue, and collects a new generation when the queue is empty
                         (_next_micro_batch → _collect_slices → _generate_and_score_completions, a hook of TRL's)
-    collect             prompts → rollouts → rewards → log-probs → advantages            (collecting.py, scoring.py)
+    collect             prompts → rollouts → rewards → log-probs → advantages            (collecting.py, logprobs.py)
                         its rows are shuffled and cut into micro-batches, as TRL's are, for the queue
     training_step       called for each micro-batch; the last one runs the whole update
     run_update          packs of rows: forward, loss, backward                           (updating.py)

@@ -15,8 +15,8 @@ from gruppo.rewards.outcomes import Steps
 from gruppo.rewards.resolve import function_name, is_reward_model, unique_names
 from gruppo.rewards.runner import RewardInputs, RewardRunner, RewardSettings, Scores
 from gruppo.trainer.breaker import RewardBreaker, RewardCounts, kinds_from_values
+from gruppo.trainer.logprobs import LogProbs
 from gruppo.trainer.metrics import gather_rows, raised_together
-from gruppo.trainer.scoring import Scoring
 from gruppo.trainer.spreading import prepare_reward_model
 from gruppo.types import Rollout
 
@@ -41,7 +41,7 @@ class Rewarded:
     notes: Notes
 
 
-class Rewarding(Scoring):
+class Rewarding(LogProbs):
     """The part of the trainer that asks the rewards."""
 
     reward_processing_classes: list[Any]

@@ -14,7 +14,7 @@ from gruppo.errors import ConfigError, RunLockedError
 from gruppo.evaluation.sampling import Evaluator
 from gruppo.evaluation.store import EvaluationFolder
 from gruppo.evaluation.tir import TirSettings
-from gruppo.evaluation.types import Benchmark, Decoding, Problem, Scored
+from gruppo.evaluation.types import Benchmark, Decoding, GradedAttempt, Problem
 from gruppo.grading import LADDERS
 from gruppo.runs.lock import RunLock
 from gruppo.sandbox import Sandbox
@@ -150,7 +150,9 @@ def test_the_backend_gets_its_settings_back(demo: Any, data: Path) -> None:
     backend = make_backend(load_subject(demo, tokenizer()))
     before = backend.config
     evaluator = Evaluator(backend, tokenizer())
-    chunks: Iterator[list[Scored]] = evaluator.attempts(DEMO, load_problems(DEMO, data, 2), Decoding(max_new_tokens=4))
+    chunks: Iterator[list[GradedAttempt]] = evaluator.attempts(
+        DEMO, load_problems(DEMO, data, 2), Decoding(max_new_tokens=4)
+    )
     assert sum(len(chunk) for chunk in chunks) == 2
     assert backend.config is before
 

@@ -157,7 +157,7 @@ def test_out_of_memory_in_the_pass_for_old_log_probs_costs_nothing_but_time(
 ) -> None:
     settings = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "reuse_sampling_logps": False}
     calm = run(tmp_path, GRPOTrainer, parity_check="off", **settings)
-    original, failures = GRPOTrainer._score_packs, [1]
+    original, failures = GRPOTrainer._logps_of_packs, [1]
 
     def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if failures:
@@ -165,7 +165,7 @@ def test_out_of_memory_in_the_pass_for_old_log_probs_costs_nothing_but_time(
             raise torch.OutOfMemoryError("injected")
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(GRPOTrainer, "_score_packs", failing)
+    monkeypatch.setattr(GRPOTrainer, "_logps_of_packs", failing)
     with caplog.at_level(logging.WARNING):
         shaken = run(tmp_path, GRPOTrainer, parity_check="off", **settings)
     assert "Out of memory" in caplog.text
