@@ -309,10 +309,6 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._count_slices(whole, slices)
         return slices
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Hook: rows to the dict of tensors that the loss reads."""
-        return self.collect(inputs).to_dict()
-
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         start = time.perf_counter()
         with self.stopper.abandonable():
@@ -334,6 +330,12 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         if "update" in inputs:
             return self.run_update(model, inputs["update"])
         return torch.zeros((), device=self.accelerator.device)  # the update's work is done in its last micro-step
+
+    # ---- a hook of TRL's trainers: name and shapes are theirs
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Hook: rows to the dict of tensors that the loss reads."""
+        return self.collect(inputs).to_dict()
 
     # ---- evaluation
 

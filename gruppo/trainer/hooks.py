@@ -1,4 +1,7 @@
-"""Hooks: methods that subclasses of TRL's trainers override, and which of them a trainer at hand does."""
+"""Hooks: methods that subclasses of TRL's trainers override, and which of them a trainer at hand does.
+
+Those that are called have a heading in their files, and a row in docs/extending.md.
+"""
 
 from collections.abc import Sequence
 from typing import Any

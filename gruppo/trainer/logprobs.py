@@ -262,6 +262,23 @@ class LogProbs(Feeding):
         args = self.args
         return args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
 
+    def _only_vision(self, given: dict[str, Any], input_ids: Tensor) -> Any:
+        """The hook's `vision`; one that forgets it, or passes image tensors instead, would run rows without images."""
+        vision, others = given.get("vision"), {name for name, value in given.items() if value is not None} - {"vision"}
+        if vision is None and not self.prompt_encoder.takes_images:
+            return None
+        tokens = torch.tensor(sorted(self.prompt_encoder.placeholders), device=input_ids.device)
+        said = f" (it passed {', '.join(sorted(others))})" if others else ""
+        if others or (vision is None and torch.isin(input_ids, tokens).any()):
+            raise ConfigError(
+                f"{type(self).__name__} scores rows with images, but did not pass on what is known of them"
+                f"{said}: give "
+                "_get_per_token_logps_and_entropies vision=inputs['vision'], one entry for each row."
+            )
+        return vision
+
+    # ---- a hook of TRL's trainers: name and shapes are theirs
+
     def _get_per_token_logps_and_entropies(
         self,
         model: nn.Module,
@@ -287,18 +304,3 @@ class LogProbs(Feeding):
         }
         with self.timer("_get_per_token_logps_and_entropies"):
             return score_tokens(model, input_ids, attention_mask, logits_to_keep, **options)
-
-    def _only_vision(self, given: dict[str, Any], input_ids: Tensor) -> Any:
-        """The hook's `vision`; one that forgets it, or passes image tensors instead, would run rows without images."""
-        vision, others = given.get("vision"), {name for name, value in given.items() if value is not None} - {"vision"}
-        if vision is None and not self.prompt_encoder.takes_images:
-            return None
-        tokens = torch.tensor(sorted(self.prompt_encoder.placeholders), device=input_ids.device)
-        said = f" (it passed {', '.join(sorted(others))})" if others else ""
-        if others or (vision is None and torch.isin(input_ids, tokens).any()):
-            raise ConfigError(
-                f"{type(self).__name__} scores rows with images, but did not pass on what is known of them"
-                f"{said}: give "
-                "_get_per_token_logps_and_entropies vision=inputs['vision'], one entry for each row."
-            )
-        return vision

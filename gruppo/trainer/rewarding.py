@@ -115,6 +115,8 @@ class Rewarding(LogProbs):
             "without a run. max_reward_failure_rate=None goes on whatever rewards do."
         )
 
+    # ---- a hook of TRL's trainers: name and shapes are theirs
+
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> Tensor:
@@ -137,6 +139,8 @@ class Rewarding(LogProbs):
         self._notes.kinds_NR = gather_rows(self.accelerator, scores.kinds_BR)
         return gather_rows(self.accelerator, scores.values_BR)
 
+    # ---- what rewards may call
+
     def _log_completion_extra(self, column: str, values: Sequence[Any]) -> None:
         """Given to reward functions as `log_extra`: a further column of the completions table."""
         values = list(values)
@@ -152,6 +156,8 @@ class Rewarding(LogProbs):
     def _log_metric(self, name: str, value: float) -> None:
         """Given to reward functions as `log_metric`: a further metric, averaged over processes."""
         self._notes.metrics.setdefault(name, []).append(float(value))
+
+    # ---- the end
 
     def _raise_if_rewards_failed(self) -> None:
         """The end of a run that the breaker stopped, or would have."""

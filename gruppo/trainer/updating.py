@@ -255,19 +255,6 @@ class Updating(Remembering):
         with self.timer("compute_loss"), self.presence.during("updating"):
             return self._compute_loss(model, inputs)
 
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Hook: the loss of one micro-batch, from the dict of tensors that collecting returned."""
-        batch = TrainBatch.from_dict(inputs)
-        logps_BT, entropy_BT, router_loss = self._logps_for_loss(model, batch)
-        entropy_BT = _required(entropy_BT)
-        threshold = self._entropy_threshold(entropy_BT, batch.loss_mask_BT)
-        output = self._policy_loss(batch, logps_BT, entropy_BT, threshold, self._size)
-        self._defer_stats(batch, logps_BT, output)
-        if self.mode == "train":
-            enter_padded(batch, self.ledger, self.state.global_step)
-            self._remember(output.loss, logps_BT, entropy_BT, threshold)
-        return self._with_router_loss(output.loss, router_loss) * self.accelerator.num_processes
-
     def _logps_for_loss(self, model: nn.Module, batch: TrainBatch) -> LogpsAndLoss:
         """Log-probs and entropies of the micro-batch; rows that cannot move the update are run without a graph."""
         if self.packed is not None and not torch.is_grad_enabled():
@@ -290,6 +277,21 @@ class Updating(Remembering):
             torch.cat([_required(a), _required(b)])[back] for a, b in zip(moving[:2], still[:2], strict=True)
         )
         return logps_BT, entropy_BT, None
+
+    # ---- a hook of TRL's trainers: name and shapes are theirs
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Hook: the loss of one micro-batch, from the dict of tensors that collecting returned."""
+        batch = TrainBatch.from_dict(inputs)
+        logps_BT, entropy_BT, router_loss = self._logps_for_loss(model, batch)
+        entropy_BT = _required(entropy_BT)
+        threshold = self._entropy_threshold(entropy_BT, batch.loss_mask_BT)
+        output = self._policy_loss(batch, logps_BT, entropy_BT, threshold, self._size)
+        self._defer_stats(batch, logps_BT, output)
+        if self.mode == "train":
+            enter_padded(batch, self.ledger, self.state.global_step)
+            self._remember(output.loss, logps_BT, entropy_BT, threshold)
+        return self._with_router_loss(output.loss, router_loss) * self.accelerator.num_processes
 
     # ---- the loss and its statistics
 
