@@ -13,7 +13,7 @@ from gruppo.kernels import head as head_kernel
 from gruppo.policy import packed as packed_policy
 from gruppo.policy import packing
 from gruppo.rollout.builtin import BuiltinBackend
-from gruppo.trainer import parity, scoring
+from gruppo.trainer import logprobs, parity
 from tests.trainer.runs import logs, make, run
 from tests.trainer.scripted import make_trainer
 
@@ -92,13 +92,13 @@ def test_it_looks_as_often_as_it_is_asked_to(
         seen.append(1)
         return parity.check_parity(*args, **kwargs)
 
-    monkeypatch.setattr(scoring, "check_parity", watched)
+    monkeypatch.setattr(logprobs, "check_parity", watched)
     run(tmp_path, GRPOTrainer, parity_check=when, max_steps=5)
     assert len(seen) == looks
 
 
 def test_padded_rows_have_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "check_parity", lambda *args, **kwargs: pytest.fail("there is no fast path"))
+    monkeypatch.setattr(logprobs, "check_parity", lambda *args, **kwargs: pytest.fail("there is no fast path"))
     run(tmp_path, GRPOTrainer, packed_update=False, max_steps=1)
 
 
@@ -133,7 +133,7 @@ def test_log_probs_of_the_engine_are_reused_once_they_are_known_to_agree(tmp_pat
 
 
 def test_log_probs_that_differ_too_much_are_computed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "_SAME_LOGPS", 1e-12)
+    monkeypatch.setattr(logprobs, "_SAME_LOGPS", 1e-12)
     trainer = run(tmp_path, CountsPasses, num_iterations=2, max_steps=4)
     assert not trainer.reuses_engine_logps
     assert trainer.passes == 2
