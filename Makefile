@@ -8,6 +8,8 @@ RERUN    := --reruns 1 --only-rerun 'exit codes .*-11'
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
+# Compiled files are kept, whatever the surroundings say: the tests start hundreds of processes that import the package.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check static fast test test-slow test-compat docs bench-peers format clean
 

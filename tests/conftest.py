@@ -1,5 +1,6 @@
 """What every test runs under: no network, two threads, and a summary file on request."""
 
+import functools
 import gc
 import json
 import os
@@ -27,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Reruns are counted over a socket, two messages a test: none waits 40 ms for the one before to be acknowledged."""
+    """Reruns are counted over a socket, two messages a test: none waits 40 ms until the one before is acknowledged."""
     connection = getattr(getattr(session.config, "failures_db", None), "sock", None)
     if connection is not None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -72,6 +73,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    from accelerate.utils import imports
+
+    # Each unwrapping of a model asks whether deepspeed is installed, and reads its description to know.
+    imports._is_package_available = functools.cache(imports._is_package_available)
     _set_aside()
 
 
