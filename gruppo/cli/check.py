@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gruppo.cli import checks
 from gruppo.cli.checks import Parts
 from gruppo.cli.findings import Findings, raised_at
-from gruppo.cli.recipe import Run
+from gruppo.cli.recipe import Run, take_help
 from gruppo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; 1 if there are errors."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or "-h" in argv or "--help" in argv:
+    asks_for_help, argv = take_help(sys.argv[1:] if argv is None else argv, "check")
+    if not argv or asks_for_help:
         print(HELP, end="")
         return 0 if argv else 2
     from rich.console import Console

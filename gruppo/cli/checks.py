@@ -1,9 +1,6 @@
 """The parts of `gruppo check`, each a function of what is known so far and of the report."""
 
-import importlib
-import importlib.util
 import statistics
-from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,6 +10,7 @@ from typing import Any
 from gruppo.cli import loading
 from gruppo.cli.findings import Findings
 from gruppo.cli.launching import check_launch
+from gruppo.cli.packages import needs
 from gruppo.cli.recipe import Run
 
 REWARD_ROWS, LENGTH_ROWS, PARITY_ROWS = 3, 1000, 2
@@ -63,19 +61,9 @@ def fields(run: Run, findings: Findings) -> None:
     where = "" if run.processes == 1 else f" on {run.processes} processes"
     said = f"{type(config).__name__}: {prompts} prompts × {config.num_generations} completions a generation{where}"
     findings.ok("fields", f"{said}, up to {config.max_completion_length} tokens each")
-    for package, install, what in _optional(run):
-        if importlib.util.find_spec(package) is None:
-            findings.warning("fields", f"{what} needs {package}, which is not installed here: pip install {install}")
-
-
-def _optional(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Packages that the run needs beside those that are always there, how they are installed, and what for."""
-    if run.config.samples_with_vllm and run.config.vllm_mode == "colocate":
-        yield "vllm", "'gruppo[vllm]'", "use_vllm"
-    if str(run.launching.launch or run.launching.accelerate_config).startswith("zero"):
-        yield "deepspeed", "'gruppo[deepspeed]'", "ZeRO"
-    if run.model_args.load_in_4bit or run.model_args.load_in_8bit:
-        yield "bitsandbytes", "bitsandbytes", "load_in_4bit"
+    for need in needs(run):
+        if not need.is_met:
+            findings.warning("fields", str(need))
 
 
 def rewards(parts: Parts, findings: Findings) -> None:
@@ -257,6 +245,9 @@ def _outline(run: Run, described: Any) -> Any:
 
 def lengths(parts: Parts, findings: Findings) -> None:
     """Prompts against max_prompt_length, and both with max_completion_length against the model's context."""
+    from datasets import Dataset
+
+    from gruppo.data.lengths import check_every_prompt
     from gruppo.policy.loading import context_length
 
     if parts.encoder is None or not parts.rows or parts.run.script.rollout_func is not None:
@@ -276,6 +267,8 @@ def lengths(parts: Parts, findings: Findings) -> None:
             findings.warning(
                 "lengths", f"max_prompt_length={limit} cuts {cut} of {len(counts)} prompts: their beginning is lost."
             )
+        if isinstance(parts.train, Dataset) and not parts.encoder.takes_images:
+            check_every_prompt(parts.train, parts.encoder)  # the trainer does it, too
         parts.encoder(rows)  # raises for prompts that leave no room
         parts.longest = longest = counts[-1] if limit is None else min(counts[-1], limit)
         if context is not None and longest + config.max_completion_length > context:

@@ -21,7 +21,7 @@ from typing import Any
 from gruppo.cli.options import CommandParser
 from gruppo.cli.plan_report import Forecast, print_forecast
 from gruppo.cli.planning import PROMPT_TOKENS, Asked
-from gruppo.cli.recipe import TRAINERS, Run, accelerate_options, make_parser, with_recipe
+from gruppo.cli.recipe import TRAINERS, Run, accelerate_options, make_parser, take_help, with_recipe
 from gruppo.config.hints import RENAMED, nearest
 from gruppo.errors import ConfigError
 from gruppo.plan import DEVICES, Device, find_device, free_memory
@@ -206,7 +206,8 @@ def read_job(options: argparse.Namespace, fields: Sequence[str] = ()) -> Job:
 
 def main(argv: Sequence[str] | None = None) -> int:
     own = parser()
-    options, fields = own.parse_known_args(with_recipe(list(sys.argv[2:] if argv is None else argv)))
+    _, argv = take_help(sys.argv[2:] if argv is None else argv, "plan")
+    options, fields = own.parse_known_args(with_recipe(argv))
     _refuse_unknown(fields, own)
     job = read_job(options, fields)
     assumed = []

@@ -1,30 +1,25 @@
-"""What docs/experiments.md shows of the result files: figures and three tables."""
+"""What docs/experiments.md shows of the result files, by chapters.yaml: tables and figures."""
 
 import json
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from gruppo.errors import DataError
+from recipes.gsm8k_smollm2.figures import LABELS, draw
 
 PREFIX = "learn_smollm2_"
-MARKS = ("<!-- learning: recipes/gsm8k_smollm2/report.py -->", "<!-- end of learning -->")
-# Experiments in the order of tables and legends, what they are called there, and their colours (Okabe and Ito's).
-TITLES = {
-    "grpo": "GRPO",
-    "rloo": "RLOO",
-    "dapo": "DAPO",
-    "dr_grpo": "Dr. GRPO",
-    "trl": "GRPO with TRL 1.16 + vLLM 0.24",
-}
-# Others are parts of a sweep, with names that say what was changed; they have a figure of their own.
-COLOURS = {"grpo": "#0072B2", "rloo": "#009E73", "dapo": "#D55E00", "dr_grpo": "#CC79A7", "trl": "#555555"}
-RACE = {"grpo": "GRPO with gruppo", "trl": TITLES["trl"]}  # in the figure over seconds
+CHAPTERS = yaml.safe_load(Path(__file__).with_name("chapters.yaml").read_text(encoding="utf-8"))
+REST = "others"  # the chapter of what stands in no other
+BEGINS, ENDS = "<!-- learning: {} -->", "<!-- end of learning -->"
+RECIPES = {"grpo": "GRPO", "rloo": "RLOO", "dapo": "DAPO", "dr_grpo": "Dr. GRPO", "trl": "TRL"}
 GAINS = ("top-1", "avg", "maj", "pass")  # the order of their columns
-ENDS = 5  # updates at the beginning and at the end of a run whose mean is shown
-SMOOTH = 9  # updates whose mean is the bold line
+WINDOW = 5  # updates at the beginning and at the end of a run whose mean is shown
 NONE = "–"
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -36,32 +31,50 @@ def read_results(folder: Path) -> Results:
     return {path.stem.removeprefix(PREFIX): json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
 
-def experiments(results: Results) -> list[str]:
-    """Those that there are results of, in their order; one that has no title here comes last, under its own name."""
-    known = [name for name in TITLES if name in results]
-    return known + [name for name in results if name not in (*TITLES, "start")]
+@dataclass(frozen=True)
+class Chapter:
+    """Some experiments, and how they are shown."""
+
+    name: str
+    experiments: Mapping[str, str]  # those that there are results of, and what they are called
+    tables: Sequence[str]
+    figure: str  # what it is drawn against: step or seconds
+
+    @property
+    def picture(self) -> str:
+        return f"{PREFIX}{self.name}.svg"
 
 
-def sweep(results: Results) -> list[str]:
-    """What is drawn in the figure of the sweep: experiments with changed settings, and those that they change."""
-    changed = [name for name in experiments(results) if name not in TITLES]
-    plain = [name for name in TITLES if name in results and any(each.startswith(f"{name}_") for each in changed)]
-    return [*plain, *changed] if changed and len([*plain, *changed]) > 1 else []
+def chapters(results: Results) -> list[Chapter]:
+    """The chapters that there is something to show in."""
+    titles = {name: dict(chapter["experiments"]) for name, chapter in CHAPTERS.items()}
+    placed = {"start"}.union(*titles.values())
+    titles[REST] = {name: title(name) for name in results if name not in placed}
+    found = [
+        Chapter(
+            name,
+            {each: called for each, called in titles[name].items() if each in results},
+            chapter["tables"],
+            chapter["figure"],
+        )
+        for name, chapter in CHAPTERS.items()
+    ]
+    return [chapter for chapter in found if chapter.experiments]
 
 
 def title(name: str) -> str:
-    """What tables call an experiment; one of a sweep by what it changes.
+    """What an experiment is called that has no name in a chapter: by what it changes.
 
     Example:
         title("dr_grpo_lr1e-5_g8") == "Dr. GRPO + lr1e-5 + g8"
     """
-    recipe = next((recipe for recipe in (*reversed(TITLES),) if name == recipe or name.startswith(f"{recipe}_")), None)
+    recipe = next((recipe for recipe in RECIPES if name == recipe or name.startswith(f"{recipe}_")), None)
     if recipe is None:
         return name
-    return " + ".join([TITLES[recipe], *name.removeprefix(recipe).split("_")[1:]])
+    return " + ".join([RECIPES[recipe], *name.removeprefix(recipe).split("_")[1:]])
 
 
-# ---- tables
+# ---- cells
 
 
 def span(values: Sequence[float | None], show: Callable[[float], str]) -> str:
@@ -81,8 +94,20 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
+def whole(value: float) -> str:
+    return f"{value:.0f}"
+
+
 def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join([_row(*head), "|---" * len(head) + "|", *(_row(*row) for row in rows)])
+
+
+def _linked(name: str, called: str) -> str:
+    return f"{called} ([file](../benchmarks/results/{PREFIX}{name}.json))"
 
 
 def _accuracies(evaluations: Sequence[Mapping[str, Any] | None]) -> list[str]:
@@ -101,146 +126,118 @@ def _gain(result: Mapping[str, Any], metric: str) -> str:
     return span([gain["difference"] for gain in apart if gain], "{:+.1f}".format)
 
 
-def accuracy_table(results: Results) -> str:
-    """Accuracy on the test set before and after, as a Markdown table."""
+def up_to(run: Mapping[str, Any], update: int) -> tuple[float, float]:
+    """When an update was done, and how many of all samples up to there were right.
+
+    Example:
+        up_to({"steps": {"step": [1, 2, 3], "seconds": [5, 7, 9], "accuracy": [0.1, 0.3, 0.5]}}, 2) == (7, 0.2)
+    """
+    steps = run["steps"]
+    place = next(place for place, step in enumerate(steps["step"]) if step >= update)
+    return float(steps["seconds"][place]), statistics.fmean(steps["accuracy"][: place + 1])
+
+
+# ---- tables
+
+
+def accuracy_table(results: Results, chapter: Chapter) -> str:
+    """Accuracy on the test set before and after."""
     start = results["start"]
     evaluations = [start["base"], *(run["evaluation"] for run in start["runs"])]
     k = next((each["samples"] for each in evaluations if each and "samples" in each), "k")
-    head = ("", "seeds", "updates", "top-1", f"avg@{k}", f"maj@{k}", f"pass@{k}")
-    lines = [_row(*head), "|---" * len(head) + "|"]
-    link = f"([file](../benchmarks/results/{PREFIX}start.json))"
-    lines.append(_row("SmolLM2-135M-Instruct", NONE, NONE, *_accuracies([start["base"]])))
-    warmups = start["runs"]
-    updates = span([run["updates"] for run in warmups], "{:.0f}".format)
-    scores = _accuracies([run["evaluation"] for run in warmups])
-    lines.append(_row(f"after the warm-up {link}", str(len(warmups)), updates, *scores))
-    for name in experiments(results):
+    rows = [["SmolLM2-135M-Instruct", NONE, NONE, *_accuracies([start["base"]])]]
+    for name, called in {"start": "after the warm-up", **chapter.experiments}.items():
         runs = results[name]["runs"]
-        link = f"([file](../benchmarks/results/{PREFIX}{name}.json))"
-        updates = span([run["updates"] for run in runs], "{:.0f}".format)
+        updates = span([run["updates"] for run in runs], whole)
         scores = _accuracies([run["evaluation"] for run in runs])
-        lines.append(_row(f"{title(name)} {link}", str(len(runs)), updates, *scores))
-    return "\n".join(lines)
+        rows.append([_linked(name, called), str(len(runs)), updates, *scores])
+    return _table(("", "seeds", "updates", "top-1", f"avg@{k}", f"maj@{k}", f"pass@{k}"), rows)
 
 
-def gain_table(results: Results) -> str:
-    """How many points each experiment gained over its start, by metric, as a Markdown table."""
-    names = experiments(results)
-    found = {metric: None for name in names for run in results[name]["runs"] for metric in run["gain"]}
+def gain_table(results: Results, chapter: Chapter) -> str:
+    """How many points each experiment gained over its start, by metric."""
+    of = {called: results[name] for name, called in chapter.experiments.items()}
+    found = {metric: None for result in of.values() for run in result["runs"] for metric in run["gain"]}
     metrics = sorted(found, key=lambda metric: GAINS.index(metric.partition("@")[0]))
-    lines = [_row("points gained (bold: significant at 95 %)", "seeds", *metrics), "|---" * (len(metrics) + 2) + "|"]
-    for name in names:
-        gains = [_gain(results[name], metric) for metric in metrics]
-        lines.append(_row(title(name), str(len(results[name]["runs"])), *gains))
-    return "\n".join(lines)
+    rows = [
+        [called, str(len(result["runs"])), *(_gain(result, metric) for metric in metrics)]
+        for called, result in of.items()
+    ]
+    return _table(("points gained (bold: significant at 95 %)", "seeds", *metrics), rows)
 
 
-def speed_table(results: Results) -> str:
-    """How far each experiment came in its time, as a Markdown table."""
-    shown = [f"right among samples, {end} {ENDS} updates (%)" for end in ("first", "last")]
-    head = ("", "runs at once", "seconds of training", "updates", "seconds an update", *shown)
-    lines = [_row(*head), "|---" * len(head) + "|"]
-    for name in experiments(results):
+def speed_table(results: Results, chapter: Chapter) -> str:
+    """How far each experiment came in its time."""
+    head = ["", "runs at once", "seconds of training", "updates", "seconds an update"]
+    head += [f"right among samples, {end} {WINDOW} updates (%)" for end in ("first", "last")]
+    rows = []
+    for name, called in chapter.experiments.items():
         runs = results[name]["runs"]
-        lines.append(
-            _row(
-                title(name),
-                span([run["at_once"] for run in runs], "{:.0f}".format),
-                span([run["train_seconds"] for run in runs], "{:.0f}".format),
-                span([run["updates"] for run in runs], "{:.0f}".format),
-                span([run["seconds_per_update"] for run in runs], "{:.2f}".format),
-                span([run["first_accuracy"] for run in runs], percent),
-                span([run["last_accuracy"] for run in runs], percent),
-            )
-        )
-    return "\n".join(lines)
+        cells = [
+            span([run["at_once"] for run in runs], whole),
+            span([run["train_seconds"] for run in runs], whole),
+            span([run["updates"] for run in runs], whole),
+            span([run["seconds_per_update"] for run in runs], "{:.2f}".format),
+            span([run["first_accuracy"] for run in runs], percent),
+            span([run["last_accuracy"] for run in runs], percent),
+        ]
+        rows.append([_linked(name, called), *cells])
+    return _table(head, rows)
 
 
-def block(results: Results) -> str:
-    """What stands between the marks of the page."""
-    if "start" not in results or not experiments(results):
-        raise DataError(f"{PREFIX}start.json and a file of an experiment are needed; run report.py on some archives.")
-    parts = [accuracy_table(results), gain_table(results)]
-    if set(RACE) <= set(results):
-        parts.append(f"![accuracy of samples against seconds](figures/{PREFIX}time.svg)")
-    parts += [speed_table(results), f"![accuracy of samples against updates](figures/{PREFIX}steps.svg)"]
-    if sweep(results):
-        parts.append(f"![the same with other settings](figures/{PREFIX}sweep.svg)")
-    return "\n\n".join(parts)
+def race_table(results: Results, chapter: Chapter) -> str:
+    """When each experiment was as far as all of them came."""
+    runs_of = {called: results[name]["runs"] for name, called in chapter.experiments.items()}
+    common = min(run["updates"] for runs in runs_of.values() for run in runs)
+    rows = []
+    for called, runs in runs_of.items():
+        seconds, right = zip(*(up_to(run, common) for run in runs), strict=True)
+        rows.append([called, span(seconds, "{:.1f}".format), span(right, percent)])
+    return _table((f"the first {common} updates", "seconds", "right among samples (%)"), rows)
+
+
+TABLES = {"accuracy": accuracy_table, "gain": gain_table, "speed": speed_table, "race": race_table}
+
+
+# ---- the page
+
+
+def block(results: Results, chapter: Chapter) -> str:
+    """What stands between the marks of a chapter."""
+    parts = [TABLES[table](results, chapter) for table in chapter.tables]
+    picture = f"![accuracy of samples against {LABELS[chapter.figure]}](figures/{chapter.picture})"
+    return "\n\n".join([*parts, picture])
 
 
 def fill(text: str, results: Results) -> str:
     """The page with what stands between the marks replaced."""
-    first, last = MARKS
-    if text.count(first) != 1 or text.count(last) != 1:
-        raise DataError(f"The page has no place for the tables; it needs {first} and {last}, once each.")
-    filled = f"{first}\n{block(results)}\n{last}"
-    return re.sub(f"{re.escape(first)}.*?{re.escape(last)}", lambda _: filled, text, flags=re.DOTALL)
+    found = chapters(results)
+    if "start" not in results or not found:
+        raise DataError(f"{PREFIX}start.json and a file of an experiment are needed; run report.py on some archives.")
+    for chapter in found:
+        begins = BEGINS.format(chapter.name)
+        place = re.compile(f"{re.escape(begins)}.*?{re.escape(ENDS)}", flags=re.DOTALL)
+        if len(place.findall(text)) != 1:
+            names = ", ".join(chapter.experiments)
+            raise DataError(f"The page has no place for {names}; it needs {begins} and {ENDS}, once each.")
+        filled = f"{begins}\n{block(results, chapter)}\n{ENDS}"
+        text = place.sub(lambda _, filled=filled: filled, text)
+    return text
 
 
-# ---- figures
-
-
-def smooth(values: Sequence[float], width: int = SMOOTH) -> list[float]:
-    """The mean of each value and its neighbours, fewer at the ends.
-
-    Example:
-        smooth([0, 3, 6], width=3) == [1.5, 3, 4.5]
-    """
-    half = width // 2
-    return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
-
-
-def alone(result: dict[str, Any]) -> dict[str, Any]:
-    """An experiment with only those of its runs that had the device to themselves, if there are any."""
-    runs = result["runs"]
-    return {**result, "runs": [run for run in runs if run["at_once"] == 1] or runs}
-
-
-def draw(results: Results, names: Mapping[str, str], axis: str, label: str, path: Path) -> None:
-    """Accuracy of samples against a column of the steps, for experiments and what the legend calls them.
-
-    Each run is a thin line, as measured, and a bold one, smoothed.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    # Text stays text and nothing is random: small files that change only with the numbers.
-    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": PREFIX, "font.size": 9, "path.simplify": True}):
-        figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
-        for place, (name, called) in enumerate(names.items()):
-            colour = COLOURS.get(name, f"C{place}")
-            for number, run in enumerate(results[name]["runs"]):
-                where = run["steps"][axis]
-                accuracies = [100 * value for value in run["steps"]["accuracy"]]
-                axes.plot(where, accuracies, color=colour, alpha=0.25, linewidth=0.7)
-                once = called if number == 0 else None
-                axes.plot(where, smooth(accuracies), color=colour, linewidth=1.6, label=once)
-        axes.set(xlabel=label, ylabel="right answers among samples (%)")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.25, linewidth=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
+def empty_page(results: Results) -> str:
+    """A page with a place for every chapter that there is something to show in."""
+    places = [f"{BEGINS.format(chapter.name)}\n{ENDS}" for chapter in chapters(results)]
+    return "\n\n".join(["# Experiments", *places]) + "\n"
 
 
 def write(results: Results, docs: Path) -> list[Path]:
     """Make the figures and fill the page, which is begun if it is not there."""
-    page, figures = docs / "experiments.md", docs / "figures"
-    text = page.read_text(encoding="utf-8") if page.exists() else "# Experiments\n\n" + "\n".join(MARKS) + "\n"
-    filled = fill(text, results)
-    made = [figures / f"{PREFIX}steps.svg", page]
-    ours = [name for name in experiments(results) if results[name]["library"] == "gruppo" and name in TITLES]
-    draw(results, {name: title(name) for name in ours or experiments(results)}, "step", "update", made[0])
-    if names := sweep(results):
-        made.insert(0, figures / f"{PREFIX}sweep.svg")
-        draw(results, {name: title(name) for name in names}, "step", "update", made[0])
-    if set(RACE) <= set(results):
-        made.insert(0, figures / f"{PREFIX}time.svg")
-        draw({name: alone(results[name]) for name in RACE}, RACE, "seconds", "seconds of training", made[0])
+    page = docs / "experiments.md"
+    filled = fill(page.read_text(encoding="utf-8") if page.exists() else empty_page(results), results)
+    made = [page]
+    for chapter in chapters(results):
+        made.append(docs / "figures" / chapter.picture)
+        draw({called: results[name]["runs"] for name, called in chapter.experiments.items()}, chapter.figure, made[-1])
     page.write_text(filled, encoding="utf-8")
     return made

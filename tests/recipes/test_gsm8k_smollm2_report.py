@@ -14,7 +14,7 @@ from gruppo.evaluation.store import EvaluationFolder
 from gruppo.evaluation.types import PASSES, Attempt, Problem, Scored
 from gruppo.grading import Grade, Rung
 from gruppo.types import StopReason
-from recipes.gsm8k_smollm2 import kept, pages, report, sitting, train
+from recipes.gsm8k_smollm2 import figures, kept, pages, report, sitting, train
 from recipes.gsm8k_smollm2.sitting import Job, Sitting, parse_jobs
 
 ROOT = Path(__file__).parents[2]
@@ -294,9 +294,11 @@ def test_a_run_is_compared_with_the_warm_up_that_it_began_with(runs: Path, tmp_p
     assert [run["gain"]["top-1"]["difference"] for run in results["grpo"]["runs"]] == [20, 40, 10]
     assert [run["start_weights"] for run in results["grpo"]["runs"]] == ["00ff", "00ff", "77aa"]
     assert "gain" not in results["grpo"], "seeds with different starts have no common difference"
-    assert "| GRPO | 3 | +23.3 (+10.0 to +40.0) |" in pages.gain_table(results)
+    race = next(chapter for chapter in pages.chapters(results) if chapter.name == "race")
+    assert "| gruppo | 3 | +23.3 (+10.0 to +40.0) |" in pages.gain_table(results, race)
     assert [(run["seed"], run["weights"]) for run in results["start"]["runs"]] == [(0, "00ff"), (1, "77aa")]
-    assert "learn_smollm2_start.json)) | 2 | 25 (25 to 25) | 45.0 (20.0 to 70.0) |" in pages.accuracy_table(results)
+    table = pages.accuracy_table(results, race)
+    assert "learn_smollm2_start.json)) | 2 | 25 (25 to 25) | 45.0 (20.0 to 70.0) |" in table
 
 
 def test_sittings_whose_warm_ups_made_the_same_weights_count_together(runs: Path, tmp_path: Path) -> None:
@@ -404,25 +406,26 @@ def test_the_page_and_the_figures(runs: Path, tmp_path: Path) -> None:
     folders = ["--kept", str(tmp_path / "kept"), "--results", str(results), "--docs", str(docs)]
     report.main([str(runs), *folders])
     page = (docs / "experiments.md").read_text()
-    assert "| SmolLM2-135M-Instruct | – | – | 0.0 | 0.0 | 0.0 | 0.0 |" in page
-    assert "| seeds | top-1 | avg@2 | maj@2 | pass@2 |" in page
-    assert f"| GRPO | 2 | {' | '.join(['+30.0 (+10.0 to +55.0)'] * 4)} |" in page
-    assert f"| GRPO + lr1e-5 | 1 | {' | '.join(['**+70.0** (+40.0 to +100.0)'] * 4)} |" in page
+    race, others = page.split("<!-- learning: others -->")
+    assert "| gruppo ([file](../benchmarks/results/learn_smollm2_grpo.json)) | 1 (1 to 1) | 50 (40 to 60) |" in race
+    assert "| the first 3 updates | seconds | right among samples (%) |" in race, "as far as TRL came"
+    assert "| gruppo | 6.0 (6.0 to 6.0) | 11.0 (11.0 to 11.0) |\n| TRL 1.16 + vLLM 0.24 | 60.0 | 11.0 |" in race
+    assert f"| gruppo | 2 | {' | '.join(['+30.0 (+10.0 to +55.0)'] * 4)} |" in race
+    assert "| SmolLM2-135M-Instruct | – | – | 0.0 | 0.0 | 0.0 | 0.0 |" in others
+    assert "| seeds | top-1 | avg@2 | maj@2 | pass@2 |" in others
+    assert f"| GRPO + lr1e-5 | 1 | {' | '.join(['**+70.0** (+40.0 to +100.0)'] * 4)} |" in others
     assert (
-        "| GRPO ([file](../benchmarks/results/learn_smollm2_grpo.json)) | 2 | 25 (20 to 30) | 50.0 (40.0 to 60.0) |"
-        in page
+        "| DAPO ([file](../benchmarks/results/learn_smollm2_dapo.json)) | 1 | 60 | 20 | 3.00 | 12.0 | 27.0 |" in others
     )
-    assert "| DAPO | 1 | 60 | 20 | 3.00 | 12.0 | 27.0 |" in page
-    assert "| GRPO with TRL 1.16 + vLLM 0.24 | 1 | 60 | 3 | 20.00 | 11.0 | 11.0 |" in page
-    for name in ("time", "steps", "sweep"):
-        figure = docs / "figures" / f"learn_smollm2_{name}.svg"
-        assert f"figures/{figure.name}" in page
-        assert "GRPO" in figure.read_text()
-        assert figure.stat().st_size < 100_000
-    assert "DAPO" in (docs / "figures/learn_smollm2_steps.svg").read_text()
-    assert "TRL" in (docs / "figures/learn_smollm2_time.svg").read_text()
-    drawn = {path.stem: "GRPO + lr1e-5" in path.read_text() for path in (docs / "figures").iterdir()}
-    assert drawn == {"learn_smollm2_time": False, "learn_smollm2_steps": False, "learn_smollm2_sweep": True}
+    drawings = {path.stem: path.read_text() for path in (docs / "figures").iterdir()}
+    assert set(drawings) == {"learn_smollm2_race", "learn_smollm2_others"}
+    for name, figure in drawings.items():
+        assert f"figures/{name}.svg" in page
+        assert len(figure) < 100_000
+        drawn = {called: called in figure for called in ("TRL", "DAPO", "GRPO + lr1e-5", "seconds of training")}
+        assert drawn == {"TRL": (here := "race" in name), "DAPO": not here, "GRPO + lr1e-5": not here} | {
+            "seconds of training": here
+        }
     before = {path: path.read_bytes() for path in docs.rglob("*.*")}
     report.main(folders)
     assert {path: path.read_bytes() for path in docs.rglob("*.*")} == before, (
@@ -433,21 +436,41 @@ def test_the_page_and_the_figures(runs: Path, tmp_path: Path) -> None:
 def test_a_page_keeps_its_words(runs: Path, tmp_path: Path) -> None:
     report.write_results(kept.read_archives(runs), tmp_path)
     results = pages.read_results(tmp_path)
-    filled = pages.fill("before\n" + "\nold\n".join(pages.MARKS) + "\nafter\n", results)
-    assert filled.startswith("before\n<!-- learning")
+    begins = [pages.BEGINS.format(name) for name in ("race", "others")]
+    page = f"before\n{begins[0]}\nold\n{pages.ENDS}\nbetween\n{begins[1]}\n{pages.ENDS}\nafter\n"
+    filled = pages.fill(page, results)
+    assert filled.startswith("before\n<!-- learning: race -->\n|")
+    assert "<!-- end of learning -->\nbetween\n<!-- learning: others -->\n|" in filled
     assert filled.endswith("<!-- end of learning -->\nafter\n")
     assert "\nold\n" not in filled
-    with pytest.raises(DataError, match="no place for the tables"):
-        pages.fill("nothing here", results)
+    with pytest.raises(DataError, match="no place for dapo"):
+        pages.fill(page.replace(begins[1], ""), results)
     with pytest.raises(DataError, match=r"start\.json"):
-        pages.block({})
+        pages.fill(page, {})
+
+
+def test_every_experiment_of_a_chapter_can_be_run() -> None:
+    """Names in chapters.yaml are those that jobs of a sitting make."""
+    listed = [name for chapter in pages.CHAPTERS.values() for name in chapter["experiments"]]
+    assert len(set(listed)) == len(listed)
+    for name in listed:
+        recipe = max((each for each in sitting.RECIPES if name == each or name.startswith(f"{each}_")), key=len)
+        changes = "+".join(name.removeprefix(recipe).split("_")[1:])
+        (job,) = parse_jobs(f"{recipe}@{changes}" if changes else recipe)
+        assert job.experiment == name
+
+
+def test_how_far_a_run_was_when() -> None:
+    steps = {"step": [2, 4, 6], "seconds": [5, 7, 9], "accuracy": [0.1, 0.3, 0.5]}
+    assert pages.up_to({"steps": steps}, 4) == (7, pytest.approx(0.2))
+    assert pages.up_to({"steps": steps}, 5) == (9, pytest.approx(0.3)), "steps may have been put together"
 
 
 def test_thinning_and_smoothing() -> None:
     steps = [{"step": i, "seconds": 2.0 * i, "accuracy": 0.1 * i} for i in range(1, 6)]
     assert report.thin(steps, most=3) == {"step": [2, 4, 5], "seconds": [4, 8, 10], "accuracy": [0.15, 0.35, 0.5]}
     assert report.thin(steps)["step"] == [1, 2, 3, 4, 5]
-    assert pages.smooth([0, 3, 6], width=3) == [1.5, 3, 4.5]
+    assert figures.smooth([0, 3, 6], width=3) == [1.5, 3, 4.5]
     assert pages.span([0.101, 0.12], pages.percent) == "11.1 (10.1 to 12.0)"
     assert pages.span([None], pages.percent) == "–"
     assert [pages.title(name) for name in ("grpo", "dr_grpo_lr1e-5_g8", "mine")] == [
