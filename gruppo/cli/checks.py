@@ -245,6 +245,9 @@ def _outline(run: Run, described: Any) -> Any:
 
 def lengths(parts: Parts, findings: Findings) -> None:
     """Prompts against max_prompt_length, and both with max_completion_length against the model's context."""
+    from datasets import Dataset
+
+    from gruppo.data.lengths import check_every_prompt
     from gruppo.policy.loading import context_length
 
     if parts.encoder is None or not parts.rows or parts.run.script.rollout_func is not None:
@@ -264,6 +267,8 @@ def lengths(parts: Parts, findings: Findings) -> None:
             findings.warning(
                 "lengths", f"max_prompt_length={limit} cuts {cut} of {len(counts)} prompts: their beginning is lost."
             )
+        if isinstance(parts.train, Dataset) and not parts.encoder.takes_images:
+            check_every_prompt(parts.train, parts.encoder)  # the trainer does it, too
         parts.encoder(rows)  # raises for prompts that leave no room
         parts.longest = longest = counts[-1] if limit is None else min(counts[-1], limit)
         if context is not None and longest + config.max_completion_length > context:

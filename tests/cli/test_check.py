@@ -1,5 +1,6 @@
 """`gruppo check`: what it finds, and that one trouble does not hide the next."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -85,6 +86,15 @@ def test_an_unknown_key_does_not_end_it(recipe: Any) -> None:
     findings = check([str(recipe(learning_rat=1.0))])
     assert "Did you mean `learning_rate`" in said(findings, "fields")
     assert levels(findings)["model"] == {"warning"}
+
+
+def test_a_long_prompt_among_many_is_found(recipe: Any, home: Path) -> None:
+    """Not only among the thousand that are measured."""
+    rows = [{"prompt": "x" * (200 if i == 3001 else 2)} for i in range(5000)]
+    (home / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    findings = check([str(recipe(dataset=str(home / "many.jsonl")))])
+    assert "Row 3001: A prompt has 200 tokens, which leaves no room" in said(findings, "lengths")
+    assert "prompts of 2 to 2 tokens" in said(findings, "lengths", "ok")
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
 """In which order rows are taken: the sampler, the shares of processes, the loaders."""
 
+import copy
+import pickle
 from collections import Counter
 from typing import Any
 
@@ -70,6 +72,16 @@ def test_set_epoch_goes_to_any_permutation_and_on_from_there():
     assert [list(sampler), list(sampler)] == orders[2:]
     sampler.set_epoch(0)
     assert list(sampler) == orders[0]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])
+def test_a_copy_goes_on_by_itself(copied):
+    sampler = RepeatSampler(range(8), mini_repeat_count=1, batch_size=8, seed=42)
+    orders = permutations(8, 42, 4)
+    list(sampler)
+    other = copied(sampler)
+    assert [list(other), list(other)] == orders[1:3]
+    assert list(sampler) == orders[1]
 
 
 def test_seeds_differ_and_no_seed_differs_from_run_to_run():
