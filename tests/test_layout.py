@@ -1,6 +1,7 @@
 """The shape of the source: which part may import which, and how long things may get."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -72,9 +73,17 @@ def part(path: Path) -> str:
     return path.relative_to(ROOT).with_suffix("").parts[0]
 
 
-def imports(path: Path) -> Iterator[Import]:
+def imports(path: Path) -> list[Import]:
     """Everything a file imports, inside functions too, with full names."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    try:
+        return imports_in(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise AssertionError(f"{name(path)}:{error}") from error
+
+
+@functools.cache  # several tests walk the whole library
+def imports_in(source: str) -> list[Import]:
+    tree, found = ast.parse(source), []
     guarded = {
         node
         for block in ast.walk(tree)
@@ -84,11 +93,13 @@ def imports(path: Path) -> Iterator[Import]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, node.lineno, node in guarded)
+                found.append(Import(alias.name, node.lineno, node in guarded))
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name(path)}:{node.lineno}: relative import"
+            if node.level:
+                raise ValueError(f"{node.lineno}: relative import")
             for alias in node.names:
-                yield Import(f"{node.module}.{alias.name}", node.lineno, node in guarded)
+                found.append(Import(f"{node.module}.{alias.name}", node.lineno, node in guarded))
+    return found
 
 
 def ours(path: Path) -> Iterator[tuple[Import, str]]:

@@ -29,7 +29,7 @@ usage: gruppo check RECIPE.yaml [--key value …]
 Say what is wrong with a run before a GPU is paid for. It takes what `gruppo
 train` takes and looks at the fields, the rewards on real rows, the tools, the
 dataset and its columns, the chat template, the lengths of prompts, the model
-(is the fast path right on two rows?) and the plan. A line each: ok, warning or
+(is the fast path right on four rows?) and the plan. A line each: ok, warning or
 error. The exit status is 0 only if there is no error.
 
   --answer_template TEXT   how the rewards want the answer, with {} in its place

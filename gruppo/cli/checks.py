@@ -291,7 +291,7 @@ def _sample(parts: Parts) -> list[Any]:
 
 
 def parity(parts: Parts, findings: Findings) -> None:
-    """The parity guard of the trainer, on two rows, with the weights that training begins with."""
+    """The parity guard of the trainer: two prompts, two rows of each, with the weights that training begins with."""
     config = parts.run.config
     if parts.encoder is None or not parts.rows or parts.run.script.rollout_func is not None:
         return

@@ -61,7 +61,7 @@ class TrainingBenchmarks:
     @property
     def metric_names(self) -> list[str]:
         """The keys that `run` returns."""
-        return [f"{benchmark.name}_{metric}" for benchmark, _ in self.tasks for metric in METRICS]
+        return [f"{benchmark.name}_{metric}" for benchmark, *_ in self.tasks for metric in METRICS]
 
     def bind(self, backend: RolloutBackend, tokenizer: Any) -> None:
         """Look whether it can be done: settings, sandbox, and every prompt once. What cannot be asked raises here."""
@@ -73,7 +73,7 @@ class TrainingBenchmarks:
                 "use_transformers_continuous_batching=False."
             )
         self._evaluator = Evaluator(backend, tokenizer, **settings.asking())
-        for benchmark, problems in self.tasks:
+        for benchmark, problems, _ in self.tasks:
             rendered = self._evaluator.prompts(benchmark, problems)
             self._prompts[benchmark.name] = {
                 problem.id: prompt for problem, prompt in zip(problems, rendered, strict=True)
@@ -88,7 +88,7 @@ class TrainingBenchmarks:
     ) -> dict[str, float]:
         """Every benchmark, once. Each process samples and grades its share; all of them return the same numbers."""
         metrics: dict[str, float] = {}
-        for benchmark, problems in self.tasks:
+        for benchmark, problems, _ in self.tasks:
             start = time.perf_counter()
             # Every so many: neighbours are often of one length, or of one level.
             rows = self._attempts(backend, benchmark, problems[process::processes], processes)

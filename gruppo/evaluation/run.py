@@ -215,7 +215,7 @@ class Attempts:
         facts: Mapping[str, Any],
         bar: Progress,
     ):
-        self.benchmark, self.problems = task
+        self.benchmark, self.problems, self.rows = task
         self.known = {problem.id: problem for problem in task.problems}
         rendered = evaluator.prompts(task.benchmark, task.problems)
         self.prompts = dict(zip(self.known, rendered, strict=True))
@@ -250,7 +250,7 @@ class Attempts:
         for decoding in settings.passes():
             ks = () if decoding.greedy else settings.ks
             rows = scored[decoding.name]
-            numbers = summarise(self.benchmark, self.problems, rows, decoding, settings.mode, ks)
+            numbers = summarise(self.benchmark, self.problems, rows, decoding, settings.mode, ks, rows=self.rows)
             seconds = round(self.seconds[decoding.name], 3)
             found[decoding.name] = {**numbers, "seconds": seconds, "settings": self.identity(decoding)}
         return found

@@ -32,8 +32,10 @@ def summarise(
     decoding: Decoding,
     mode: Mode,
     ks: Sequence[int] = (),
+    *,
+    rows: int | None = None,
 ) -> Numbers:
-    """The numbers of one pass, ready for JSON.
+    """The numbers of one pass, ready for JSON. `rows` are those of the data; without them the set's usual number.
 
     A greedy pass has its right answers (`correct`) and a Wilson interval. A sampled one has the mean over its samples
     (`accuracy`, and `avg` with their number), `pass` and `maj` for powers of two, all samples and `ks`, and a
@@ -45,13 +47,16 @@ def summarise(
     """
     _check_ks(ks, decoding)
     groups = _grouped(problems, scored, decoding)
+    rows = benchmark.rows if rows is None else rows
+    usual = rows if benchmark.rows is None else benchmark.rows
     return {
         "problems": len(problems),
-        "rows": benchmark.rows,
+        "rows": rows,
+        "usual_rows": usual,
         "attempted": len(groups),
         "attempts": len(scored),
         "complete": all(len(groups.get(problem.id, ())) == decoding.samples for problem in problems),
-        "whole_set": None if benchmark.rows is None else len(problems) == benchmark.rows,
+        "whole_set": None if rows is None else len(problems) == rows == usual,
         **_accuracy([[row.correct for row in rows] for rows in groups.values()], greedy=decoding.greedy),
         **({} if decoding.greedy else _several(groups, decoding, ks)),
         **_texts(scored),

@@ -101,7 +101,7 @@ class Benchmark:
     file: str  # in a data folder; `<file>.gz` is found too
     ladder: Ladder
     language: Language = "en"  # of the instruction that follows the question
-    rows: int | None = None  # of the whole set; results on fewer say so
+    rows: int | None = None  # of the published set; data with more or fewer is warned of, and results say so
     hub: HubSource | None = None
     few_shot: FewShot | None = None
     group_by: tuple[Literal["level", "subject"], ...] = ()  # accuracy is also reported for each of these

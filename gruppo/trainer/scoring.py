@@ -76,17 +76,18 @@ class Scoring(Feeding):
                 temperature=self.temperature,
                 entropy_gradient=self.entropy_control.enabled,
             )
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process and report.rows:
             rich.print(report.table())
         difference = torch.nan if report.engine_difference is None else report.engine_difference
-        local = torch.tensor([[float(report.ok), difference]], device=self.accelerator.device)
-        all_ok, differences = self.accelerator.gather(local).unbind(1)
+        local = torch.tensor([[float(report.ok), difference, report.rows]], device=self.accelerator.device)
+        all_ok, differences, rows = self.accelerator.gather(local).unbind(1)
         agree = bool((differences <= _SAME_LOGPS).all())  # not if one of them is unknown
         self.reuses_engine_logps = self.args.reuse_sampling_logps and agree
         enforce(report)
         if not all_ok.all():
             raise ParityError("The parity check failed on another process; its message says where.")
-        self._parity_checked_at = now
+        if rows.any():  # where no row has a loss, as when all are cut off, nothing was compared: the next ones will be
+            self._parity_checked_at = now
 
     # ---- log-probs
 
@@ -110,8 +111,8 @@ class Scoring(Feeding):
     def _add_logps(self, batch: TrainBatch) -> Tensor | None:
         off_policy = self.mode == "train" and not self.args.rollouts_stay_on_policy
         off_policy |= self.corrects_sampler
-        has_reference = self.args.beta != 0  # whatever a schedule makes of beta meanwhile
-        charge_kl = has_reference and self.recipe.kl == "reward"
+        has_reference = self.recipe.kl != "none"  # whatever a schedule makes of beta meanwhile
+        charge_kl = self.recipe.kl == "reward"
         if not (off_policy or has_reference):
             return None
         packs = self._packs(batch)

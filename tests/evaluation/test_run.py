@@ -1,7 +1,9 @@
 """`evaluate` on the demo's model: what it says, what it keeps, and how it goes on."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,11 @@ import torch
 from gruppo.demo import evaluate as demo_evaluate
 from gruppo.demo.task import problems
 from gruppo.errors import ConfigError, RunLockedError
+from gruppo.evaluation.run import PROBE
 from gruppo.evaluation.sampling import Evaluator
 from gruppo.evaluation.store import EvaluationFolder
+from gruppo.evaluation.summary import summarise
+from gruppo.evaluation.tasks import load_tasks
 from gruppo.evaluation.tir import TirSettings
 from gruppo.evaluation.types import Benchmark, Decoding, Problem, Scored
 from gruppo.grading import LADDERS
@@ -148,6 +153,51 @@ def test_a_part_is_gone_on_with_to_the_whole(demo: Any, data: Path, tmp_path: Pa
     whole = evaluate(demo, data, output_dir=tmp_path / "out")
     assert len(whole.scored["demo"]["greedy"]) == COUNT
     assert len(EvaluationFolder(tmp_path / "out").attempts("demo", "greedy")) == COUNT
+
+
+def test_the_rows_of_the_data_are_counted_and_another_number_than_the_usual_is_told(
+    demo: Any, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = replace(DEMO, rows=1319)
+    (task,) = load_tasks([usual], data)
+    assert (len(task.problems), task.rows) == (COUNT, COUNT)
+    assert f"the data has {COUNT} problems, but Demo has 1319" in caplog.text
+    results = evaluate(demo, data / "few.jsonl", usual)
+    summary = results.summary["benchmarks"]["demo"]["greedy"]
+    assert (summary["problems"], summary["rows"], summary["usual_rows"]) == (8, 8, 1319)
+    assert (summary["complete"], summary["whole_set"]) == (True, False)
+    assert "8 of 8 problems in the data; the set has 1319" in results.markdown()
+    caplog.clear()
+    load_tasks([replace(DEMO, rows=COUNT)], data)
+    load_tasks([DEMO], data)
+    assert caplog.text == ""
+
+
+def test_the_page_explains_every_key_of_a_results_file(demo: Any, data: Path, tmp_path: Path) -> None:
+    evaluate(demo, data / "few.jsonl", samples=2, paper=True, output_dir=tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    section = page.partition("## The numbers\n")[2].partition("\n## ")[0]
+    tables = [
+        {
+            key: line
+            for line in re.findall(r"^\| `.*", part, re.M)
+            for key in re.findall(r"`(\w+)`", line.split(" | ")[0])
+        }
+        for part in section.split("In each pass:")
+    ]
+    tools = summarise(DEMO, [PROBE], [], Decoding(), "tir")
+    passes = results["benchmarks"]["demo"]
+    assert set(passes) - {"greedy", "sampled"} == {"title"}
+    known = {**tools, **passes["greedy"], **passes["sampled"]}
+    assert set(tables[0]) == set(results)
+    assert set(tables[1]) == set(known)
+    for table, values in ((tables[0], results), (tables[1], known)):
+        for key in set(values) - {"settings", "by", "benchmarks", "avg", "pass", "maj"}:
+            inner = values[key] if isinstance(values[key], dict) else {}
+            assert [name for name in inner if f"`{name}`" not in table[key]] == [], key
+    inside = {name for values in known["by"].values() for group in values.values() for name in group}
+    assert [name for name in inside if f"`{name}`" not in tables[1]["by"]] == []
 
 
 def test_other_weights_are_not_mixed(data: Path, tmp_path: Path) -> None:

@@ -138,6 +138,28 @@ def test_a_run_that_was_stopped_is_checked_again(tmp_path: Path, monkeypatch: py
     assert trainer.state.global_step == 0
 
 
+def test_a_generation_without_loss_tokens_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the first completions are cut off and masked: what is broken is found with the second ones."""
+
+    class Lengthen(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, *arguments: Any, **kwargs: Any) -> None:
+            trainer.generation_config.max_new_tokens = 8
+
+    trainer = make(tmp_path, GRPOTrainer, mask_truncated_completions=True, max_completion_length=8, max_steps=3)
+    trainer.generation_config.max_new_tokens = 1
+    trainer.add_callback(Lengthen())
+    score = packed_policy.PackedPolicy.score
+
+    def broken(*arguments: Any, **kwargs: Any) -> Any:
+        scores = score(*arguments, **kwargs)
+        return scores._replace(logps=scores.logps * 1.5)
+
+    monkeypatch.setattr(packed_policy.PackedPolicy, "score", broken)
+    with pytest.raises(ParityError):
+        trainer.train()
+    assert trainer.state.global_step > 0, "there was nothing to compare before the first update"
+
+
 def test_rows_are_stale_one_by_one(tmp_path: Path) -> None:
     """Three slices to a generation, two to an update: half of the second update's rows are of older weights."""
     settings = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
