@@ -168,7 +168,7 @@ def weights_fingerprint(model: Any, *, adapters: bool = True) -> str:
 def _adapters_in_use(inner: Any) -> list[str]:
     """How much each adapter counts, and which ones do: the same tensors compute something else with another scale."""
     return [
-        f"{name} {list(layer.active_adapters)} {layer.disable_adapters} {sorted(getattr(layer, 'scaling', {}).items())}"
+        f"{name} {layer.active_adapters} {layer.disable_adapters} {sorted(getattr(layer, 'scaling', {}).items())}"
         for name, layer in inner.named_modules()
         if hasattr(layer, "base_layer") and hasattr(layer, "disable_adapters")
     ]

@@ -124,8 +124,8 @@ def run_rounds(
 
     `backend.config.stop_strings` must hold OUTPUT_STOP; other strings there end a transcript.
     `max_new_tokens` is the limit of one round. Sample i of a prompt draws from its noise key and i, counted from
-    `first_sample`, as in `SampleRequest`. Rows of a round wait for each other, and its programs run side by side. The whole is one block of
-    `backend.turns()`, so it cannot stand in another one.
+    `first_sample`, as in `SampleRequest`. Rows of a round wait for each other, and its programs run side by side. The
+    whole is one block of `backend.turns()`, so it cannot stand in another one.
 
     Example:
         config.stop_strings = [OUTPUT_STOP]
