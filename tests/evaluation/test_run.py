@@ -19,7 +19,7 @@ from gruppo.evaluation.store import EvaluationFolder
 from gruppo.evaluation.summary import summarise
 from gruppo.evaluation.tasks import load_tasks
 from gruppo.evaluation.tir import TirSettings
-from gruppo.evaluation.types import Benchmark, Decoding, Problem, Scored
+from gruppo.evaluation.types import Benchmark, Decoding, GradedAttempt, Problem
 from gruppo.grading import LADDERS
 from gruppo.rollout.builtin import BuiltinBackend
 from gruppo.rollout.hf import TransformersBackend
@@ -238,7 +238,9 @@ def test_the_backend_gets_its_settings_back(demo: Any, data: Path) -> None:
     backend = make_backend(load_subject(demo, tokenizer()))
     before = backend.config
     evaluator = Evaluator(backend, tokenizer())
-    chunks: Iterator[list[Scored]] = evaluator.attempts(DEMO, load_problems(DEMO, data, 2), Decoding(max_new_tokens=4))
+    chunks: Iterator[list[GradedAttempt]] = evaluator.attempts(
+        DEMO, load_problems(DEMO, data, 2), Decoding(max_new_tokens=4)
+    )
     assert sum(len(chunk) for chunk in chunks) == 2
     assert backend.config is before
 
