@@ -71,7 +71,7 @@ class FewShot:
     """
 
     file: str  # in gruppo/evaluation/exemplars, or a path of your own
-    shots: int  # the usual number of exemplars, and the most there are
+    shots: int  # the usual number of exemplars, and the most that can be asked for
     question: str  # how a question begins, `{}` being the question
     answer: str  # the same for an answer; a prompt ends where `{}` would be
     separator: str  # between one exemplar and the next

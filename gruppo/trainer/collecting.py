@@ -34,7 +34,7 @@ class Collecting(Overlapping):
     _sampling_anew = False  # a generation that was counted before the run was resumed inside it
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
-        """Rewards of whole groups, of all processes, to advantages; the two trainers differ here."""
+        """Rewards of whole groups, of all processes, to advantages, as the config has it; subclasses may differ."""
         return estimate_advantages(self.args, self.recipe, rewards_NR, self.reward_weights, group_size, kl_penalty_N)
 
     @torch.no_grad()
@@ -73,11 +73,12 @@ class Collecting(Overlapping):
             return
         policy = self.accelerator.unwrap_model(self.model)
         ahead = any(rollout.completion.sampled_at is not None for rollout in rollouts)
-        used = self.backend.weights_version if self._asked and not ahead else None
+        asked = self._under_way.asked
+        used = self.backend.weights_version if asked and not ahead else None
         self.audits.sampled(
             rollouts,
             temperature=self._drawn_temperature,
-            shaped=not self._asked or bool(biased_sampling(self)),
+            shaped=not asked or bool(biased_sampling(self)),
             vocabulary=vocabulary_size(policy),
             end_ids=self.eos_token_ids,
             weights=None if used is None else (used, weights_version(policy)),
@@ -86,7 +87,7 @@ class Collecting(Overlapping):
     @property
     def _drawn_temperature(self) -> float:
         """0 where greedy decoding is asked for, so that equal completions are no wonder; 1 if nobody knows."""
-        if not self._asked:
+        if not self._under_way.asked:
             return 1.0
         config = self.backend.config
         return self.temperature if config.do_sample and config.top_k != 1 else 0.0
@@ -121,22 +122,22 @@ class Collecting(Overlapping):
         self.stopper.check()
         self._audit_sampling(rollouts)
         lengths_NC = self._count_tokens(rollouts)
-        rewards_NR = self.reward(rollouts)
-        kinds_NR, steps = self._reward_kinds_NR, self._reward_steps
-        assert kinds_NR is not None
+        found, tools = self.reward(rollouts), dict(self._under_way.tool_counts)
+        rewards_NR, kinds_NR, notes = found.values_NR, found.kinds_NR, found.notes
         if (failed_N := self._failed_resets(rollouts)) is not None:  # whatever such a row was scored with
             rewards_NR = rewards_NR.masked_fill(failed_N, torch.nan)
             kinds_NR = kinds_NR.masked_fill(failed_N, Kind.FAILURE)
+            tools |= {"resets": len(failed_N), "failed_resets": int(failed_N.sum())}
         own = self._rows_in_batch(len(rollouts))
         return Scored(
             rollouts,
             rewards_NR,
             lengths_NC,
-            self._extra_columns,
-            self._extra_metrics,
+            notes.columns,
+            notes.metrics,
             kinds_NR,
-            steps,
-            self._tool_counts,
+            notes.steps,
+            tools,
             places=own if places is None else places,
             own_N=own,
             indices=[getattr(row, "index", None) for row in rows],
@@ -162,8 +163,9 @@ class Collecting(Overlapping):
             self.metrics.values["train"]["dynamic_sampling/epoch"] = [self.epochs_consumed]
 
     def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
-        """What advantages are made from, by row: the weighted sum of the rewards, where a recipe knows no better."""
-        return combine_rewards(rewards_NR, self.reward_weights)
+        """What the config compares the rows of a group by: the weighted sum of the rewards, or what is made of it."""
+        found = estimate_advantages(self.args, self.recipe, rewards_NR, self.reward_weights, group_size)
+        return found.rewards_B if found.compared_B is None else found.compared_B
 
     def _groups_without_spread(self, generation: Scored) -> list[int]:
         steps, size = self._steps(generation), self.group_size

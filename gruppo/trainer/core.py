@@ -51,6 +51,7 @@ from gruppo.trainer.planning import UpdatePlanner
 from gruppo.trainer.presence import presence_of
 from gruppo.trainer.profiling import Stopwatch, Timings
 from gruppo.trainer.resuming import Resuming
+from gruppo.trainer.sampling import RolloutUnderWay
 from gruppo.trainer.stopping import Stopper
 from gruppo.trainer.unused import Parts, check_unused
 from gruppo.types import TrainBatch
@@ -162,7 +163,6 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         check_unused(
             args, Parts(self.toolset is not None, self.reward_runner.has_workers, self.reward_runner.has_async)
         )
-        self._extra_columns, self._extra_metrics = {}, {}
         self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
         self.packed = setup.packed_policy(self)
         self.ref_model = spreading.make_reference(self)
@@ -185,7 +185,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         set_seed(args.seed, device_specific=True)  # processes sample different completions
 
     def _make_sampler(self, rollout_func: Any) -> None:
-        args = self.args
+        args, self._under_way = self.args, RolloutUnderWay()
         if rollout_func is None:
             self.custom_rollout = None
         else:
@@ -220,7 +220,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.record_event("audit", check=finding.check, message=finding.message, values=finding.values)
 
     def make_recipe(self) -> Recipe:
-        """The row of the recipe table that the config describes."""
+        """The choices that the config makes in the columns of the recipe table."""
         return recipe_of(self.args)
 
     def make_loss_settings(self) -> LossSettings:
@@ -270,13 +270,13 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._load_rng_state(self._random_state_due)  # a loader that skips may have drawn a number
         with self.stopper.abandonable():
             batches = [self._next_micro_batch(step, i) for i, step in enumerate(steps)]
-        size = self.update_size(batches) if batches else None
         self._batches_at_hand, self._loss_at_hand, self._remembered = batches, 0.0, ()
-        if size is not None:
-            self._size = size
+        size = None
+        if batches:
+            rows = [TrainBatch.from_dict(batch) for batch in batches]
+            self._size = size = self.update_size(rows)
             self._balance_update(batches, size)
-        if size is not None and self.packed is not None:
-            batches = self.as_update(batches, size)
+            batches = batches if self.packed is None else self.as_update(rows, size)
         self._update_seconds += time.perf_counter() - start
         return batches, size
 

@@ -111,8 +111,8 @@ class Scoring(Feeding):
     def _add_logps(self, batch: TrainBatch) -> Tensor | None:
         off_policy = self.mode == "train" and not self.args.rollouts_stay_on_policy
         off_policy |= self.corrects_sampler
-        has_reference = self.args.beta != 0  # whatever a schedule makes of beta meanwhile
-        charge_kl = has_reference and self.recipe.kl == "reward"
+        has_reference = self.recipe.kl != "none"  # whatever a schedule makes of beta meanwhile
+        charge_kl = self.recipe.kl == "reward"
         if not (off_policy or has_reference):
             return None
         packs = self._packs(batch)

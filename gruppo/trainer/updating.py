@@ -62,14 +62,13 @@ class Updating(Remembering):
         """The share of tokens, those of the highest entropy, that the loss keeps; RLOO keeps all."""
         return float(getattr(self.args, "top_entropy_quantile", 1.0))
 
-    def update_size(self, batches: Sequence[dict[str, Any]]) -> UpdateSize:
+    def update_size(self, batches: Sequence[TrainBatch]) -> UpdateSize:
         """Rows, loss tokens and micro-batches over all processes."""
-        parsed = [TrainBatch.from_dict(batch) for batch in batches]
         local = torch.stack(
             [
-                torch.tensor(float(sum(len(batch) for batch in parsed)), device=self.accelerator.device),
-                torch.stack([batch.loss_mask_BT.sum() for batch in parsed]).sum().float(),
-                torch.tensor(float(len(parsed)), device=self.accelerator.device),
+                torch.tensor(float(sum(len(batch) for batch in batches)), device=self.accelerator.device),
+                torch.stack([batch.loss_mask_BT.sum() for batch in batches]).sum().float(),
+                torch.tensor(float(len(batches)), device=self.accelerator.device),
             ]
         )
         rows, tokens, micro_batches = self.accelerator.reduce(local.double(), reduction="sum").tolist()
@@ -77,14 +76,12 @@ class Updating(Remembering):
 
     # ---- packed rows
 
-    def as_update(self, batches: Sequence[dict[str, Any]], size: UpdateSize) -> list[dict[str, Any]]:
+    def as_update(self, batches: Sequence[TrainBatch], size: UpdateSize) -> list[dict[str, Any]]:
         """The same number of micro-steps, with all the work in the last: there gradients are agreed on.
 
         The cut into micro-batches, which hooks of subclasses see, is undone here: packs have nothing to do with it.
         """
-        self._size = size
-        update = Update.of([TrainBatch.from_dict(batch) for batch in batches], size)
-        return [{} for _ in batches[1:]] + [{"update": update}]
+        return [{} for _ in batches[1:]] + [{"update": Update.of(batches, size)}]
 
     def run_update(self, model: nn.Module, update: Update) -> Tensor:
         """Forward and backward of every pack; the loss (0-d).
@@ -97,7 +94,8 @@ class Updating(Remembering):
         if isinstance(model, DistributedDataParallel):
             # A decoder's buffers are constants, and a process that repeats a forward pass would send them alone.
             model.broadcast_buffers = False
-        work = exchange_rows(self, update, self._moving_rows(update))
+        moving = self._moving_rows(update)
+        work = exchange_rows(self, update, moving)
         while True:
             self._sending_gradients = False
             try:
@@ -105,7 +103,7 @@ class Updating(Remembering):
                 update.routing.clear()
                 busy = self.presence.during("updating")
                 with self.packed.active(model), without_collection(), self.timer("compute_loss"), busy:
-                    self._run_packs(model, update, work)
+                    self._run_packs(model, update, moving, work)
                 self._maybe_empty_cache()
                 if work is not None:
                     work.bring_home(self.accelerator)
@@ -116,11 +114,10 @@ class Updating(Remembering):
             self.planner.shrink()  # not in the handler: the traceback would keep what must be freed
             model.zero_grad()
 
-    def _run_packs(self, model: nn.Module, update: Update, work: Work | None = None) -> None:
+    def _run_packs(self, model: nn.Module, update: Update, moving: list[int], work: Work | None = None) -> None:
         share = not is_noisy(model, inner_model(model))
         packer = update.packer(share=share, whole=self.aux_loss_enabled)
         plan = self.planner.plan(update.batch)
-        moving = self._moving_rows(update)
         self._score_skipped_rows(model, update, packer, plan)
         units = self._units(update, moving)
         if work is not None:
@@ -253,7 +250,8 @@ class Updating(Remembering):
         """The micro-batch's share of the update's loss."""
         if return_outputs:
             raise ValueError("return_outputs=True is not supported: the loss comes from sampled completions.")
-        self._size = num_items_in_batch if isinstance(num_items_in_batch, UpdateSize) else self.update_size([inputs])
+        known = isinstance(num_items_in_batch, UpdateSize)
+        self._size = num_items_in_batch if known else self.update_size([TrainBatch.from_dict(inputs)])
         with self.timer("compute_loss"), self.presence.during("updating"):
             return self._compute_loss(model, inputs)
 

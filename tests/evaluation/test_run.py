@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from gruppo.evaluation.tasks import load_tasks
 from gruppo.evaluation.tir import TirSettings
 from gruppo.evaluation.types import Benchmark, Decoding, Problem, Scored
 from gruppo.grading import LADDERS
+from gruppo.rollout.builtin import BuiltinBackend
+from gruppo.rollout.hf import TransformersBackend
 from gruppo.runs.lock import RunLock
 from gruppo.sandbox import Sandbox
-from gruppo.types import StopReason
+from gruppo.types import Completion, SampleRequest, StopReason
 from tests.evaluation.demo import COUNT, DEMO, evaluate, model, save_model, texts, tokenizer
 from tests.evaluation.test_tir import TOKENIZER
 from tests.evaluation.whole_text import WholeText
@@ -72,6 +74,32 @@ def test_samples_do_not_depend_on_what_else_is_asked(demo: Any, data: Path) -> N
     whole = evaluate(demo, data, **settings, batch_size=64)
     pieces = evaluate(demo, data, **settings, batch_size=6)
     assert texts(whole, "sampled") == texts(pieces, "sampled")
+
+
+@pytest.mark.parametrize("backend", ["builtin", "transformers"])
+def test_a_batch_is_never_larger_than_was_said(
+    demo: Any, data: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    kind = {"builtin": BuiltinBackend, "transformers": TransformersBackend}[backend]
+    settings = dict(samples=5, greedy=False, temperature=1.0, backend=backend, max_new_tokens=8)
+    whole = evaluate(demo, data / "few.jsonl", **settings)
+    rows: list[int] = []
+    sample = kind.sample
+
+    def watched(self: Any, requests: Sequence[SampleRequest]) -> list[Completion]:
+        rows.append(sum(request.count for request in requests))
+        return sample(self, requests)
+
+    monkeypatch.setattr(kind, "sample", watched)
+    split = evaluate(demo, data / "few.jsonl", **settings, batch_size=2)
+    assert rows == [2, 2, 1] * 8
+    assert [(each.attempt.problem, each.attempt.sample) for each in split.scored["demo"]["sampled"]] == [
+        (each.attempt.problem, each.attempt.sample) for each in whole.scored["demo"]["sampled"]
+    ]
+    if backend == "builtin":
+        assert texts(split, "sampled") == texts(whole, "sampled")
+    else:
+        assert len(set(texts(split, "sampled")[:4])) > 2, "a call does not draw what the one before it drew"
 
 
 def test_everything_is_kept(demo: Any, data: Path, tmp_path: Path) -> None:
@@ -179,6 +207,16 @@ def test_other_weights_are_not_mixed(data: Path, tmp_path: Path) -> None:
         changed.get_input_embeddings().weight.view(-1)[1234] += 1e-3
     with pytest.raises(ConfigError, match="weights: "):
         evaluate(changed, data, output_dir=tmp_path)
+
+
+def test_other_adapters_are_not_mixed(data: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model(), peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    evaluate(adapted, data, output_dir=tmp_path)
+    with torch.no_grad():
+        next(value for name, value in adapted.named_parameters() if "lora_B" in name).fill_(1.0)
+    with pytest.raises(ConfigError, match="weights: "):
+        evaluate(adapted, data, output_dir=tmp_path)
 
 
 def test_two_at_once_are_refused(demo: Any, data: Path, tmp_path: Path) -> None:

@@ -433,6 +433,25 @@ def test_samples_go_their_own_ways(sandbox: Sandbox) -> None:
     ]
 
 
+def test_the_first_sample_may_be_a_later_one(sandbox: Sandbox) -> None:
+    """The rest of a problem's samples, where a call had no room for all of them."""
+    backend = ScriptedBackend(lambda said, sample: f"{sample}<eos>" if said else "```output")
+    found = run_rounds(
+        backend,
+        TOKENIZER,
+        [ids_of("Q?")],
+        samples=2,
+        noise_keys=[5],
+        max_new_tokens=100,
+        settings=TirSettings(),
+        sandbox=sandbox,
+        first_sample=3,
+    )
+    assert [each.text[-1] for each in found] == ["3", "4"]
+    asked = [[(r.count, r.noise_key, r.first_sample) for r in requests] for requests in backend.asked]
+    assert asked == [[(2, 5, 3)], [(1, 5, 3), (1, 5, 4)]]
+
+
 def test_no_prompts(sandbox: Sandbox) -> None:
     backend = ScriptedBackend(table({}))
     assert (

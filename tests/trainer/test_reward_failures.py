@@ -176,15 +176,15 @@ def test_advantages_are_finite_whatever_the_rewards(scale):
         assert found.advantages_B.isfinite().all()
 
 
-def test_steps_are_kept_on_the_trainer(tmp_path):
+def test_steps_are_told_beside_the_rewards(tmp_path):
     def steps(completions: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[Any]:
         return [[(0, 1.0), (len(ids) - 1, 0.5)] for ids in completion_ids]
 
     trainer = make(tmp_path, rewards=[length_reward, steps])
-    trainer.collect(trainer.train_dataset.select([0, 0, 1, 1]))
-    assert [row[0] for row in trainer._reward_steps] == [None] * 4
-    assert all(row[1][0] == (0, 1.0) for row in trainer._reward_steps)
-    assert trainer._reward_kinds_NR.tolist() == [[0, 0]] * 4
+    found = trainer.reward(trainer.rollout(trainer.train_dataset.select([0, 0, 1, 1])))
+    assert [row[0] for row in found.notes.steps] == [None] * 4
+    assert all(row[1][0] == (0, 1.0) for row in found.notes.steps)
+    assert found.kinds_NR.tolist() == [[0, 0]] * 4
 
 
 # ---- policy
