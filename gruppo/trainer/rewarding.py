@@ -111,7 +111,7 @@ class Rewarding(LogProbs):
         raise RewardError(
             f"There is nothing to learn from: the reward '{name}' failed on all {len(kinds_NR)} completions of the "
             f"first generation. {self.reward_runner.latest_failures.get(name, '')}\n"
-            f"Completions of these prompts are {form}. Mend the reward: gruppo.check_reward(fn, rows) tries one "
+            f"Completions of these prompts are {form}. Fix the reward: gruppo.check_reward(fn, rows) tries one "
             "without a run. max_reward_failure_rate=None goes on whatever rewards do."
         )
 
