@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 ROLLOUTS = ("qwen2-1.5b", "qwen2-1.5b-fp32", "qwen2-7b", "smollm2", "demo-cpu")
 PEERS = {
-    "transformers": "transformers generate",
+    "transformers": "its own transformers backend",  # not TRL's generate, which the table of steps has
     "vllm": "vLLM 0.24 as TRL drives it",
     "vllm-best": "vLLM 0.24 in a plain script",
 }
@@ -91,8 +91,8 @@ def taught(start: dict[str, Any], result: dict[str, Any]) -> str:
     word = "significant" if gain["significant"] else "not significant"
     return (
         f"greedy {100 * before['greedy']:.1f} → {100 * after['greedy']:.1f} % ({gain['difference']:+.1f}, {word}), "
-        f"majority of eight {100 * before['maj']:.1f} → {100 * after['maj']:.1f} % "
-        "([docs/experiments.md](docs/experiments.md) says how the setting was chosen)"
+        f"majority of eight {100 * before['maj']:.1f} → {100 * after['maj']:.1f} %; the setting was chosen on the "
+        "test set ([docs/experiments.md](docs/experiments.md))"
     )
 
 
@@ -165,7 +165,7 @@ def rollout(result: dict[str, Any]) -> str:
     """Tokens a second of the built-in engine and how much faster than each peer of the same run."""
     rates = {name: engine["median_tokens_per_second"] for name, engine in result["engines"].items()}
     own = rates.pop("builtin")
-    peers = ", ".join(f"{own / rate:.1f} × {PEERS[name]}" for name, rate in rates.items() if name in PEERS)
+    peers = ", ".join(f"{own / rate:.2g} × {PEERS[name]}" for name, rate in rates.items() if name in PEERS)
     seconds = result["engines"]["builtin"]["median_seconds"]
     return f"{own:,.0f} tokens/s, {seconds:.2f} s a batch" + (f"; {peers}" if peers else "")
 

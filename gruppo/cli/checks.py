@@ -1,9 +1,6 @@
 """The parts of `gruppo check`, each a function of what is known so far and of the report."""
 
-import importlib
-import importlib.util
 import statistics
-from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,6 +10,7 @@ from typing import Any
 from gruppo.cli import loading
 from gruppo.cli.findings import Findings
 from gruppo.cli.launching import check_launch
+from gruppo.cli.packages import needs
 from gruppo.cli.recipe import Run
 
 REWARD_ROWS, LENGTH_ROWS, PARITY_ROWS = 3, 1000, 2
@@ -54,28 +52,18 @@ class Parts:
 
 def fields(run: Run, findings: Findings) -> None:
     """The settings fit together."""
-    from gruppo.trainer import setup
+    from gruppo.trainer import checks
 
     config = run.config
     check_launch(run)
-    setup.warn_combinations(config)
+    checks.warn_combinations(config)
     prompts = config.generation_batch_size // config.num_generations
     where = "" if run.processes == 1 else f" on {run.processes} processes"
     said = f"{type(config).__name__}: {prompts} prompts × {config.num_generations} completions a generation{where}"
     findings.ok("fields", f"{said}, up to {config.max_completion_length} tokens each")
-    for package, install, what in _optional(run):
-        if importlib.util.find_spec(package) is None:
-            findings.warning("fields", f"{what} needs {package}, which is not installed here: pip install {install}")
-
-
-def _optional(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Packages that the run needs beside those that are always there, how they are installed, and what for."""
-    if run.config.samples_with_vllm and run.config.vllm_mode == "colocate":
-        yield "vllm", "'gruppo[vllm]'", "use_vllm"
-    if str(run.launching.launch or run.launching.accelerate_config).startswith("zero"):
-        yield "deepspeed", "'gruppo[deepspeed]'", "ZeRO"
-    if run.model_args.load_in_4bit or run.model_args.load_in_8bit:
-        yield "bitsandbytes", "bitsandbytes", "load_in_4bit"
+    for need in needs(run):
+        if not need.is_met:
+            findings.warning("fields", str(need))
 
 
 def rewards(parts: Parts, findings: Findings) -> None:
@@ -117,7 +105,7 @@ def tools(parts: Parts, findings: Findings) -> None:
 
 def dataset(parts: Parts, findings: Findings) -> None:
     """The rows can be loaded and hold prompts."""
-    from gruppo.trainer import setup, tooling
+    from gruppo.trainer import checks, tooling
     from gruppo.trainer.benchmarking import load_benchmarks
 
     run = parts.run
@@ -128,8 +116,8 @@ def dataset(parts: Parts, findings: Findings) -> None:
             return
         if parts.train is None:
             parts.train = tooling.rows_of_environment(parts.toolset, run.config)
-        setup.check_train_dataset(parts.train, run.config, None, images=True)
-        setup.check_eval_dataset(evaluation, run.config, None, images=True)
+        checks.check_train_dataset(parts.train, run.config, None, images=True)
+        checks.check_eval_dataset(evaluation, run.config, None, images=True)
         for part in (parts.train, evaluation):
             tooling.check_rows(parts.toolset, part)
         load_benchmarks(run.config, evaluation)
@@ -209,7 +197,7 @@ def prompts(parts: Parts, findings: Findings) -> None:
     """The model and its tokenizer are there, and the template shows the prompts."""
     from gruppo.data.probing import inner_tokenizer
     from gruppo.policy.loading import load_processing_class
-    from gruppo.trainer import setup
+    from gruppo.trainer import preparing
 
     with findings.about("model", OSError, ValueError):
         described = loading.check_model_is_there(parts.run)
@@ -220,7 +208,7 @@ def prompts(parts: Parts, findings: Findings) -> None:
         return
     with findings.about("template", OSError, ValueError):
         parts.processing = load_processing_class(None, parts.model, parts.run.config)
-        parts.encoder = setup.make_prompt_encoder(parts.toolset, parts.model, parts.processing, parts.run.config)
+        parts.encoder = preparing.make_prompt_encoder(parts.toolset, parts.model, parts.processing, parts.run.config)
         if not parts.rows or parts.run.script.rollout_func is not None:
             return
         if isinstance(parts.rows[0]["prompt"], str):
@@ -257,6 +245,9 @@ def _outline(run: Run, described: Any) -> Any:
 
 def lengths(parts: Parts, findings: Findings) -> None:
     """Prompts against max_prompt_length, and both with max_completion_length against the model's context."""
+    from datasets import Dataset
+
+    from gruppo.data.lengths import check_every_prompt
     from gruppo.policy.loading import context_length
 
     if parts.encoder is None or not parts.rows or parts.run.script.rollout_func is not None:
@@ -276,6 +267,8 @@ def lengths(parts: Parts, findings: Findings) -> None:
             findings.warning(
                 "lengths", f"max_prompt_length={limit} cuts {cut} of {len(counts)} prompts: their beginning is lost."
             )
+        if isinstance(parts.train, Dataset) and not parts.encoder.takes_images:
+            check_every_prompt(parts.train, parts.encoder)  # the trainer does it, too
         parts.encoder(rows)  # raises for prompts that leave no room
         parts.longest = longest = counts[-1] if limit is None else min(counts[-1], limit)
         if context is not None and longest + config.max_completion_length > context:
@@ -298,7 +291,7 @@ def _sample(parts: Parts) -> list[Any]:
 
 
 def parity(parts: Parts, findings: Findings) -> None:
-    """The parity guard of the trainer, on two rows, with the weights that training begins with."""
+    """The parity guard of the trainer: two prompts, two rows of each, with the weights that training begins with."""
     config = parts.run.config
     if parts.encoder is None or not parts.rows or parts.run.script.rollout_func is not None:
         return
@@ -339,7 +332,7 @@ def _compare(parts: Parts, findings: Findings) -> None:
     from gruppo.policy.support import batch_of, why_not_packed
     from gruppo.trainer.entropy import EntropyControl
     from gruppo.trainer.parity import check_parity
-    from gruppo.trainer.setup import prepare_policy
+    from gruppo.trainer.preparing import prepare_policy
 
     run, config = parts.run, parts.run.config
     policy = load_policy(run.model, config, get_quantization_config(run.model_args))

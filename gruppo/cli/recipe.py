@@ -166,6 +166,31 @@ def make_parser(trainer: str, command: str = "train", processes: int | None = No
     return RunParser(types, prog=f"gruppo {command}", usage=USAGE % command, allow_abbrev=False, add_help=False)
 
 
+def take_help(argv: Sequence[str], command: str) -> tuple[bool, list[str]]:
+    """Whether `-h` or `--help` asks for help; and the arguments, with a `-h` that is an option's value tied to it.
+
+    Example:
+        take_help(["run.yaml", "-h"], "train") == (True, ["run.yaml", "-h"])
+        take_help(["run.yaml", "--run_name", "-h"], "train") == (False, ["run.yaml", "--run_name=-h"])
+    """
+    strings: list[str] = []
+    for string in argv:
+        if string == "-h" and strings and _waits_for_value(strings[-1], command):
+            strings[-1] += "=-h"
+        else:
+            strings.append(string)
+    return "-h" in strings or "--help" in strings, strings
+
+
+def _waits_for_value(string: str, command: str) -> bool:
+    """Whether what follows this string can only be its value."""
+    if not string.startswith("--") or "=" in string:
+        return False
+    own = ("--config", "--trainer", "--answer_template", "--answer-template")
+    actions = [make_parser(trainer, command)._option_string_actions.get(string) for trainer in TRAINERS]
+    return string in own or any(action is not None and action.nargs in (None, "+") for action in actions)
+
+
 def with_recipe(argv: Sequence[str]) -> list[str]:
     """`RECIPE.yaml …` as `--config RECIPE.yaml …`."""
     strings = ["--config", *argv] if argv and not argv[0].startswith("-") else list(argv)

@@ -14,7 +14,7 @@ from typing import Any
 
 from gruppo.cli.launching import check_launch, has_words, keep_words, last_words, launch
 from gruppo.cli.loading import make_trainer
-from gruppo.cli.recipe import Run, is_launched, make_parser, trainer_of
+from gruppo.cli.recipe import Run, is_launched, make_parser, take_help, trainer_of
 from gruppo.errors import (
     AuditError,
     CheckpointError,
@@ -98,8 +98,8 @@ COMMON_HELP = """
 
 def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
     """Run the command; its exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or "-h" in argv or "--help" in argv:
+    asks_for_help, argv = take_help(sys.argv[1:] if argv is None else argv, command)
+    if not argv or asks_for_help:
         print(HELP[command] + COMMON_HELP, end="")
         return 0 if argv else 2
     if "--help-all" in argv:

@@ -6,17 +6,20 @@ through (a tokenizer that writes some characters out, say) is found when its tur
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from gruppo.data.prompts import PromptEncoder, read_prompt, sample_rows
 from gruppo.errors import DataError
 
-MOST_READ = 1_000_000  # prompts; about ten seconds
+MOST_READ = 1_000_000  # prompts; a few seconds
 MOST_NAMED = 5  # rows in an error message
 SPECIAL_TOKENS = 16  # more than any tokenizer puts around a text
-AT_ONCE = 256  # prompts that are tokenised together
+AT_ONCE = 256  # prompts that are read or tokenised together
 
 
 def check_every_prompt(dataset: Any, encoder: PromptEncoder, limit: int = MOST_READ) -> None:
@@ -28,19 +31,31 @@ def check_every_prompt(dataset: Any, encoder: PromptEncoder, limit: int = MOST_R
         check_every_prompt(Dataset.from_list([{"prompt": "a"}, {"prompt": "b" * 500}]), encoder)
         -> DataError: Row 1: A prompt has 500 tokens, which leaves no room …
     """
-    sizes = []  # bytes and messages
-    for i, prompt in enumerate(islice(dataset["prompt"], limit)):
+    sizes, messages = array("q"), array("q")  # of each prompt, in bytes, and how many
+    blank = []  # they may have no tokens
+    for i, prompt in enumerate(islice(_prompts(dataset), limit)):
         try:
             read_prompt({"prompt": prompt})
         except DataError as error:
             raise DataError(f"Row {i}: {error}") from None
         plain = isinstance(prompt, str)
-        blank = plain and not prompt.strip()  # it may have no tokens
-        sizes.append((math.inf if blank else _bytes(prompt), 0 if plain else len(prompt)))
+        sizes.append(_bytes(prompt))
+        messages.append(0 if plain else len(prompt))
+        if plain and not prompt.strip():
+            blank.append(i)
     most = math.inf if encoder.most_tokens is None else encoder.most_tokens - SPECIAL_TOKENS
-    around = _bytes_of_template(sample_rows(dataset), encoder) if any(messages for _, messages in sizes) else 0
-    suspects = [i for i, (size, messages) in enumerate(sizes) if size == math.inf or size + messages * around > most]
-    _encode(dataset, suspects, encoder)
+    around = _bytes_of_template(sample_rows(dataset), encoder) if any(messages) else 0
+    large = np.flatnonzero(np.asarray(sizes) + np.asarray(messages) * around > most)
+    _encode(dataset, sorted({*large.tolist(), *blank}), encoder)
+
+
+def _prompts(dataset: Any) -> Iterator[Any]:
+    """The prompts in order. Many rows together take a tenth of the time that they take one by one."""
+    if dataset.format["type"] is not None:  # what it makes of many rows is not always many times what it makes of one
+        yield from dataset["prompt"]
+        return
+    for rows in dataset.select_columns("prompt").iter(AT_ONCE):
+        yield from rows["prompt"]
 
 
 def _encode(dataset: Any, places: Sequence[int], encoder: PromptEncoder) -> None:

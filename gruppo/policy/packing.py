@@ -7,10 +7,11 @@ A completion's last token is only ever a target, so it is not in the pack. Its f
 prompt's last one, which the group shares.
 """
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,16 +73,16 @@ class Packer:
         self.share = share
         self.left_out = 0 if whole else 1  # tokens at the end of a completion
         # One copy to the host for the whole batch: cutting row by row on a GPU would wait for it thousands of times.
-        parts = (batch.prompt_ids, batch.prompt_mask, batch.completion_ids, batch.completion_mask, batch.loss_mask_BT)
-        prompts, prompt_mask, completions, mask, scored = (part.cpu() for part in parts)
-        self.prompts = [ids[on] for ids, on in zip(prompts, prompt_mask.bool(), strict=True)]
-        self.completions = [ids[on] for ids, on in zip(completions, mask.bool(), strict=True)]
-        columns = torch.arange(self.width)
-        self.columns = [columns[on] for on in mask.bool()]
-        self.scored = [wanted[on].bool() for wanted, on in zip(scored, mask.bool(), strict=True)]
-        self.keys: list[Hashable] = [
-            (i if not share else None, prompt.numpy().tobytes()) for i, prompt in enumerate(self.prompts)
-        ]
+        # And arrays, few of them: a handful of small tensors for each row takes longer than running a layer.
+        self.completions, self.mask, self.scored = (
+            part.cpu().numpy()
+            for part in (batch.completion_ids, batch.completion_mask.bool(), batch.loss_mask_BT.bool())
+        )
+        prompt_mask = batch.prompt_mask.bool().cpu().numpy()
+        self.prompts = [ids[on] for ids, on in zip(batch.prompt_ids.cpu().numpy(), prompt_mask, strict=True)]
+        self.lengths = self.mask.sum(1)
+        self.tails = np.maximum(self.lengths - self.left_out, 0)
+        self.keys: list[Hashable] = [(i if not share else None, ids.tobytes()) for i, ids in enumerate(self.prompts)]
 
     def packs(self, rows: Sequence[int], budget: int, group_budget: int | None = None) -> list[PackedRows]:
         """These rows in packs of at most `budget` tokens, or of one row where that alone has more.
@@ -89,7 +90,7 @@ class Packer:
         A pack of a single group may have up to `group_budget`.
         """
         prompt_tokens = [len(self.prompts[row]) for row in rows]
-        tails = [max(len(self.completions[row]) - self.left_out, 0) for row in rows]
+        tails = self.tails[rows].tolist() if len(rows) else []
         cut = cut_rows([self.keys[row] for row in rows], prompt_tokens, tails, budget, group_budget)
         return [self._pack([rows[i] for i in part]) for part in cut]
 
@@ -97,53 +98,65 @@ class Packer:
         groups: dict[Hashable, list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault(self.keys[row], []).append(i)
-        ids: list[Tensor] = []
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
-        places: list[Tensor] = []
-        repeats: list[Tensor] = []
-        lengths: list[int] = []
-        parents: list[int] = []
-        prompt_tokens = start = 0
-        for members in groups.values():
-            prompt, parent = self.prompts[rows[members[0]]], len(lengths)
-            ids.append(prompt)
-            lengths.append(len(prompt))
-            parents.append(-1)
-            prompt_tokens += len(prompt)
-            start += len(prompt)
-            repeats.append(torch.full((len(prompt),), len(members)))
-            end_of_prompt = start - 1
-            for i in members:
-                completion, wanted = self.completions[rows[i]], self.scored[rows[i]]
-                if len(completion) == 0:
-                    continue
-                before = torch.arange(start - 1, start - 1 + len(completion))
-                before[0] = end_of_prompt
-                sources.append(before[wanted])
-                targets.append(completion[wanted])
-                places.append(i * self.width + self.columns[rows[i]][wanted])
-                kept = completion[: len(completion) - self.left_out]
-                if len(kept):
-                    ids.append(kept)
-                    lengths.append(len(kept))
-                    parents.append(parent)
-                    start += len(kept)
-                    repeats.append(torch.ones(len(kept), dtype=torch.long))
-        host = Segments.of(lengths, parents, torch.device("cpu"))
+        order = np.array([i for members in groups.values() for i in members])  # rows of a group one after another
+        picked = np.array(rows)[order]
+        mask, lengths, tails = self.mask[picked], self.lengths[picked], self.tails[picked]
+        firsts = np.cumsum(lengths) - lengths  # where a row begins among all completion tokens of the pack
+        completions, scored = self.completions[picked][mask], self.scored[picked][mask]
+        of_row, column = np.nonzero(mask)
+        kept = completions[np.arange(len(completions)) - firsts[of_row] < tails[of_row]]
+        laid = self._lay_out(rows, groups, tails, kept)
+        sources = laid.starts[of_row] - 1 + np.arange(len(completions)) - firsts[of_row]
+        begun = lengths > 0
+        sources[firsts[begun]] = laid.ends_of_prompts[begun]
+        host = Segments.of(laid.lengths, laid.parents, torch.device("cpu"))
         return PackedRows(
             rows=tuple(rows),
             row_index=torch.tensor(list(rows)),
             width=self.width,
-            input_ids=torch.cat(ids),
+            input_ids=torch.from_numpy(np.concatenate(laid.ids)),
             position_ids=host.positions(),
             segments=host,
-            sources=_joined(sources),
-            targets=_joined(targets),
-            places=_joined(places),
-            prompt_tokens=prompt_tokens,
-            repeats=None if self.left_out else torch.cat(repeats),
+            sources=torch.from_numpy(sources[scored]),
+            targets=torch.from_numpy(completions[scored]),
+            places=torch.from_numpy((order[of_row] * self.width + column)[scored]),
+            prompt_tokens=sum(length for length, parent in zip(laid.lengths, laid.parents, strict=True) if parent < 0),
+            repeats=None
+            if self.left_out
+            else torch.tensor(laid.repeats).repeat_interleave(torch.tensor(laid.lengths)),
         ).to(self.device)
+
+    def _lay_out(
+        self, rows: Sequence[int], groups: Mapping[Hashable, Sequence[int]], tails: np.ndarray, kept: np.ndarray
+    ) -> "_Layout":
+        """Each group's prompt and, behind it, what is kept of its completions."""
+        laid = _Layout(np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.int64))
+        start = first = begin = 0  # in the pack; among its rows; among kept tokens
+        for members in groups.values():
+            prompt, parent, last = self.prompts[rows[members[0]]], len(laid.lengths), first + len(members)
+            sizes = tails[first:last]
+            ends = np.cumsum(sizes)
+            laid.ends_of_prompts[first:last] = start + len(prompt) - 1
+            laid.starts[first:last] = start + len(prompt) + ends - sizes
+            laid.ids += [prompt, kept[begin : begin + ends[-1]]]
+            present = sizes[sizes > 0].tolist()
+            laid.lengths += [len(prompt), *present]
+            laid.parents += [-1, *(parent for _ in present)]
+            laid.repeats += [len(members), *(1 for _ in present)]
+            start, first, begin = start + len(prompt) + int(ends[-1]), last, begin + int(ends[-1])
+        return laid
+
+
+@dataclass
+class _Layout:
+    """Where the parts of a pack are, while it is made."""
+
+    starts: np.ndarray  # of the completion of each row
+    ends_of_prompts: np.ndarray  # the last token of each row's prompt
+    ids: list[np.ndarray] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # of segments
+    parents: list[int] = field(default_factory=list)
+    repeats: list[int] = field(default_factory=list)  # of how many rows each segment is
 
 
 def idle_pack(device: torch.device) -> PackedRows:
@@ -153,10 +166,6 @@ def idle_pack(device: torch.device) -> PackedRows:
     batch = TrainBatch(prompt_ids=ids[:, :1], prompt_mask=ones[:, :1], completion_ids=ids, completion_mask=ones)
     (pack,) = Packer(batch).packs([0], budget=8)
     return pack
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
 
 
 def cut_rows(

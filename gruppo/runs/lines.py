@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
@@ -69,6 +69,12 @@ def to_json(value: Any, *, canonical: bool = False) -> str:
         return clean(dumps(value))
     except (TypeError, ValueError):
         return clean(dumps(plain(value)))
+
+
+def joined(line: Mapping[str, Any], values: Mapping[str, Any], reserved: Sequence[str] = ()) -> dict[str, Any]:
+    """One flat line. A value that has the name of one of our own keys is called `value/<name>`."""
+    own = {*line, *reserved}
+    return {**line, **{f"value/{name}" if name in own else name: value for name, value in values.items()}}
 
 
 def write_all(file: int, data: Any) -> None:

@@ -1,6 +1,5 @@
 """Writes the record of a run into its folder while it trains."""
 
-import json
 import logging
 import math
 import secrets
@@ -9,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.errors import DataError
-from gruppo.runs.disk import FULL
 from gruppo.runs.earlier import archive_record, new_place
-from gruppo.runs.files import TableFolder
 from gruppo.runs.identity import FORMAT, origin, position_run, read_json, recorded_run
-from gruppo.runs.lines import LineFile, WholeFiles, now, plain
+from gruppo.runs.lines import joined, now, plain
+from gruppo.runs.record_files import RecordFiles
 from gruppo.runs.rollouts import RolloutRow, encode, to_table
 from gruppo.runs.settings import read_settings, settings_text
 from gruppo.runs.updates import UpdateRows
@@ -27,8 +25,8 @@ logger = logging.getLogger(__name__)
 class RunRecorder:
     """The record of a run: who it is, its metrics, what happened, and every completion.
 
-    Rank 0 writes everything; other ranks write their own rollouts and ignore the rest. A full disk never stops a run:
-    what cannot be written waits in memory. With `keeps=False` only run.json is written, which names the run.
+    Rank 0 writes everything; other ranks write their own rollouts and ignore the rest. A full disk never stops a run,
+    see `RecordFiles`. With `keeps=False` only run.json is written, which names the run.
 
     Example:
         recorder = RunRecorder(Path("runs/demo"))
@@ -45,17 +43,11 @@ class RunRecorder:
         self._world = world
         self._keeps = keeps
         self._keeps_rollouts = rollouts and keeps
-        self._whole = WholeFiles()
-        self._metrics = LineFile(self.folder / "metrics.jsonl")
-        self._events = LineFile(self.folder / "events.jsonl")
-        self._tables = TableFolder(self.folder / "rollouts", rank)
-        self._updates = TableFolder(self.folder / "updates", rank)
+        self._files = RecordFiles(self.folder, rank, keeps=keeps)
         self._starts: list[Any] = []  # of environment.json
         self._number = 0  # of the next generation
-        self._files = 0  # tables of this rank that are, or will be, in the folder
         self._update = 1  # the number of the next update
         self._position: Mapping[str, Any] | None = None  # that ranks other than 0 go on from
-        self._full_since: str | None = None
 
     # Starting
 
@@ -71,14 +63,14 @@ class RunRecorder:
         self.close()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.archive = archive_record(self.folder)
-        self._number, self._files, self._update = 0, 0, 1
+        self._number, self._files.tables_written, self._update = 0, 0, 1
         self.run_id = secrets.token_hex(8)
         self._put_config(config)
         self._add_start(environment)
         info = {"format": FORMAT, "run_id": self.run_id, "started": now()}
-        self._put_json(self.folder / "run.json", {**info, "continues": [] if continues is None else [continues]})
-        self._write()
-        self._open()
+        self._files.put_json("run.json", {**info, "continues": [] if continues is None else [continues]})
+        self._files.write()
+        self._files.open()
         self.event("started", run_id=self.run_id, earlier_record=self._archive_name())
         return self.run_id
 
@@ -128,14 +120,14 @@ class RunRecorder:
         self.run_id, self.archive = found, None
         if branch:
             self._branch(name)
-        self._open()
-        self._events.cut()
+        self._files.open()
+        self._files.events.cut()
         missing = self._cut(position, name)
         if changed := self._changed_settings(config):
             self.event("config_changed", settings=changed)
         self._put_config(config)
         self._add_start(environment)
-        self._write()
+        self._files.write()
         if missing:
             logger.warning("The record in %s is incomplete: %s", self.folder, "; ".join(missing))
             self.event("record_incomplete", missing=missing)
@@ -146,8 +138,8 @@ class RunRecorder:
             if self.run_id is None:
                 raise RuntimeError("The record has no run yet: call begin or resume first")
             self._starts[-1] = {**self._starts[-1], "plan": plan}
-            self._put_json(self.folder / "environment.json", {"starts": self._starts})
-            self._write()
+            self._files.put_json("environment.json", {"starts": self._starts})
+            self._files.write()
 
     def tokenizer(self, text: str | None) -> None:
         """Keep the tokenizer.json that the recorded tokens are of, so that a reader can tell their texts.
@@ -158,8 +150,8 @@ class RunRecorder:
             place = self.folder / "tokenizer"
             if place.is_symlink():
                 raise DataError(f"{place} is a link. Nothing is written outside of the run folder: remove it")
-            self._whole.put(place / "tokenizer.json", text.encode("utf-8"))
-            self._write()
+            self._files.whole.put(place / "tokenizer.json", text.encode("utf-8"))
+            self._files.write()
 
     # Recording
 
@@ -173,14 +165,12 @@ class RunRecorder:
         if nonfinite:
             line["nonfinite"] = nonfinite
         numbers.update(dict.fromkeys(nonfinite))
-        self._metrics.append(_joined(line, numbers, reserved=("nonfinite",)))
-        self._write()
+        self._files.metrics.append(joined(line, numbers, reserved=("nonfinite",)))
+        self._files.write()
 
     def event(self, kind: str, /, *, update: int | None = None, **fields: Any) -> None:
         """One line about something that happened; fields that are not JSON become text."""
-        if self._rank == 0 and self._keeps:
-            self._events.append(_joined({"time": now(), "event": kind, "update": update}, fields))
-            self._write()
+        self._files.event(kind, update, fields)
 
     def rollouts(self, rows: Sequence[RolloutRow]) -> int:
         """One table of completions; returns the number of the generation.
@@ -192,9 +182,9 @@ class RunRecorder:
         if rows and self._keeps_rollouts:
             if self.run_id is None:
                 raise RuntimeError("The record has no run yet: call begin, resume or join first")
-            self._tables.add(number, encode(to_table(rows, number)))
-            self._files += 1
-            self._write()
+            self._files.tables.add(number, encode(to_table(rows, number)))
+            self._files.tables_written += 1
+            self._files.write()
         return number
 
     def update(self, number: int, rows: UpdateRows | None) -> None:
@@ -203,29 +193,21 @@ class RunRecorder:
         if rows is not None and self._keeps_rollouts:
             if self.run_id is None:
                 raise RuntimeError("The record has no run yet: call begin, resume or join first")
-            self._updates.add(number, encode(update_table(rows, number, self._rank)))
-            self._write()
+            self._files.updates.add(number, encode(update_table(rows, number, self._rank)))
+            self._files.write()
 
     def sync(self) -> dict[str, Any]:
         """Bring everything onto the disk; returns the position, for the checkpoint."""
-        self._write()
-        try:
-            if self._rank == 0:
-                self._metrics.sync()
-                self._events.sync()
-            self._tables.sync()
-            self._updates.sync()
-        except OSError as error:
-            self._accept(error)
+        self._files.sync()
         return self.position()
 
     def position(self) -> dict[str, Any]:
         """Where the record is now, what waits for room on the disk included; `resume` goes on from there."""
         return {
             "run_id": self.run_id,
-            "metrics_bytes": self._metrics.length,
+            "metrics_bytes": self._files.metrics.length,
             "rollouts": self._number,
-            "rollout_files": self._files - self._tables.dropped,
+            "rollout_files": self._files.tables_written - self._files.tables.dropped,
             "updates": self._update,
         }
 
@@ -233,15 +215,8 @@ class RunRecorder:
         """Write what waits, and close the files."""
         if self.run_id is not None:
             self.sync()
-        lost = self._metrics.waiting + self._events.waiting, self._tables.waiting, self._updates.waiting
-        if any(lost):
-            said = "%d lines, %d tables of rollouts and %d of updates are lost"
-            logger.warning(f"The disk is still full: {said}", *lost)
-        if self._whole.waiting:
-            logger.warning("The disk is still full: %s could not be written", ", ".join(self._whole.names))
-        for store in (self._whole, self._metrics, self._events, self._tables, self._updates):
-            store.close()
-        self.run_id = self._full_since = None
+        self._files.close()
+        self.run_id = None
 
     # Going on
 
@@ -251,17 +226,8 @@ class RunRecorder:
         self._number = self._position["rollouts"] if here and self._position else 0
         if here and self._position:
             self._update = _next_update(self._position)
-            self._tables.cut(self._number)
-            self._updates.cut(self._update)
-
-    def _open(self) -> None:
-        """Open the files of lines; without a record, only what is there and has to be cut."""
-        for file in (self._metrics, self._events) if self._keeps else (self._metrics,):
-            try:
-                if self._keeps or file.path.exists():
-                    file.open()
-            except OSError as error:
-                self._accept(error)
+            self._files.tables.cut(self._number)
+            self._files.updates.cut(self._update)
 
     def _branch(self, checkpoint: str | None) -> None:
         """A place for what came after a checkpoint that the run goes back to, and a note that says so."""
@@ -269,8 +235,8 @@ class RunRecorder:
             self.archive = new_place(self.folder)
         why = "The run went on from an older checkpoint. This is what it had done after that one."
         note = {"time": now(), "run_id": self.run_id, "checkpoint": checkpoint, "why": why}
-        self._put_json(self.archive / "note.json", note)
-        self._write()
+        self._files.put_json(f"{self._archive_name()}/note.json", note)
+        self._files.write()
 
     def _archive_name(self) -> str | None:
         return None if self.archive is None else self.archive.relative_to(self.folder).as_posix()
@@ -279,9 +245,10 @@ class RunRecorder:
         """Remove what was recorded after the position, and say what is missing before it."""
         wanted, self._number, self._update = position["metrics_bytes"], position["rollouts"], _next_update(position)
         kept = [self.archive and self.archive / name for name in ("metrics.jsonl", "rollouts", "updates")]
-        metrics_bytes, metrics_lines = self._metrics.cut(wanted, kept[0])
-        tables = self._tables.cut(self._number, gone=self._world, keep=kept[1])
-        updates = self._updates.cut(self._update, gone=self._world, keep=kept[2])
+        files = self._files
+        metrics_bytes, metrics_lines = files.metrics.cut(wanted, kept[0])
+        tables = files.tables.cut(self._number, gone=self._world, keep=kept[1])
+        updates = files.updates.cut(self._update, gone=self._world, keep=kept[2])
         self.event(
             "resumed",
             record="continued",
@@ -292,14 +259,12 @@ class RunRecorder:
             rollout_files_cut=tables,
             update_files_cut=updates,
         )
-        self._files = self._tables.own()
+        files.tables_written = left = files.tables.own()
         missing = []
-        if self._metrics.length < wanted:
-            missing.append(f"metrics.jsonl had {wanted:,} bytes at the checkpoint, {self._metrics.length:,} are left")
-        if self._files < position.get("rollout_files", 0):
-            missing.append(
-                f"rank 0 had written {position['rollout_files']:,} files of rollouts, {self._files:,} are left"
-            )
+        if files.metrics.length < wanted:
+            missing.append(f"metrics.jsonl had {wanted:,} bytes at the checkpoint, {files.metrics.length:,} are left")
+        if left < position.get("rollout_files", 0):
+            missing.append(f"rank 0 had written {position['rollout_files']:,} files of rollouts, {left:,} are left")
         return missing
 
     def _changed_settings(self, config: Mapping[str, Any]) -> list[str]:
@@ -314,52 +279,14 @@ class RunRecorder:
         # As text, because NaN differs from itself.
         return sorted(name for name in {*old, *new} if repr(old.get(name, ...)) != repr(new.get(name, ...)))
 
-    # Writing
-
-    def _write(self) -> None:
-        """Write what waits. A full disk postpones it; when that is over, an event says so."""
-        own = (self._whole, self._metrics, self._events) if self._rank == 0 else ()
-        stores: tuple[WholeFiles | LineFile | TableFolder, ...] = (*own, self._tables, self._updates)
-        for store in stores:
-            try:
-                store.flush()
-            except OSError as error:
-                self._accept(error)
-        if self._full_since is None or any(store.waiting for store in stores):
-            return
-        since, self._full_since = self._full_since, None
-        dropped = {
-            "lines_dropped": self._metrics.dropped + self._events.dropped,
-            "rollouts_dropped": self._tables.dropped,
-            "updates_dropped": self._updates.dropped,
-        }
-        logger.warning("There is room on the disk again; the record goes on in %s (%s)", self.folder, dropped)
-        self._files -= self._tables.dropped
-        self._metrics.dropped = self._events.dropped = self._tables.dropped = self._updates.dropped = 0
-        self.event("disk_full", since=since, **dropped)
-
-    def _accept(self, error: OSError) -> None:
-        """Go on without room on the disk; raise what else is wrong."""
-        if error.errno not in FULL:
-            raise error
-        if self._full_since is None:
-            self._full_since = now()
-            logger.warning(
-                "No room on the disk for the record in %s: it waits in memory, and the run goes on. Make room",
-                self.folder,
-            )
-
-    def _put_json(self, path: Path, value: Mapping[str, Any]) -> None:
-        self._whole.put(path, (json.dumps(plain(value), ensure_ascii=False, indent=2) + "\n").encode("utf-8"))
-
     def _put_config(self, config: Mapping[str, Any]) -> None:
         if self._keeps:
-            self._whole.put(self.folder / "config.yaml", settings_text(config).encode("utf-8"))
+            self._files.whole.put(self.folder / "config.yaml", settings_text(config).encode("utf-8"))
 
     def _add_start(self, environment: Mapping[str, Any]) -> None:
         if self._keeps:
             self._starts = [*_earlier_starts(self.folder), {**environment, "time": now()}]
-            self._put_json(self.folder / "environment.json", {"starts": self._starts})
+            self._files.put_json("environment.json", {"starts": self._starts})
 
 
 def _next_update(position: Mapping[str, Any]) -> int:
@@ -392,9 +319,3 @@ def _number(value: Any) -> Any:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         return plain(value)
-
-
-def _joined(line: Mapping[str, Any], values: Mapping[str, Any], reserved: Sequence[str] = ()) -> dict[str, Any]:
-    """One flat line. A value that has the name of one of our own keys is called `value/<name>`."""
-    own = {*line, *reserved}
-    return {**line, **{f"value/{name}" if name in own else name: value for name, value in values.items()}}

@@ -7,16 +7,8 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
-from gruppo.data.sampler import (
-    IterableStream,
-    PromptCursor,
-    PromptStream,
-    RepeatSampler,
-    SampledStream,
-    eval_loader,
-    micro_step_loader,
-    split_for_rank,
-)
+from gruppo.data.sampler import RepeatSampler, eval_loader, micro_step_loader, split_for_rank
+from gruppo.data.streams import IterableStream, PromptCursor, PromptStream, SampledStream
 from gruppo.errors import ConfigError
 from gruppo.trainer.reporting import Reporting
 
@@ -39,7 +31,7 @@ class Feeding(Reporting):
             return stream.rows(self._epoch, generation)
         # A checkpoint that was written without dynamic sampling says nothing of the prompts that were consumed.
         self._cursor.begin(self._first_position(generation), anew=anew)
-        places = split_for_rank(list(range(args.generation_batch_size)), args.process_index, args.world_size)
+        places = split_for_rank(range(args.generation_batch_size), args.process_index, args.world_size)
         return self.take_prompts(range(stream.prompts), places, anew=anew)
 
     def rows_ahead(self, epoch: int, generation: int) -> Sequence[Mapping[str, Any]]:
@@ -48,7 +40,7 @@ class Feeding(Reporting):
         assert stream is not None
         if self._cursor is None:
             return stream.rows(epoch, generation)
-        places = split_for_rank(list(range(args.generation_batch_size)), args.process_index, args.world_size)
+        places = split_for_rank(range(args.generation_batch_size), args.process_index, args.world_size)
         return self._cursor.peek(range(stream.prompts), places)
 
     def _first_position(self, generation: int) -> int:

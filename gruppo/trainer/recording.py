@@ -8,12 +8,12 @@ from torch import Tensor
 
 from gruppo.rewards.outcomes import Kind
 from gruppo.runs.rollouts import RolloutRow, prompt_id
-from gruppo.trainer.resampling import Scored
+from gruppo.trainer.resampling import Generation
 from gruppo.types import Completion, Rollout, TrainBatch
 
 
 def recorded_rows(
-    generation: Scored,
+    generation: Generation,
     batch: TrainBatch,
     rewards_N: Tensor,
     reward_names: Sequence[str],
@@ -24,6 +24,7 @@ def recorded_rows(
 ) -> list[RolloutRow]:
     """This process's rows of a generation, and those whose groups were replaced in it."""
     common: dict[str, Any] = {"update": update, "split": split, "group_size": group_size, "names": reward_names}
+    common["prompt_ids"] = {}  # of prompts that members of a group share: a long one takes a while to write out
     rows = []
     for part in generation.replaced:
         rewards, kinds = part.rewards_NR[part.own_N].tolist(), part.kinds_NR[part.own_N].tolist()
@@ -38,7 +39,7 @@ def recorded_rows(
 
 
 def _row(
-    part: Scored,
+    part: Generation,
     i: int,
     rewards: Sequence[float],
     kinds: Sequence[int],
@@ -48,10 +49,13 @@ def _row(
     group_size: int,
     update: int,
     split: str,
+    prompt_ids: dict[int, str],
     replaced: bool = False,
 ) -> RolloutRow:
     rollout, place = part.rollouts[i], part.places[i]
-    prompt, completion = rollout.prompt, rollout.completion
+    prompt, completion, shown = rollout.prompt, rollout.completion, rollout.prompt.shown
+    if id(shown) not in prompt_ids:
+        prompt_ids[id(shown)] = prompt_id(shown)
     extra = {name: column[i] for name, column in part.columns.items()}
     known: dict[str, Any] = {"logps": completion.plain_logps, "reward": None, "advantage": None, "advantages": None}
     return RolloutRow(
@@ -61,9 +65,9 @@ def _row(
         group=place // group_size,
         round=part.rounds[i],
         replaced=replaced,
-        prompt_id=prompt_id(prompt.shown),
+        prompt_id=prompt_ids[id(shown)],
         prompt_index=part.indices[i],
-        prompt=prompt.shown,
+        prompt=shown,
         prompt_tokens=prompt.ids,
         completion=rollout.output,
         completion_tokens=completion.ids,

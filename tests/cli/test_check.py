@@ -1,5 +1,6 @@
 """`gruppo check`: what it finds, and that one trouble does not hide the next."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -87,6 +88,15 @@ def test_an_unknown_key_does_not_end_it(recipe: Any) -> None:
     assert levels(findings)["model"] == {"warning"}
 
 
+def test_a_long_prompt_among_many_is_found(recipe: Any, home: Path) -> None:
+    """Not only among the thousand that are measured."""
+    rows = [{"prompt": "x" * (200 if i == 3001 else 2)} for i in range(5000)]
+    (home / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    findings = check([str(recipe(dataset=str(home / "many.jsonl")))])
+    assert "Row 3001: A prompt has 200 tokens, which leaves no room" in said(findings, "lengths")
+    assert "prompts of 2 to 2 tokens" in said(findings, "lengths", "ok")
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("a: [")
@@ -134,6 +144,11 @@ def test_what_is_wrong(changes: dict[str, Any], what: str, message: str, recipe:
         ({"max_completion_length": 126}, "lengths", "129 together, more than the context of 128"),
         ({"loss_type": "dr_grpo"}, "fields", "is not Dr. GRPO"),
         ({"use_vllm": True}, "fields", "use_vllm needs vllm, which is not installed here: pip install 'gruppo[vllm]'"),
+        (
+            {"report_to": "dvclive"},
+            "fields",
+            "dvclive, which is not installed here: pip install dvclive",
+        ),
         ({"use_peft": True, "load_in_8bit": True}, "parity", "quantised weights need a GPU"),
     ],
 )
@@ -221,9 +236,16 @@ def test_warnings_of_the_library_become_lines() -> None:
     assert Findings().summary == "Nothing to complain about"
 
 
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", "--help"]) == 0
+@pytest.mark.parametrize("asked", [["--help"], ["-h"], ["--use_cpu", "-h"], ["--max_steps", "2", "-h"]])
+def test_help_has_examples(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", *asked]) == 0
     assert "  gruppo check recipes/grpo.yaml" in capsys.readouterr().out
+
+
+def test_a_value_that_looks_like_a_request_for_help(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", str(recipe()), "--run_name", "-h"]) == 0
+    command = capsys.readouterr().out.rpartition("Go on with: gruppo train ")[2]
+    assert Run.read(shlex.split(command)).config.run_name == "-h"
 
 
 def test_what_it_prints_at_the_end_is_a_run(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gruppo.cli.recipe import Run, accelerate_options
+from gruppo.cli.recipe import Run, accelerate_options, take_help
 from gruppo.errors import ConfigError
 
 LEAST = ["--model", "m", "--dataset", "d", "--reward", "accuracy_reward", "--use_cpu", "true"]
@@ -174,3 +174,35 @@ def test_accelerates_options_are_known() -> None:
     assert known["num_processes"] is False
     assert known["multi_gpu"] is True
     assert "config_file" not in known, "--accelerate_config is the name for it"
+
+
+# ---- help
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *(["-h"], ["run.yaml", "-h"], ["--help"], ["--use_cpu", "-h"], ["--resume", "-h"], ["--run_name", "--help"]),
+        *(["--run_name=a", "-h"], ["--max_steps", "3", "-h"], ["--run_name", "-h", "-h"], ["--unknown", "-h"]),
+    ],
+    ids=" ".join,
+)
+def test_who_asks_for_help(argv: list[str]) -> None:
+    assert take_help(argv, "train")[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "strings"),
+    [
+        (["--run_name", "-h"], ["--run_name=-h"]),
+        (["--run-name", "-h", "--beta", "0"], ["--run-name=-h", "--beta", "0"]),
+        (["a.yaml", "--rewards", "-h"], ["a.yaml", "--rewards=-h"]),
+        (["--config", "-h"], ["--config=-h"]),
+        (["--loss_type", "-h", "--trainer", "-h"], ["--loss_type=-h", "--trainer=-h"]),
+        (["--run_name=-h"], ["--run_name=-h"]),
+        ([], []),
+    ],
+    ids=str,
+)
+def test_who_does_not(argv: list[str], strings: list[str]) -> None:
+    assert take_help(argv, "train") == (False, strings)

@@ -88,6 +88,13 @@ def test_a_process_that_was_launched_starts_no_others(recipe: Any, monkeypatch: 
     assert begun == [[path]]
 
 
+def test_a_value_may_look_like_a_request_for_help(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr(train, "train", lambda argv, command: begun.append(Run.read(argv, command)) or 0)
+    assert cli.main(["train", str(recipe()), "--run_name", "-h", "--max_steps", "3"]) == 0
+    assert [(run.config.run_name, run.config.max_steps) for run in begun] == [("-h", 3)]
+
+
 def test_a_model_that_is_not_there(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", str(recipe(model="no-one/nothing"))]) == 2
     assert "The model 'no-one/nothing' cannot be loaded" in capsys.readouterr().err

@@ -103,6 +103,25 @@ def test_of_a_very_large_dataset_the_beginning_is_read() -> None:
         check_every_prompt(dataset(30, row20="b" * 300), Counting(), limit=21)
 
 
+def test_rows_are_not_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = dataset(1000, row999="b" * 300).shuffle(seed=0)
+    place = list(rows["prompt"]).index("b" * 300)
+
+    def one_by_one(self: Dataset) -> Any:
+        raise AssertionError("a row by itself takes ten times as long")
+
+    monkeypatch.setattr(Dataset, "__iter__", one_by_one)
+    with pytest.raises(DataError, match=f"Row {place}: A prompt has 300"):
+        check_every_prompt(rows, Counting())
+
+
+def test_what_a_dataset_makes_of_its_rows_when_they_are_read_counts() -> None:
+    rows = dataset(30, row20="b").with_transform(lambda rows: {"prompt": [text * 300 for text in rows["prompt"]]})
+    with pytest.raises(DataError, match=r"Row 0: A prompt has 300 tokens.* and more"):
+        check_every_prompt(rows, Counting())
+    check_every_prompt(dataset(30).with_format("numpy"), Counting())
+
+
 @pytest.mark.parametrize("kind", ["train", "eval"])
 @pytest.mark.parametrize("rows", [dataset(1024, row601="x" * 300), conversations(1024, 601, "x" * 300)])
 def test_a_trainer_says_so_at_construction(kind: str, rows: Dataset, tmp_path: Any) -> None:

@@ -1,5 +1,7 @@
-"""Which prompts a generation is made of: the sampler, the streams, the batches of an evaluation."""
+"""In which order rows are taken: the sampler, the shares of processes, the loaders."""
 
+import copy
+import pickle
 from collections import Counter
 from typing import Any
 
@@ -8,15 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gruppo.data.sampler import (
-    IterableStream,
-    PromptCursor,
-    RepeatSampler,
-    SampledStream,
-    eval_loader,
-    micro_step_loader,
-    split_for_rank,
-)
+from gruppo.data.sampler import RepeatSampler, eval_loader, micro_step_loader, split_for_rank
 from gruppo.errors import DataError
 
 ROWS = [{"prompt": f"p{i}"} for i in range(10)]
@@ -80,6 +74,16 @@ def test_set_epoch_goes_to_any_permutation_and_on_from_there():
     assert list(sampler) == orders[0]
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda sampler: pickle.loads(pickle.dumps(sampler))])
+def test_a_copy_goes_on_by_itself(copied):
+    sampler = RepeatSampler(range(8), mini_repeat_count=1, batch_size=8, seed=42)
+    orders = permutations(8, 42, 4)
+    list(sampler)
+    other = copied(sampler)
+    assert [list(other), list(other)] == orders[1:3]
+    assert list(sampler) == orders[1]
+
+
 def test_seeds_differ_and_no_seed_differs_from_run_to_run():
     one, other = (list(RepeatSampler(range(50), 1, seed=seed)) for seed in (0, 1))
     assert one != other
@@ -94,64 +98,7 @@ def test_the_global_generator_is_left_alone():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-# ---- a stream over a dataset
-
-
-def worked_example(rank: int, rows: Any = ROWS, **changes: Any) -> SampledStream:
-    """2 processes × 2 rows × 3 steps per generation = 12 rows, groups of 4, 2 passes over each generation."""
-    sampler = RepeatSampler(rows, mini_repeat_count=4, batch_size=3, repeat_count=6, **({"shuffle": False} | changes))
-    return SampledStream(rows, sampler, rows_per_generation=12, group_size=4, copies=6, rank=rank, world=2)
-
-
-def test_the_worked_example():
-    assert len(worked_example(0).sampler) == 216
-    streams = [worked_example(rank) for rank in (0, 1)]
-    assert [stream.generations for stream in streams] == [3, 3]
-    assert [[names(stream.rows(0, g)) for stream in streams] for g in range(3)] == [
-        ["p0 p0 p0 p0 p1 p1", "p1 p1 p2 p2 p2 p2"],  # the group of p1 spans both processes
-        ["p3 p3 p3 p3 p4 p4", "p4 p4 p5 p5 p5 p5"],
-        ["p6 p6 p6 p6 p7 p7", "p7 p7 p8 p8 p8 p8"],  # p9 is dropped
-    ]
-
-
-def test_a_stream_goes_to_any_epoch_and_generation():
-    orders = permutations(10, 7, 3)
-    straight = worked_example(0, shuffle=True, seed=7)
-    visited = {(e, g): names(straight.rows(e, g)) for e in range(3) for g in range(3)}
-    for (epoch, generation), seen in visited.items():
-        a, b = orders[epoch][3 * generation : 3 * generation + 2]
-        assert seen == names([ROWS[a]] * 4 + [ROWS[b]] * 2)
-        assert names(worked_example(0, shuffle=True, seed=7).rows(epoch, generation)) == seen  # a resumed run
-
-
-def test_each_row_of_a_generation_is_read_once():
-    class Counting(list):
-        reads = 0
-
-        def __getitem__(self, index):
-            self.reads += 1
-            return dict(super().__getitem__(index))
-
-    rows = Counting(ROWS)
-    read = worked_example(0, rows).rows(0, 0)
-    assert rows.reads == 2
-    assert read[0] is read[3]
-    assert read[0] is not read[4]
-
-
-def test_a_sampler_without_set_epoch_is_asked_again_each_epoch():
-    class Forwards:
-        passes = 0
-
-        def __len__(self):
-            return 4
-
-        def __iter__(self):
-            self.passes += 1
-            yield from [self.passes - 1] * 4
-
-    stream = SampledStream(ROWS, Forwards(), rows_per_generation=2, group_size=2, copies=2, rank=0, world=1)
-    assert [names(stream.rows(epoch, 0)) for epoch in (0, 0, 1)] == ["p0 p0", "p0 p0", "p1 p1"]
+# ---- shares and loaders
 
 
 @given(count=st.integers(0, 40), world=st.integers(1, 6))
@@ -160,162 +107,6 @@ def test_shares_are_contiguous_and_within_one_row_of_each_other(count, world):
     assert [i for share in shares for i in share] == list(range(count))
     sizes = [len(share) for share in shares]
     assert max(sizes) - min(sizes) <= 1
-
-
-# ---- a stream over an iterable dataset
-
-
-class Stream:
-    """An iterable dataset of p0 … that counts what is taken from it and knows its epoch."""
-
-    def __init__(self, count: int):
-        self.count = count
-        self.epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-    def __iter__(self):
-        return iter(ROWS[: self.count])
-
-
-def iterable(dataset: Any, rank: int = 0, world: int = 1, prompts: int = 3, group: int = 2) -> IterableStream:
-    return IterableStream(dataset, prompts=prompts, group_size=group, rank=rank, world=world)
-
-
-def test_an_iterable_is_read_in_order_each_prompt_once_per_completion():
-    stream = iterable(Stream(7))
-    assert stream.generations is None
-    assert [names(stream.rows(0, g)) for g in range(2)] == ["p0 p0 p1 p1 p2 p2", "p3 p3 p4 p4 p5 p5"]
-
-
-def test_it_is_read_again_when_it_ends_without_its_ragged_tail():
-    dataset = Stream(7)
-    stream = iterable(dataset)
-    assert [names(stream.rows(0, g))[:2] for g in range(5)] == ["p0", "p3", "p0", "p3", "p0"]
-    assert dataset.epochs == [0, 1, 2]
-
-
-def test_processes_share_the_rows_of_a_generation():
-    streams = [iterable(Stream(7), rank=rank, world=2) for rank in (0, 1)]
-    assert [names(stream.rows(0, 0)) for stream in streams] == ["p0 p0 p1", "p1 p2 p2"]
-
-
-def test_a_resumed_run_reads_past_what_it_has_seen():
-    straight = iterable(Stream(7))
-    expected = [names(straight.rows(0, g)) for g in range(5)]
-    assert names(iterable(Stream(7)).rows(0, 4)) == expected[4]
-    skipping = iterable(Stream(7))
-    assert [names(skipping.rows(0, g)) for g in (1, 3)] == [expected[1], expected[3]]
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_an_iterable_too_short_for_one_generation_is_an_error(count):
-    with pytest.raises(DataError, match="fewer than 3 prompts"):
-        iterable(Stream(count)).rows(0, 0)
-
-
-# ---- prompts one by one
-
-
-def test_prompts_of_a_dataset_are_those_of_its_generations_in_one_sequence():
-    orders = permutations(10, 7, 3)
-    sequence = [ROWS[index] for order in orders for index in order[:9]]  # the tenth is dropped
-    stream = worked_example(0, shuffle=True, seed=7)
-    assert stream.prompts == 3
-    assert [stream.prompt(position) for position in range(27)] == sequence
-    assert [stream.prompt(position) for position in (26, 3, 12, 0)] == [sequence[i] for i in (26, 3, 12, 0)]
-
-
-@pytest.mark.parametrize("positions", [range(14), (0, 5, 6, 13), (7, 2, 8, 0)], ids=["all", "some", "back and forth"])
-def test_prompts_of_an_iterable_are_those_of_its_generations_in_one_sequence(positions):
-    sequence = [ROWS[i] for i in (0, 1, 2, 3, 4, 5) * 3]  # the seventh is dropped
-    stream = iterable(Stream(7))
-    assert [stream.prompt(position) for position in positions] == [sequence[position] for position in positions]
-
-
-def test_an_iterable_that_goes_back_begins_with_its_first_epoch_again():
-    dataset = Stream(7)
-    stream = iterable(dataset)
-    stream.prompt(12)
-    stream.prompt(0)
-    assert dataset.epochs == [0, 1, 2, 0]
-
-
-def cursor(group: int = 2, rows: int = 10, generation: int = 4) -> PromptCursor:
-    sampler = RepeatSampler(range(rows), mini_repeat_count=group, batch_size=generation // group, shuffle=False)
-    stream = SampledStream(ROWS, sampler, rows_per_generation=generation, group_size=group, copies=1, rank=0, world=1)
-    return PromptCursor(stream, group)
-
-
-def test_a_cursor_takes_one_prompt_for_each_group():
-    taken = cursor()
-    taken.begin()
-    assert names(taken.take([0, 1], places=range(4))) == "p0 p0 p1 p1"
-    assert names(taken.take([1], places=[2, 3])) == "p2 p2"
-    assert taken.consumed == 3
-    taken.begin()
-    assert names(taken.take([0, 1], places=range(4))) == "p3 p3 p4 p4"
-
-
-@given(
-    group=st.integers(1, 4),
-    world=st.integers(1, 4),
-    rounds=st.lists(st.sets(st.integers(0, 5), min_size=1), max_size=4),
-)
-def test_processes_take_their_share_of_the_same_prompts(group, world, rounds):
-    rounds = [range(6), *map(sorted, rounds)]
-    shares = [split_for_rank(list(range(6 * group)), rank, world) for rank in range(world)]
-    cursors = [cursor(group, rows=6, generation=6 * group) for _ in shares]
-    for taken in cursors:
-        taken.begin()
-    consumed = 0
-    for groups in rounds:
-        rows = []
-        for taken, share in zip(cursors, shares, strict=True):
-            rows += taken.take(groups, [place for place in share if place // group in groups])
-        expected = [ROWS[(consumed + i) % 6] for i in range(len(groups)) for _ in range(group)]
-        consumed += len(groups)
-        assert rows == expected
-        assert {taken.consumed for taken in cursors} == {consumed}
-
-
-def test_a_cursor_that_is_loaded_goes_on_or_takes_the_generation_under_way_again():
-    saved = cursor()
-    saved.begin()
-    saved.take([0, 1], range(4))
-    saved.begin()
-    saved.take([0, 1], range(4))
-    saved.take([0], [0, 1])
-    state = saved.state_dict()
-    assert state == {"generation_began_at": 2, "consumed": 5}
-
-    going_on = cursor()
-    going_on.load_state_dict(state)
-    going_on.begin(100)
-    assert names(going_on.take([0, 1], range(4))) == "p5 p5 p6 p6"
-
-    again = cursor()
-    again.load_state_dict(state)
-    again.begin(100, anew=True)
-    assert names(again.take([0, 1], range(4))) == "p2 p2 p3 p3"
-    assert names(again.take([0, 1], range(4))) == "p4 p4 p5 p5", "more than the first time"
-    assert again.state_dict() == state, "a second checkpoint in the same generation"
-    again.begin()
-    assert names(again.take([0, 1], range(4))) == "p5 p5 p6 p6", "where it would have begun"
-    assert again.consumed == 7
-
-
-def test_a_cursor_that_knows_nothing_begins_where_it_is_told():
-    taken = cursor()
-    assert taken.consumed == 0
-    taken.begin(4, anew=True)
-    assert names(taken.take([0, 1], range(4))) == "p4 p4 p5 p5"
-    taken.begin(100)
-    assert names(taken.take([0, 1], range(4))) == "p6 p6 p7 p7"
-
-
-# ---- loaders
 
 
 def test_the_micro_step_loader_counts():

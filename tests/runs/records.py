@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gruppo.runs import RolloutRow, UpdateRows, lines, prompt_id, record
+from gruppo.runs import RolloutRow, UpdateRows, lines, prompt_id, record, record_files
 
 CONFIG = {"learning_rate": 1e-6, "num_generations": 2}
 
@@ -58,7 +58,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal records are equal in their bytes then."""
-    for module in (lines, record):
+    for module in (lines, record, record_files):
         monkeypatch.setattr(module, "now", lambda: "2026-01-01T00:00:00.000+00:00")
 
 

@@ -113,7 +113,7 @@ def sampling_from_before(trainer: Any) -> Any:
 
     def sample(requests: Any) -> list[Completion]:
         now = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
-        is_replacement = trainer._attempt > 0
+        is_replacement = trainer._under_way.attempt > 0
         used = kept[-1] if kept and not is_replacement else now
         if not is_replacement:
             kept.append(now)

@@ -19,7 +19,7 @@ from tests.helpers import prompts, tiny_gpt2, tiny_model
 from tests.processes import run_together
 from tests.tools.scripted import random_caller
 from tests.trainer import audits_two_processes
-from tests.trainer.failures import FAILURES, After, Failure, by_place, reorder, spread_out
+from tests.trainer.failures import FAILURES, After, Failure, by_place, second_instead_of_first, spread_out
 from tests.trainer.runs import SaveAt, logs, make
 from tests.trainer.test_dynamic_sampling import dynamic
 
@@ -140,7 +140,7 @@ def test_what_is_lost_on_the_way_to_the_update_raises(
 
     monkeypatch.setattr(core, place, changed)
     trainer = make(tmp_path, GRPOTrainer, parity_check="off")
-    with pytest.raises(AuditError, match="token_books: The books of the micro-batches of a generation"):
+    with pytest.raises(AuditError, match="token_books: The token counts of the micro-batches of a generation"):
         trainer.train()
     assert trainer.state.global_step == 0
     assert findings(tmp_path) == {"token_books": 1}
@@ -151,7 +151,7 @@ def test_what_is_lost_on_the_way_to_the_update_raises(
 def test_a_batch_that_changes_while_it_waits_raises(settings: dict[str, Any], change: Any, tmp_path: Path) -> None:
     trainer = make(tmp_path, GRPOTrainer, parity_check="off", **settings)
     trainer.add_callback(After(1, lambda: trainer._queue.append(change(trainer._queue.pop()))))
-    with pytest.raises(AuditError, match="token_books: The books of an update"):
+    with pytest.raises(AuditError, match="token_books: The token counts of an update"):
         trainer.train()
     assert trainer.state.global_step == 1
     assert findings(tmp_path) == {"token_books": 1}
@@ -217,7 +217,7 @@ def test_every_run_of_a_trainer_keeps_books_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_prompt_left_out_of_a_ragged_epoch_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reorder(monkeypatch, lambda order: [order[1], *order[1:]])
+    second_instead_of_first(monkeypatch)
     trainer = make(tmp_path, GRPOTrainer, dataset=prompts(7), parity_check="off", max_steps=4)
     trainer.train()
     skipped = next(event for event in Run(tmp_path).events() if event.get("check") == "prompt_skipped")

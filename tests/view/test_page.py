@@ -11,6 +11,7 @@ from playwright.sync_api import expect
 from gruppo.runs import RunRecorder
 from gruppo.runs.lock import RunLock
 from gruppo.view.export import export
+from gruppo.view.folders import Folders
 from gruppo.view.queries import Desk
 from tests.view import runs
 from tests.view.browsing import INJECTED, ready, rows, settled
@@ -96,6 +97,53 @@ def test_curves_of_two_runs_that_go_on(
         recorders[1].rollouts(runs.rows_of(update))
         page.get_by_text(f"newest ({update})").wait_for(state="attached")
         expect(page.locator("#groups td:nth-child(2)")).to_have_text([str(update)] * 3)
+
+
+def test_lists_follow_runs_and_rows_that_come_in(
+    page: Any, served: Callable[[Desk], str], evaluations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gruppo.view.queries.SEARCH_EVERY", 0)
+    page.goto(served(Desk(Folders([], [evaluations / "before"], [tmp_path]))) + "#groups")
+    page.get_by_text("There is no run among these folders.").wait_for()
+
+    def begin(name: str) -> RunRecorder:
+        recorder = RunRecorder(tmp_path / name)
+        recorder.begin(config={}, environment={})
+        return recorder
+
+    # The first run, and rows of an update that was chosen.
+    first = begin("first")
+    first.rollouts(runs.rows_of(0))
+    page.get_by_text("newest (0)").wait_for(state="attached")
+    expect(page.locator("#groups tbody tr")).to_have_count(3)
+    page.get_by_label("Sampled after update").select_option("0")
+    settled(page)
+    page.locator("#groups").evaluate("table => { table.own = true; }")
+    first.rollouts(runs.rows_of(3))
+    page.get_by_role("status").get_by_text("24 completions").wait_for()
+    assert page.locator("#groups").evaluate("table => table.own"), "nothing new in update 0: the list is left alone"
+    first.rollouts(runs.rows_of(0))
+    expect(page.locator("#groups tbody tr")).to_have_count(6)
+
+    # A list that somebody has in his hands stays; what is around it does not, and when he leaves it, it follows.
+    chosen = page.get_by_label("Sampled after update")
+    chosen.focus()
+    chosen.evaluate("list => { list.own = true; }")
+    begin("second").rollouts(runs.rows_of(1))
+    which = page.get_by_role("combobox", name=re.compile("^Run"))
+    which.wait_for()
+    assert chosen.evaluate("list => list.own && list === document.activeElement")
+    page.get_by_label("Sort by").focus()
+    expect(chosen).to_contain_text("newest (3)")
+    assert not chosen.evaluate("list => list.own === true")
+    which.select_option("second")
+    expect(page.locator("#groups td:nth-child(2)")).to_have_text(["1"] * 3)
+
+    # Prompts over training.
+    page.get_by_role("link", name="Prompts").click()
+    expect(page.locator("#prompts tbody tr td:nth-child(2)")).to_have_text(["3"] * 3)
+    first.rollouts(runs.rows_of(4))
+    expect(page.locator("#prompts tbody tr td:nth-child(2)")).to_have_text(["4"] * 3)
 
 
 # ---- groups, completions, tokens

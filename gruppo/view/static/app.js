@@ -2,7 +2,7 @@
 
 import { ask, query, report } from "./api.js";
 import * as curves from "./curves.js";
-import { choice, el, fill, number, visible, words } from "./dom.js";
+import { choice, el, field, fill, number, visible, words } from "./dom.js";
 import * as evaluations from "./evaluations.js";
 import * as group from "./group.js";
 import * as groups from "./groups.js";
@@ -41,6 +41,8 @@ function pageOf(name, params) {
     run: () => Math.min(whole(params.get("run")), Math.max(overview.runs.length - 1, 0)),
     numbers: (...names) => Object.fromEntries(names.map((each) => [each, whole(params.get(each))])),
     runChoice: (chosen, changed) => choice(overview.runs.map((each, i) => [i, each.name]), chosen, (value) => changed(Number(value))),
+    /** The choice of a run where there are several; else something in its place. */
+    runField(chosen, changed) { return overview.runs.length > 1 ? field("Run", this.runChoice(chosen, changed)) : el("span", { hidden: true }); },
     remember: (values) => {
       if (shown !== name) return;
       try { history.replaceState(null, "", link(name, values)); } catch { /* a report that is opened from disk */ }
@@ -103,7 +105,7 @@ async function look() {
     results = state.results.join();
     if (metrics || rollouts || results !== known) {
       overview = await ask("overview");
-      if ((grown || results !== known) && OVER_ALL.includes(shown)) await navigate(false);
+      if (((grown || results !== known) && OVER_ALL.includes(shown)) || (grown && view === null)) await navigate(false);
       else {
         if (metrics) await guarded(async () => view?.metricsChanged?.());
         if (rollouts) await guarded(async () => view?.rolloutsChanged?.());

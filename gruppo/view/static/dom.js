@@ -21,6 +21,22 @@ export function fill(node, ...children) {
   return node;
 }
 
+/** Put as many other children into a node, each in the place of its forerunner; the one that somebody uses stays until it is left. */
+export function refill(node, make) {
+  make().forEach((child, i) => {
+    const before = node.children[i];
+    if (!before.contains(document.activeElement)) before.replaceWith(child);
+    else if (!waiting.has(before)) {
+      waiting.add(before);
+      before.addEventListener("focusout", () => setTimeout(() => { // by then it is known where the focus has gone
+        waiting.delete(before);
+        if (before.isConnected) refill(node, make);
+      }), { once: true });
+    }
+  });
+}
+const waiting = new WeakSet();
+
 // Characters that are not seen but change what is: controls (line breaks and tabs aside), marks of format and direction,
 // joiners, fillers and selectors that leave no trace, blanks without ink. Within one emoji, joiners and the selector of its
 // coloured form are a part of the picture: the first group takes it whole.

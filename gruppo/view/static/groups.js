@@ -1,7 +1,7 @@
 // Groups of an update or of all: sorted, filtered, searched.
 
 import { asker, query } from "./api.js";
-import { box, calmly, choice, el, field, fill, number, pager, percent, table, visible, words } from "./dom.js";
+import { box, calmly, choice, el, field, fill, number, pager, percent, refill, table, visible, words } from "./dom.js";
 import { passing, passingFields, readPassing } from "./passing.js";
 
 const ORDERS = [["spread", "spread of rewards"], ["accuracy", "accuracy"], ["length", "length"], ["reward", "reward"], ["update", "time"]];
@@ -30,18 +30,18 @@ export function show(page) {
   };
   const changed = (part, again = false) => {
     Object.assign(asked, { first: 0 }, part);
-    if (again) controls();
+    if (again) fill(tools, controls());
     return load();
   };
 
   const controls = () => {
     settle();
     const newest = updates().at(-1);
-    const at = asked.update === "newest" ? newest : Number(asked.update);
-    const move = (by) => changed({ update: String(updates()[updates().indexOf(at) + by]) }, true);
-    const place = updates().indexOf(at);
-    fill(tools,
-      page.overview.runs.length > 1 ? field("Run", page.runChoice(asked.run, (value) => changed({ run: value, update: "newest" }, true))) : null,
+    const here = () => updates().indexOf(asked.update === "newest" ? updates().at(-1) : Number(asked.update));
+    const move = (by) => changed({ update: String(updates()[here() + by]) }, true);
+    const place = here();
+    return [
+      page.runField(asked.run, (value) => changed({ run: value, update: "newest" }, true)),
       field("Split", choice(Object.keys(run().splits).map((name) => [name, name]), asked.split, (value) => changed({ split: value, update: "newest" }, true))),
       el("div", { class: "row", role: "group", "aria-label": "Update" },
         el("button", { type: "button", disabled: asked.update === "" || place <= 0, onclick: () => move(-1), "aria-label": "Earlier update" }, "‹"),
@@ -54,26 +54,30 @@ export function show(page) {
       el("fieldset", {}, el("legend", {}, "Only groups with"), Object.entries(FILTERS).map(([name, title]) =>
         box(title, asked.filter.includes(name), (on) => changed({ filter: on ? [...asked.filter, name] : asked.filter.filter((each) => each !== name) }),
           { title: page.overview.filters[name], name }))),
-      passingFields(run(), () => changed({})));
+      passingFields(run(), () => changed({})),
+    ];
   };
 
+  let listing = null; // what is listed, as text
   const load = async () => {
     results.setAttribute("aria-busy", "true");
     page.remember(address(asked));
     const update = asked.update === "newest" ? updates().at(-1) : asked.update;
     const answer = await question({ ...asked, update, count: COUNT, ...passing() });
     if (answer === null) return;
-    fill(results, listed(page, asked, answer), pager(answer.total, answer.first, COUNT, (first) => changed({ first })));
+    const before = listing;
+    listing = JSON.stringify([address(asked), answer]);
+    if (listing !== before) fill(results, listed(page, asked, answer), pager(answer.total, answer.first, COUNT, (first) => changed({ first })));
     results.setAttribute("aria-busy", "false");
   };
 
   const node = el("section", {}, el("h2", { tabindex: "-1" }, "Groups"), tools, results);
-  controls();
+  fill(tools, controls());
   return {
     node, ready: load,
-    rolloutsChanged: async () => {
-      if (tools.contains(document.activeElement)) settle(); else controls(); // a list that is open is not replaced
-      if (asked.update === "newest" || asked.update === "") await load();
+    rolloutsChanged: () => {
+      refill(tools, controls);
+      return load();
     },
   };
 }

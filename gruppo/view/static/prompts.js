@@ -2,7 +2,7 @@
 
 import { ask, asker } from "./api.js";
 import { chart } from "./charts.js";
-import { calmly, choice, el, field, fill, number, pager, percent, table, words } from "./dom.js";
+import { calmly, choice, el, field, fill, number, pager, percent, refill, table, words } from "./dom.js";
 import { passing, passingFields, readPassing } from "./passing.js";
 
 const ORDERS = [
@@ -22,17 +22,20 @@ export function show(page) {
   const controls = () => {
     const run = page.overview.runs[asked.run], splits = Object.keys(run.splits);
     if (!splits.includes(asked.split)) asked.split = splits[0] ?? "";
-    fill(tools,
-      page.overview.runs.length > 1 ? field("Run", page.runChoice(asked.run, (value) => { changed({ run: value }); controls(); })) : null,
+    return [
+      page.runField(asked.run, (value) => { asked.run = value; fill(tools, controls()); changed({}); }),
       field("Split", choice(splits.map((name) => [name, name]), asked.split, (value) => changed({ split: value }))),
       field("Sort by", choice(ORDERS, asked.order, (value) => changed({ order: value }))),
       field("Search", el("input", { type: "search", value: asked.search, oninput: calmly(120, (event) => changed({ search: event.target.value })) })),
-      passingFields(run, () => changed({})));
+      passingFields(run, () => changed({})),
+    ];
   };
+  let listing = null; // what is listed, as text
   const load = async () => {
     page.remember({ ...asked, ...passing() });
     const answer = await question({ ...asked, count: COUNT, ...passing() });
-    if (answer === null) return;
+    const before = listing;
+    if (answer === null || (listing = JSON.stringify([asked, answer])) === before) return;
     const link = (each) => el("a", { href: page.link("prompt", { run: asked.run, prompt_id: each.prompt_id }) }, words(each.prompt || "(an empty prompt)"));
     fill(results,
       el("p", {}, `${number(answer.solved)} prompts are solved: every completion of their last group is right. ${number(answer.never)} were never solved.`),
@@ -43,8 +46,9 @@ export function show(page) {
       ], answer.prompts, { id: "prompts" }),
       pager(answer.total, answer.first, COUNT, (first) => changed({ first })));
   };
-  controls();
-  return { node: el("section", {}, el("h2", { tabindex: "-1" }, "Prompts"), tools, results), ready: load };
+  fill(tools, controls());
+  const rolloutsChanged = () => { refill(tools, controls); return load(); };
+  return { node: el("section", {}, el("h2", { tabindex: "-1" }, "Prompts"), tools, results), ready: load, rolloutsChanged };
 }
 
 export function showOne(page) {
@@ -64,5 +68,6 @@ export function showOne(page) {
       ], answer.history, { id: "history" }));
     plot.draw([{ run, name: "pass rate", updates: answer.history.map((each) => each.update), values: answer.history.map((each) => each.accuracy) }]);
   };
-  return { node: el("section", {}, el("h2", { tabindex: "-1" }, "One prompt over training"), body), ready: load };
+  const rolloutsChanged = () => (body.contains(document.activeElement) ? null : load());
+  return { node: el("section", {}, el("h2", { tabindex: "-1" }, "One prompt over training"), body), ready: load, rolloutsChanged };
 }

@@ -1,0 +1,49 @@
+"""Packages that a run needs beside those that are always there."""
+
+import importlib.util
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gruppo.cli.recipe import Run
+
+# Names of `report_to` that are not those of a package, which one of these modules is of, and how that is called.
+TRACKERS = {
+    "azure_ml": (("azureml",), "azureml-sdk"),
+    "comet_ml": (("comet_ml",), "comet-ml"),
+    "flyte": (("flytekit",), "flytekit"),
+    "tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"),
+}
+ALSO = {"dagshub": ("mlflow",)}
+WITHOUT_PACKAGE = ("none", "all", "kubeflow")  # "all" are those that are there; kubeflow is asked over HTTP
+
+
+class Need(NamedTuple):
+    """What needs a package, the modules of which one must be there, and the name under which it is installed."""
+
+    what: str
+    modules: tuple[str, ...]
+    install: str
+
+    @property
+    def is_met(self) -> bool:
+        return any(importlib.util.find_spec(module) is not None for module in self.modules)
+
+    def __str__(self) -> str:
+        module = " or ".join(self.modules)
+        return f"{self.what} needs {module}, which is not installed here: pip install {self.install}"
+
+
+def needs(run: Run) -> Iterator[Need]:
+    """All that the run asks for, installed or not."""
+    if run.config.samples_with_vllm and run.config.vllm_mode == "colocate":
+        yield Need("use_vllm", ("vllm",), "'gruppo[vllm]'")
+    if str(run.launching.launch or run.launching.accelerate_config).startswith("zero"):
+        yield Need("ZeRO", ("deepspeed",), "'gruppo[deepspeed]'")
+    if run.model_args.load_in_4bit or run.model_args.load_in_8bit:
+        yield Need("load_in_4bit", ("bitsandbytes",), "bitsandbytes")
+    asked = run.config.report_to or []
+    for tracker in [asked] if isinstance(asked, str) else asked:
+        if tracker not in WITHOUT_PACKAGE:
+            yield Need(f"report_to: {tracker}", *TRACKERS.get(tracker, ((tracker,), tracker)))
+        for package in ALSO.get(tracker, ()):
+            yield Need(f"report_to: {tracker}", (package,), package)
