@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings = check(argv, Console())
     argv, _ = _take_template(argv)  # which `gruppo train` does not know
     if findings.errors:
-        print(f"{findings.summary}: this run would not work. Mend it and check again.")
+        print(f"{findings.summary}: this run would not work. Fix it and check again.")
         return 1
     print(f"{findings.summary}. Go on with: gruppo train {shlex.join(argv)}")
     return 0

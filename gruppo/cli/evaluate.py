@@ -239,7 +239,7 @@ def _check_gold(names: Sequence[str] | None, data_dir: Path | None, paper: bool)
     from gruppo.evaluation.benchmarks import BENCHMARKS, find_benchmark
     from gruppo.evaluation.data import file_in, load_problems
     from gruppo.evaluation.gold import check_gold
-    from gruppo.evaluation.scoring import Graders
+    from gruppo.evaluation.grading import Graders
 
     if names is None and data_dir is None:
         raise ConfigError("--check-gold needs --data-dir, or --benchmarks to take from the hub.")

@@ -10,11 +10,11 @@ import torch
 
 from gruppo.engine.noise import derive_key
 from gruppo.errors import ConfigError
+from gruppo.evaluation.grading import Graders, grade_attempts
 from gruppo.evaluation.models import bare_generation_config, decoding_config
 from gruppo.evaluation.prompts import PromptText, choose_rendering, cut, render
-from gruppo.evaluation.scoring import Graders, score
 from gruppo.evaluation.tir import TirSettings, run_rounds
-from gruppo.evaluation.types import Attempt, Benchmark, Decoding, Mode, Problem, Rendering, Scored
+from gruppo.evaluation.types import Attempt, Benchmark, Decoding, GradedAttempt, Mode, Problem, Rendering
 from gruppo.rollout.base import RolloutBackend
 from gruppo.types import SampleRequest
 
@@ -68,7 +68,7 @@ class Evaluator:
         problems: Sequence[Problem],
         decoding: Decoding,
         prompts: Mapping[str, PromptText] | None = None,
-    ) -> Iterator[list[Scored]]:
+    ) -> Iterator[list[GradedAttempt]]:
         """All attempts at a few problems at a time, graded; the problems in order, and each one's samples in order.
 
         `prompts`, by problem, if they have been rendered before.
@@ -82,10 +82,12 @@ class Evaluator:
 
     def grade(
         self, benchmark: Benchmark, problems: Mapping[str, Problem], attempts: Sequence[Attempt]
-    ) -> list[Scored]:
+    ) -> list[GradedAttempt]:
         """The attempts with their grades; all those at a problem come together, because they vote."""
         few_shot = self.shots > 0
-        return score(problems, attempts, benchmark.ladder, paper=self.paper, few_shot=few_shot, workers=self.graders)
+        return grade_attempts(
+            problems, attempts, benchmark.ladder, paper=self.paper, few_shot=few_shot, workers=self.graders
+        )
 
     def _rows(self) -> int:
         if self.rows is not None:

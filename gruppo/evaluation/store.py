@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gruppo.errors import ConfigError, DataError
-from gruppo.evaluation.types import PASSES, Attempt, Problem, Scored, ToolUse
+from gruppo.evaluation.types import PASSES, Attempt, GradedAttempt, Problem, ToolUse
 from gruppo.grading import Grade, Rule, Rung
 from gruppo.runs.lines import write_file
 from gruppo.types import StopReason
@@ -27,7 +27,7 @@ __all__ = ["EvaluationFolder"]
 
 logger = logging.getLogger(__name__)
 
-Regrade = Callable[[Mapping[str, Problem], Sequence[Attempt]], list[Scored]]
+Regrade = Callable[[Mapping[str, Problem], Sequence[Attempt]], list[GradedAttempt]]
 
 FORMAT = 1
 IDENTITY = b"gruppo.evaluation"
@@ -79,7 +79,7 @@ class EvaluationFolder:
         benchmark: str,
         decoding: str,
         problems: Mapping[str, Problem],
-        scored: Sequence[Scored],
+        scored: Sequence[GradedAttempt],
         identity: Mapping[str, Any],
     ) -> None:
         """Keep the attempts of one chunk. A file is there as a whole or not at all."""
@@ -131,12 +131,12 @@ class EvaluationFolder:
         problems: Mapping[str, Problem],
         identity: Mapping[str, Any],
         regrade: Regrade | None = None,
-    ) -> list[Scored]:
+    ) -> list[GradedAttempt]:
         """The attempts of an earlier call with the same identity at these problems.
 
         A file whose grader alone is of another version is graded anew by `regrade`, and replaced.
         """
-        kept: list[Scored] = []
+        kept: list[GradedAttempt] = []
         wanted = {"format": FORMAT, **identity}
         for path in self._files(benchmark, decoding):
             table = _read(path)
@@ -165,7 +165,7 @@ class EvaluationFolder:
             f"and the attempts at all benchmarks in {self.path}."
         )
 
-    def attempts(self, benchmark: str, decoding: str) -> list[Scored]:
+    def attempts(self, benchmark: str, decoding: str) -> list[GradedAttempt]:
         """All attempts of a pass, whatever they are of."""
         return [_scored(row) for path in self._files(benchmark, decoding) for row in _read(path).to_pylist()]
 
@@ -211,7 +211,9 @@ def _identity_of(table: pa.Table) -> dict[str, Any]:
     return dict(json.loads((table.schema.metadata or {}).get(IDENTITY, b"{}")))
 
 
-def _write(path: Path, problems: Mapping[str, Problem], scored: Sequence[Scored], identity: Mapping[str, Any]) -> None:
+def _write(
+    path: Path, problems: Mapping[str, Problem], scored: Sequence[GradedAttempt], identity: Mapping[str, Any]
+) -> None:
     rows = [_row(problems[each.attempt.problem], each) for each in scored]
     schema = pa.schema(list(COLUMNS.items()), metadata={IDENTITY: json.dumps({"format": FORMAT, **identity})})
     sink = pa.BufferOutputStream()
@@ -246,7 +248,7 @@ def _difference(first: Problem, second: Problem) -> str | None:
     return "answers_mode" if first.answers_mode != second.answers_mode else None
 
 
-def _row(problem: Problem, scored: Scored) -> dict[str, Any]:
+def _row(problem: Problem, scored: GradedAttempt) -> dict[str, Any]:
     attempt, grade = scored.attempt, scored.grade
     return {
         "problem": problem.id,
@@ -271,12 +273,12 @@ def _row(problem: Problem, scored: Scored) -> dict[str, Any]:
     }
 
 
-def _scored(row: Mapping[str, Any]) -> Scored:
+def _scored(row: Mapping[str, Any]) -> GradedAttempt:
     tools = None
     if row["rounds"] is not None:
         tools = ToolUse(row["rounds"], row["executions"], row["errors"], row["timeouts"], row["output"])
     segments = tuple((each["kind"], each["text"]) for each in row["segments"])
-    return Scored(
+    return GradedAttempt(
         Attempt(row["problem"], row["sample"], row["text"], row["tokens"], StopReason(row["stop"]), tools, segments),
         Grade(
             row["correct"],

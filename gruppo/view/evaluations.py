@@ -9,7 +9,7 @@ from typing import Any
 from gruppo.errors import DataError
 from gruppo.evaluation.compare import check_same_problems, compare
 from gruppo.evaluation.store import EvaluationFolder
-from gruppo.evaluation.types import Scored
+from gruppo.evaluation.types import GradedAttempt
 from gruppo.view.curves import finite
 
 __all__ = ["Evaluation", "compare_two"]
@@ -88,7 +88,7 @@ def _attempts(path: Path, benchmark: str, decoding: str, changed: int) -> dict[s
     return found
 
 
-def _attempt(scored: Scored) -> dict[str, Any]:
+def _attempt(scored: GradedAttempt) -> dict[str, Any]:
     attempt = scored.attempt
     return {
         "sample": attempt.sample,

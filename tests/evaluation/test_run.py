@@ -20,7 +20,7 @@ from gruppo.evaluation.store import EvaluationFolder
 from gruppo.evaluation.summary import summarise
 from gruppo.evaluation.tasks import load_tasks
 from gruppo.evaluation.tir import TirSettings
-from gruppo.evaluation.types import Benchmark, Decoding, Problem, Scored
+from gruppo.evaluation.types import Benchmark, Decoding, GradedAttempt, Problem
 from gruppo.grading import LADDERS, Grade, Rung
 from gruppo.rollout.builtin import BuiltinBackend
 from gruppo.rollout.hf import TransformersBackend
@@ -235,7 +235,7 @@ def test_another_grader_grades_what_was_kept(
     monkeypatch.setattr("gruppo.evaluation.run.grader_version", lambda *_: "gruppo 9, which calls nothing right")
     monkeypatch.setattr(Evaluator, "_sample", lambda *_: pytest.fail("something was sampled"))
     wrong = lambda self, _, problems, attempts: [  # noqa: E731
-        Scored(each, Grade(False, Rung.NUMBER, gold="1", answer=None)) for each in attempts
+        GradedAttempt(each, Grade(False, Rung.NUMBER, gold="1", answer=None)) for each in attempts
     ]
     monkeypatch.setattr(Evaluator, "grade", wrong)
     after = evaluate(demo, data, output_dir=tmp_path)
@@ -273,7 +273,9 @@ def test_the_backend_gets_its_settings_back(demo: Any, data: Path) -> None:
     backend = make_backend(load_subject(demo, tokenizer()))
     before = backend.config
     evaluator = Evaluator(backend, tokenizer())
-    chunks: Iterator[list[Scored]] = evaluator.attempts(DEMO, load_problems(DEMO, data, 2), Decoding(max_new_tokens=4))
+    chunks: Iterator[list[GradedAttempt]] = evaluator.attempts(
+        DEMO, load_problems(DEMO, data, 2), Decoding(max_new_tokens=4)
+    )
     assert sum(len(chunk) for chunk in chunks) == 2
     assert backend.config is before
 

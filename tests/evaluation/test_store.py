@@ -10,7 +10,7 @@ import pytest
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.store import EvaluationFolder
-from gruppo.evaluation.types import Attempt, Problem, Scored, ToolUse
+from gruppo.evaluation.types import Attempt, GradedAttempt, Problem, ToolUse
 from gruppo.grading import Grade, Rule, Rung
 from gruppo.types import StopReason
 
@@ -21,8 +21,8 @@ PROBLEMS = {
 IDENTITY = {"weights": "abc", "mode": "cot", "temperature": 0.0}
 
 
-def scored(problem: str, sample: int = 0, correct: bool = True, tools: ToolUse | None = None) -> Scored:
-    return Scored(
+def scored(problem: str, sample: int = 0, correct: bool = True, tools: ToolUse | None = None) -> GradedAttempt:
+    return GradedAttempt(
         Attempt(problem, sample, "so \\boxed{2} 答", 7, StopReason.EOS, tools, (("model", "so"), ("output", "1"))),
         Grade(correct, Rung.NUMBER, gold="2", answer="2", rule=Rule.BOX),
         paper=True,
@@ -83,7 +83,7 @@ def test_another_version_of_the_grader_grades_anew(tmp_path: Path, caplog: pytes
         folder.add("set", "greedy", PROBLEMS, [scored(name)], {**IDENTITY, "grader": "gruppo 1"})
     given: list[Problem] = []
 
-    def regrade(problems: Mapping[str, Problem], attempts: Sequence[Attempt]) -> list[Scored]:
+    def regrade(problems: Mapping[str, Problem], attempts: Sequence[Attempt]) -> list[GradedAttempt]:
         given.extend(problems[each.problem] for each in attempts)
         return [scored(each.problem, correct=False) for each in attempts]
 
