@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "view": {"types", "errors", "runs", "evaluation.compare", "evaluation.store", "evaluation.types"},
     "trainer": {
         *("types", "errors", "plan", "algo", "config", "data", "policy", "rollout", "rewards", "tools"),
-        *("runs", "audit"),
+        *("runs", "audit", "evaluation.training"),  # the latter for `eval_benchmarks`
     },
 }
 ON_TOP = {"cli", "demo", "__init__", "__main__"}  # these see everything
@@ -44,7 +44,7 @@ ALLOWED_FOR_TYPES = {"data": {"config"}}
 
 # The trainer itself is a chain; each link knows those before it.
 CHAIN = (
-    *("reporting", "feeding", "scoring", "rewarding", "sampling", "overlapping", "collecting", "routing"),
+    *("reporting", "feeding", "logprobs", "rewarding", "sampling", "overlapping", "collecting", "routing"),
     *("remembering", "updating", "watching", "checkpointing", "resuming", "core", "grpo", "rloo"),
 )
 

@@ -10,11 +10,11 @@ import torch
 
 from gruppo.engine.noise import derive_key
 from gruppo.errors import ConfigError
+from gruppo.evaluation.grading import Graders, grade_attempts
 from gruppo.evaluation.models import bare_generation_config, decoding_config
 from gruppo.evaluation.prompts import PromptText, choose_rendering, cut, render
-from gruppo.evaluation.scoring import Graders, score
 from gruppo.evaluation.tir import TirSettings, run_rounds
-from gruppo.evaluation.types import Attempt, Benchmark, Decoding, Mode, Problem, Rendering, Scored
+from gruppo.evaluation.types import Attempt, Benchmark, Decoding, GradedAttempt, Mode, Problem, Rendering
 from gruppo.rollout.base import RolloutBackend
 from gruppo.types import SampleRequest
 
@@ -68,7 +68,7 @@ class Evaluator:
         problems: Sequence[Problem],
         decoding: Decoding,
         prompts: Mapping[str, PromptText] | None = None,
-    ) -> Iterator[list[Scored]]:
+    ) -> Iterator[list[GradedAttempt]]:
         """All attempts at a few problems at a time, graded; the problems in order, and each one's samples in order.
 
         `prompts`, by problem, if they have been rendered before.
@@ -78,9 +78,16 @@ class Evaluator:
         for start in range(0, len(problems), size):
             chunk = problems[start : start + size]
             asked = self.prompts(benchmark, chunk) if prompts is None else [prompts[each.id] for each in chunk]
-            attempts = self._sample(asked, chunk, decoding)
-            few_shot = self.shots > 0
-            yield score(known, attempts, benchmark.ladder, paper=self.paper, few_shot=few_shot, workers=self.graders)
+            yield self.grade(benchmark, known, self._sample(asked, chunk, decoding))
+
+    def grade(
+        self, benchmark: Benchmark, problems: Mapping[str, Problem], attempts: Sequence[Attempt]
+    ) -> list[GradedAttempt]:
+        """The attempts with their grades; all those at a problem come together, because they vote."""
+        few_shot = self.shots > 0
+        return grade_attempts(
+            problems, attempts, benchmark.ladder, paper=self.paper, few_shot=few_shot, workers=self.graders
+        )
 
     def _rows(self) -> int:
         if self.rows is not None:

@@ -14,13 +14,13 @@ from typing import Any
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation import statistics
-from gruppo.evaluation.types import Benchmark, Decoding, Mode, Problem, Scored, ToolUse
+from gruppo.evaluation.types import Benchmark, Decoding, GradedAttempt, Mode, Problem, ToolUse
 from gruppo.grading import Rule, Rung
 
 __all__ = ["problem_scores", "summarise"]
 
 Numbers = dict[str, Any]  # JSON
-Groups = Mapping[str, Sequence[Scored]]  # the attempts at each problem that has any, in the order of samples
+Groups = Mapping[str, Sequence[GradedAttempt]]  # the attempts at each problem that has any, in the order of samples
 
 UNKNOWN = "unknown"  # the group of problems that have no level or subject
 
@@ -28,7 +28,7 @@ UNKNOWN = "unknown"  # the group of problems that have no level or subject
 def summarise(
     benchmark: Benchmark,
     problems: Sequence[Problem],
-    scored: Sequence[Scored],
+    scored: Sequence[GradedAttempt],
     decoding: Decoding,
     mode: Mode,
     ks: Sequence[int] = (),
@@ -67,7 +67,7 @@ def summarise(
     }
 
 
-def problem_scores(scored: Sequence[Scored], metric: str = "accuracy") -> dict[str, list[float]]:
+def problem_scores(scored: Sequence[GradedAttempt], metric: str = "accuracy") -> dict[str, list[float]]:
     """The scores of each problem by one metric, for `compare`.
 
     `accuracy`, `paper` and `program` give one score for each attempt; `pass@8` and `maj@8` one for each problem that
@@ -76,7 +76,7 @@ def problem_scores(scored: Sequence[Scored], metric: str = "accuracy") -> dict[s
     Example:
         compare(problem_scores(before, "maj@8"), problem_scores(after, "maj@8"))
     """
-    groups: dict[str, list[Scored]] = {}
+    groups: dict[str, list[GradedAttempt]] = {}
     for row in sorted(scored, key=lambda row: row.attempt.sample):
         groups.setdefault(row.attempt.problem, []).append(row)
     name, at, number = metric.partition("@")
@@ -110,11 +110,13 @@ def _check_ks(ks: Sequence[int], decoding: Decoding) -> None:
         raise ConfigError(f"ks={wrong} must be at least 1 and at most the {decoding.samples} samples of each problem.")
 
 
-def _grouped(problems: Sequence[Problem], scored: Sequence[Scored], decoding: Decoding) -> dict[str, list[Scored]]:
+def _grouped(
+    problems: Sequence[Problem], scored: Sequence[GradedAttempt], decoding: Decoding
+) -> dict[str, list[GradedAttempt]]:
     """The attempts of each problem, in the order of problems; those without any are left out."""
     if not problems:
         raise DataError("There are no problems to summarise.")
-    found: dict[str, dict[int, Scored]] = {problem.id: {} for problem in problems}
+    found: dict[str, dict[int, GradedAttempt]] = {problem.id: {} for problem in problems}
     if len(found) < len(problems):
         repeated = Counter(problem.id for problem in problems).most_common(1)[0][0]
         raise DataError(f"Problem {repeated!r} occurs more than once; each needs an id of its own.")
@@ -168,7 +170,9 @@ def _several(groups: Groups, decoding: Decoding, ks: Sequence[int]) -> Numbers:
     }
 
 
-def _averaged(groups: Groups, ks: Sequence[int], score: Callable[[Sequence[Scored], int], float]) -> dict[str, float]:
+def _averaged(
+    groups: Groups, ks: Sequence[int], score: Callable[[Sequence[GradedAttempt], int], float]
+) -> dict[str, float]:
     result = {}
     for k in ks:
         scores = [score(rows, k) for rows in groups.values() if len(rows) >= k]
@@ -177,18 +181,18 @@ def _averaged(groups: Groups, ks: Sequence[int], score: Callable[[Sequence[Score
     return result
 
 
-def _pass_at(rows: Sequence[Scored], k: int) -> float:
+def _pass_at(rows: Sequence[GradedAttempt], k: int) -> float:
     return statistics.pass_at_k(len(rows), sum(row.correct for row in rows), k)
 
 
-def _majority_at(rows: Sequence[Scored], k: int) -> float:
+def _majority_at(rows: Sequence[GradedAttempt], k: int) -> float:
     return statistics.majority_at_k([row.vote for row in rows], [row.correct for row in rows], k)
 
 
 # ---- how they were written
 
 
-def _texts(scored: Sequence[Scored]) -> Numbers:
+def _texts(scored: Sequence[GradedAttempt]) -> Numbers:
     rules = Counter(row.grade.rule for row in scored)
     rungs = Counter(row.grade.rung for row in scored)
     tokens = sum(row.attempt.tokens for row in scored)
@@ -208,7 +212,7 @@ def _texts(scored: Sequence[Scored]) -> Numbers:
     }
 
 
-def _tools(scored: Sequence[Scored]) -> Numbers:
+def _tools(scored: Sequence[GradedAttempt]) -> Numbers:
     uses = [row.attempt.tools or ToolUse() for row in scored]
     executions, errors = sum(use.executions for use in uses), sum(use.errors for use in uses)
     return {

@@ -1,6 +1,6 @@
 """The nouns of an evaluation, in the order in which they appear.
 
-Benchmark ─► Problem ─► Attempt ─► Scored
+Benchmark ─►  Problem ─► Attempt ─►             GradedAttempt
 (a data set)  (a row)    (what a model wrote)  (the same, graded)
 """
 
@@ -19,12 +19,12 @@ __all__ = [
     "Decoding",
     "Exemplar",
     "FewShot",
+    "GradedAttempt",
     "HubSource",
     "Language",
     "Mode",
     "Problem",
     "Rendering",
-    "Scored",
     "ToolUse",
 ]
 
@@ -186,7 +186,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Scored:
+class GradedAttempt:
     """An attempt and its grades."""
 
     attempt: Attempt

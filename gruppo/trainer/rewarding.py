@@ -15,8 +15,8 @@ from gruppo.rewards.outcomes import Steps
 from gruppo.rewards.resolve import function_name, is_reward_model, unique_names
 from gruppo.rewards.runner import RewardInputs, RewardRunner, RewardSettings, Scores
 from gruppo.trainer.breaker import RewardBreaker, RewardCounts, kinds_from_values
+from gruppo.trainer.logprobs import LogProbs
 from gruppo.trainer.metrics import gather_rows, raised_together
-from gruppo.trainer.scoring import Scoring
 from gruppo.trainer.spreading import prepare_reward_model
 from gruppo.types import Rollout
 
@@ -41,7 +41,7 @@ class Rewarded:
     notes: Notes
 
 
-class Rewarding(Scoring):
+class Rewarding(LogProbs):
     """The part of the trainer that asks the rewards."""
 
     reward_processing_classes: list[Any]
@@ -115,6 +115,8 @@ class Rewarding(Scoring):
             "without a run. max_reward_failure_rate=None goes on whatever rewards do."
         )
 
+    # ---- a hook of TRL's trainers: name and shapes are theirs
+
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> Tensor:
@@ -137,6 +139,8 @@ class Rewarding(Scoring):
         self._notes.kinds_NR = gather_rows(self.accelerator, scores.kinds_BR)
         return gather_rows(self.accelerator, scores.values_BR)
 
+    # ---- what rewards may call
+
     def _log_completion_extra(self, column: str, values: Sequence[Any]) -> None:
         """Given to reward functions as `log_extra`: a further column of the completions table."""
         values = list(values)
@@ -152,6 +156,8 @@ class Rewarding(Scoring):
     def _log_metric(self, name: str, value: float) -> None:
         """Given to reward functions as `log_metric`: a further metric, averaged over processes."""
         self._notes.metrics.setdefault(name, []).append(float(value))
+
+    # ---- the end
 
     def _raise_if_rewards_failed(self) -> None:
         """The end of a run that the breaker stopped, or would have."""

@@ -50,10 +50,7 @@ class RolloutUnderWay:
 
 
 class Sampling(Rewarding):
-    """The part of the trainer that samples.
-
-    Methods with a leading underscore keep names and shapes that subclasses of TRL's trainers override.
-    """
+    """The part of the trainer that samples."""
 
     prompt_encoder: PromptEncoder
     backend: RolloutBackend
@@ -238,6 +235,8 @@ class Sampling(Rewarding):
             return StopReason.STOP_STRING if any(string in text for string in strings) else StopReason.LENGTH
         return StopReason.LENGTH
 
+    # ---- hooks of TRL's trainers: names and shapes are theirs
+
     def _tokenize_prompts(self, prompts: list[Any], tools: Any = None) -> Encoded:
         """Hook: token ids of prompts, images and multimodal fields; without a processor None and none.
 
@@ -259,6 +258,8 @@ class Sampling(Rewarding):
         completions = self._ask_backend(prompt_ids, (multimodal_fields or {}).get("vision"))
         logps = [list(c.logps or [None] * len(c.ids)) for c in completions] if self.backend.has_own_weights else None
         return [list(completion.ids) for completion in completions], logps
+
+    # ---- the ledger
 
     def _note_sampling(self, prompts: Sequence[Prompt], completions: Sequence[Completion], seconds: float) -> None:
         """Enter a rollout in the ledger."""

@@ -11,7 +11,7 @@ from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.paper_results import PAPER_BENCHMARKS, PAPER_RESULTS
 from gruppo.evaluation.summary import summarise
 from gruppo.evaluation.tables import Cell, TableRow, columns_of, latex, markdown, rows_of
-from gruppo.evaluation.types import Attempt, Benchmark, Decoding, Problem, Scored
+from gruppo.evaluation.types import Attempt, Benchmark, Decoding, GradedAttempt, Problem
 from gruppo.grading import LADDERS, Grade, Rule, Rung
 from gruppo.types import StopReason
 
@@ -317,7 +317,7 @@ def summary(marks, rows, *, asked=None, data=None, paper=None, name="gsm8k"):
     benchmark = Benchmark(name, "T", "f", LADDERS["gsm8k"], rows=rows)
     problems = [Problem(f"p{i}", "?", ("1",)) for i in range(asked or len(marks))]
     scored = [
-        Scored(
+        GradedAttempt(
             Attempt(f"p{i}", 0, "", 5, StopReason.EOS),
             Grade(mark == "1", Rung.NUMBER, "1", "1", Rule.BOX),
             paper=None if paper is None else paper[i] == "1",

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from gruppo.demo import load_task, model_path
 from gruppo.errors import ConfigError
 from gruppo.evaluation import tir
+from gruppo.evaluation.grading import grade_attempts
 from gruppo.evaluation.programs import python_blocks
-from gruppo.evaluation.scoring import score
 from gruppo.evaluation.tir import OUTPUT_STOP, Segment, TirSettings, Transcript, run_rounds
-from gruppo.evaluation.types import Attempt, Problem, Scored
+from gruppo.evaluation.types import Attempt, GradedAttempt, Problem
 from gruppo.grading import LADDERS, Rule
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.builtin import BuiltinBackend
@@ -344,10 +344,10 @@ def test_the_last_program_says_what_the_output_is(sandbox: Sandbox) -> None:
     assert transcript.tools.to_dict() == {"rounds": 3, "executions": 2, "errors": 1, "timeouts": 0, "output": None}
 
 
-def graded(code: str, gold: str, sandbox: Sandbox) -> Scored:
+def graded(code: str, gold: str, sandbox: Sandbox) -> GradedAttempt:
     transcript, _ = play({"": f"```python\n{code}\n```\n```output", "\n```\n": "done<eos>"}, sandbox)
     attempt = Attempt("p", 0, transcript.text, 1, transcript.stop, transcript.tools, transcript.segments)
-    return score({"p": Problem("p", "?", (gold,))}, [attempt], LADDERS["gsm8k"])[0]
+    return grade_attempts({"p": Problem("p", "?", (gold,))}, [attempt], LADDERS["gsm8k"])[0]
 
 
 # code, gold, the answer, the rule that found it, whether it is right, whether the program's output is

@@ -231,7 +231,7 @@ def test_memory_that_is_short(tmp_path: Path, policies: Policies, monkeypatch: p
     policies.use("mixtral")
     expected, _ = update("grpo", tmp_path, router_aux_loss_coef=COEFFICIENT)
     trainer = make_trainer("grpo", tmp_path, router_aux_loss_coef=COEFFICIENT, max_tokens_per_micro_batch=100, **CUT)
-    score, calls = trainer._scores_of, [0]
+    score, calls = trainer._logps_of_pack, [0]
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -239,7 +239,7 @@ def test_memory_that_is_short(tmp_path: Path, policies: Policies, monkeypatch: p
             raise torch.OutOfMemoryError
         return score(*args, **kwargs)
 
-    monkeypatch.setattr(trainer, "_scores_of", failing)
+    monkeypatch.setattr(trainer, "_logps_of_pack", failing)
     assert relative_difference(expected, update_of(trainer)) < 1e-9
     assert calls[0] > 3
 

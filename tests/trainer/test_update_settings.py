@@ -14,7 +14,7 @@ from gruppo.errors import ConfigError, ParityError
 from gruppo.policy import packed as packed_policy
 from gruppo.policy.packing import cut_rows
 from gruppo.policy.unwrap import is_noisy
-from gruppo.trainer import setup
+from gruppo.trainer import packing
 from tests.engine.models import build
 from tests.helpers import prompts, tiny_model
 from tests.trainer.runs import RecordedGRPO, logs, make, run
@@ -78,7 +78,7 @@ def test_what_needs_padded_rows_gets_them(
 def test_optimizers_that_step_in_the_backward_pass_get_one(tmp_path: Path) -> None:
     trainer = make(tmp_path, GRPOTrainer)
     trainer.args.optim = "lomo"
-    assert setup.packed_policy(trainer) is None
+    assert packing.packed_policy(trainer) is None
 
 
 def test_a_patched_method_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
