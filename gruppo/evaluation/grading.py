@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from importlib.metadata import PackageNotFoundError, version
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.graders import Call, Graders, Lost, Outcome, run_calls
@@ -22,7 +23,7 @@ from gruppo.grading import Answer, Grade, Ladder, Number, Rung, compare, normali
 from gruppo.grading.grade import find_answer, grade_answer
 from gruppo.grading.symbolic import load_math_verify
 
-__all__ = ["Graders", "grade_attempts", "require"]
+__all__ = ["Graders", "grade_attempts", "grader_version", "require"]
 
 GRACE = 5.0  # seconds beyond the limits that comparisons keep themselves, before a worker is killed
 MOST_TIMEOUTS = 2  # an answer that ran out of time so often is not compared with further ones
@@ -42,6 +43,24 @@ def require(ladders: Iterable[Ladder], paper: bool = False) -> None:
         load_math_verify()
     except ImportError as error:
         raise ConfigError(f"These answers cannot be graded. {error}") from error
+
+
+def grader_version(ladder: Ladder, paper: bool = False) -> str:
+    """What grades answers by this ladder: another version may grade the same answer in another way.
+
+    Example:
+        grader_version(LADDERS["gsm8k"]) == "gruppo 0.1.0"
+        grader_version(LADDERS["math"]) == "gruppo 0.1.0, math-verify 0.8.0"
+    """
+    packages = ["gruppo"] if ladder.literal and not paper else ["gruppo", "math-verify"]
+    return ", ".join(f"{package} {_version(package)}" for package in packages)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a copy of the source that was never installed
+        return "unknown"
 
 
 def grade_attempts(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from gruppo.errors import ConfigError
-from gruppo.evaluation.grading import Graders, require
+from gruppo.evaluation.grading import Graders, grader_version, require
 from gruppo.evaluation.models import Backend, Subject, load_subject, make_backend, weights_fingerprint
 from gruppo.evaluation.programs import tool_versions
 from gruppo.evaluation.progress import Progress
@@ -228,7 +229,8 @@ class Attempts:
     def collect(self, decoding: Decoding) -> list[GradedAttempt]:
         """Every attempt of one pass, in the order of the problems."""
         name, identity = self.benchmark.name, self.identity(decoding)
-        kept = [] if self.folder is None else self.folder.kept(name, decoding.name, self.known, identity)
+        regrade = partial(self.evaluator.grade, self.benchmark)
+        kept = [] if self.folder is None else self.folder.kept(name, decoding.name, self.known, identity, regrade)
         counts = Counter(each.attempt.problem for each in kept)
         left = [problem for problem in self.problems if counts[problem.id] < decoding.samples]
         scored = [each for each in kept if counts[each.attempt.problem] >= decoding.samples]
@@ -264,6 +266,8 @@ class Attempts:
             **{name: settings[name] for name in ("rendering", "shots", "paper")},
             **({} if tir is None else {"rounds": tir.rounds, "max_total_tokens": tir.max_total_tokens}),
             **asdict(decoding),
+            "stop_ids": sorted(self.evaluator.backend.config.eos_token_id),
+            "grader": grader_version(self.benchmark.ladder, settings["paper"]),
             "grading": asdict(self.benchmark.ladder) | {"languages": list(self.benchmark.ladder.languages)},
             "prompt": blake2b(f"{probe.ids} {probe.stop}".encode(), digest_size=8).hexdigest(),
         }

@@ -78,11 +78,16 @@ class Evaluator:
         for start in range(0, len(problems), size):
             chunk = problems[start : start + size]
             asked = self.prompts(benchmark, chunk) if prompts is None else [prompts[each.id] for each in chunk]
-            attempts = self._sample(asked, chunk, decoding)
-            few_shot = self.shots > 0
-            yield grade_attempts(
-                known, attempts, benchmark.ladder, paper=self.paper, few_shot=few_shot, workers=self.graders
-            )
+            yield self.grade(benchmark, known, self._sample(asked, chunk, decoding))
+
+    def grade(
+        self, benchmark: Benchmark, problems: Mapping[str, Problem], attempts: Sequence[Attempt]
+    ) -> list[GradedAttempt]:
+        """The attempts with their grades; all those at a problem come together, because they vote."""
+        few_shot = self.shots > 0
+        return grade_attempts(
+            problems, attempts, benchmark.ladder, paper=self.paper, few_shot=few_shot, workers=self.graders
+        )
 
     def _rows(self) -> int:
         if self.rows is not None:

@@ -9,6 +9,7 @@ import textwrap
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.graders import Call, Lost, Outcome, run_calls
-from gruppo.evaluation.grading import Graders, grade_attempts, require
+from gruppo.evaluation.grading import Graders, grade_attempts, grader_version, require
 from gruppo.evaluation.types import Attempt, Problem, ToolUse
 from gruppo.grading import LADDERS, Answer, Grade, Ladder, Rule, Rung, compare, grade, normalise
 from gruppo.types import StopReason
@@ -104,6 +105,12 @@ def test_problems_with_several_answers(text, answers, mode, correct, graders):
 def test_an_attempt_at_an_unknown_problem_is_named():
     with pytest.raises(DataError, match="'q', which is none of the 1 problems"):
         grade_attempts({"p": Problem("p", "?", ("1",))}, [attempt("1", problem="q")], GSM8K)
+
+
+def test_the_version_of_the_grader_names_what_grades():
+    own, formulas = f"gruppo {version('gruppo')}", f"math-verify {version('math-verify')}"
+    assert grader_version(LADDERS["gsm8k"]) == own
+    assert grader_version(LADDERS["math"]) == grader_version(LADDERS["gsm8k"], paper=True) == f"{own}, {formulas}"
 
 
 def test_no_attempts_no_scores():

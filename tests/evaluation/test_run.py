@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from gruppo.evaluation.summary import summarise
 from gruppo.evaluation.tasks import load_tasks
 from gruppo.evaluation.tir import TirSettings
 from gruppo.evaluation.types import Benchmark, Decoding, GradedAttempt, Problem
-from gruppo.grading import LADDERS
+from gruppo.grading import LADDERS, Grade, Rung
 from gruppo.rollout.builtin import BuiltinBackend
 from gruppo.rollout.hf import TransformersBackend
 from gruppo.runs.lock import RunLock
@@ -207,6 +208,40 @@ def test_other_weights_are_not_mixed(data: Path, tmp_path: Path) -> None:
         changed.get_input_embeddings().weight.view(-1)[1234] += 1e-3
     with pytest.raises(ConfigError, match="weights: "):
         evaluate(changed, data, output_dir=tmp_path)
+
+
+def test_other_ends_of_a_completion_are_not_mixed(data: Path, tmp_path: Path) -> None:
+    changed = model()
+    evaluate(changed, data, output_dir=tmp_path)
+    ends = changed.generation_config.eos_token_id
+    changed.generation_config.eos_token_id = [ends, 7]
+    with pytest.raises(ConfigError, match=rf"stop_ids: \[{ends}\], now \[.*7"):
+        evaluate(changed, data, output_dir=tmp_path)
+
+
+def test_other_wanted_answers_are_not_mixed(demo: Any, tmp_path: Path) -> None:
+    for mode, refused in (("all", False), ("any", True)):
+        row = {"question": "Leo has 14 pens. Leo sells 5.", "answers": ["9", "28"], "answers_mode": mode}
+        (tmp_path / "demo.jsonl").write_text(json.dumps(row))
+        with pytest.raises(ConfigError, match="another answers_mode under demo/demo/0") if refused else nullcontext():
+            evaluate(demo, tmp_path, output_dir=tmp_path / "out", max_new_tokens=8)
+
+
+def test_another_grader_grades_what_was_kept(
+    demo: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = evaluate(demo, data, output_dir=tmp_path)
+    assert 0 < before.accuracy("demo") < 1
+    monkeypatch.setattr("gruppo.evaluation.run.grader_version", lambda *_: "gruppo 9, which calls nothing right")
+    monkeypatch.setattr(Evaluator, "_sample", lambda *_: pytest.fail("something was sampled"))
+    wrong = lambda self, _, problems, attempts: [  # noqa: E731
+        GradedAttempt(each, Grade(False, Rung.NUMBER, gold="1", answer=None)) for each in attempts
+    ]
+    monkeypatch.setattr(Evaluator, "grade", wrong)
+    after = evaluate(demo, data, output_dir=tmp_path)
+    assert texts(after) == texts(before)
+    assert after.accuracy("demo") == 0
+    assert not any(map(any, EvaluationFolder(tmp_path).scores("demo", "greedy").values()))
 
 
 def test_other_adapters_are_not_mixed(data: Path, tmp_path: Path) -> None:

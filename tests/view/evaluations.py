@@ -11,9 +11,9 @@ from tests.view.runs import SCRIPT
 PROBLEMS = 12
 
 
-def make_evaluation(path: Path, right: int) -> Path:
+def make_evaluation(path: Path, right: int, asked: str = "What is") -> Path:
     problems = {
-        f"demo/{i}": Problem(f"demo/{i}", f"What is {i} + 1? {SCRIPT}", (str(i + 1),)) for i in range(PROBLEMS)
+        f"demo/{i}": Problem(f"demo/{i}", f"{asked} {i} + 1? {SCRIPT}", (str(i + 1),)) for i in range(PROBLEMS)
     }
     scored = []
     for i, name in enumerate(problems):
