@@ -12,7 +12,8 @@ from gruppo.evaluation.models import decoding_config, find_weights, load_subject
 from gruppo.runs.checkpoints import publish, stage
 from gruppo.types import SampleRequest
 from tests.evaluation.demo import model, save_model, tokenizer
-from tests.rollout.vllm_doubles import FakeLLM, fake_vllm, saved_model
+from tests.rollout.vllm_doubles import saved_model
+from tests.rollout.vllm_package import FakeLLM, fake_vllm
 
 
 def checkpoint(run: Path, name: str) -> Path:
