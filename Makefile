@@ -8,6 +8,8 @@ RERUN    := --reruns 1 --only-rerun 'exit codes .*-11'
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
+# Compiled files are kept, whatever the surroundings say: the tests start hundreds of processes that import the package.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check static fast test test-slow test-compat docs bench-peers format clean
 
@@ -43,15 +45,17 @@ docs: $(VENV)/.ready
 	$(BIN)/mkdocs build --strict
 
 # The oldest supported transformers, in an environment of its own. It begins clean: the wheel trains with nothing beside
-# it but what it requires, before what the tests need is added.
+# it but what it requires, before what the tests need is added. What they import is compiled when it is first imported;
+# compiling all that is installed takes as long as unpacking it.
+INTO_517 := .venv-tf517/bin/pip install $(PIP_ARGS) -q --no-compile -c constraints-tf517.txt
 .venv-tf517/.ready: constraints-tf517.txt pyproject.toml
 	$(PYTHON) -m venv .venv-tf517
-	.venv-tf517/bin/pip install $(PIP_ARGS) -q -c constraints-tf517.txt torch==2.13.0
+	$(INTO_517) torch==2.13.0
 	rm -f dist/*.whl
 	.venv-tf517/bin/pip wheel $(PIP_ARGS) -q --no-deps -w dist .
-	.venv-tf517/bin/pip install $(PIP_ARGS) -q -c constraints-tf517.txt dist/*.whl
+	$(INTO_517) dist/*.whl
 	cd dist && ../.venv-tf517/bin/gruppo demo --steps 2 --output-dir demo
-	.venv-tf517/bin/pip install $(PIP_ARGS) -q -c constraints-tf517.txt -e '.[dev]'
+	$(INTO_517) -e '.[dev]'
 	touch $@
 
 # What does not touch transformers need not run twice, nor every case of what does.

@@ -1,4 +1,4 @@
-"""Write down TRL's config fields and their defaults, for the table in docs/five-minutes.md.
+"""Write down TRL's config fields and their defaults, for the table in docs/fields.md.
 
     make bench-peers
     .venv-peers/bin/python benchmarks/trl_fields.py --out benchmarks/results/trl_fields.json

@@ -8,7 +8,7 @@
     CheckpointError(ValueError)  a checkpoint that is damaged, or was made with other settings
     RunLockedError(RuntimeError) another process writes into the same output folder
     AuditError(RuntimeError)     a check of every update found something that would spoil the run silently
-    ParityError(RuntimeError)    the fast path of an update differs from the slow one by more than rounding
+    ParityError(RuntimeError)    the fast path of an update differs from the padded reference path
     ProcessLostError(RuntimeError) another process of the run died or failed, and this one cannot go on without it
     SandboxError(RuntimeError)   this machine cannot confine model-written code as asked; raised at construction
     ToolError(RuntimeError)      a tool call failed in a way that the model is told and training goes on
@@ -70,7 +70,7 @@ class AuditError(RuntimeError):
 
 
 class ParityError(RuntimeError):
-    """The fast path of an update differs from the slow one by more than rounding."""
+    """The fast path of an update differs from the padded reference path by more than rounding."""
 
 
 class ProcessLostError(RuntimeError):

@@ -1,8 +1,11 @@
 """What every test runs under: no network, two threads, and a summary file on request."""
 
+import functools
 import gc
 import json
 import os
+import socket
+from collections.abc import Generator
 from pathlib import Path
 
 # Before anything imports the hub client: a missing file must fail at once, not after a timeout.
@@ -22,6 +25,13 @@ torch.set_num_threads(int(os.environ.get("GRUPPO_TEST_THREADS", "1")))
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--summary", type=Path, help="write counts, versions and the command to this JSON file")
     parser.addoption("--thin", type=int, metavar="N", help="of tests with many cases, run one case of N")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Reruns are counted over a socket, two messages a test: none waits 40 ms until the one before is acknowledged."""
+    connection = getattr(getattr(session.config, "failures_db", None), "sock", None)
+    if connection is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is applied
@@ -63,6 +73,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Every run collects garbage; what the imports left behind need not be walked each time."""
+    from accelerate.utils import imports
+
+    # Each unwrapping of a model asks whether deepspeed is installed, and reads its description to know.
+    imports._is_package_available = functools.cache(imports._is_package_available)
+    _set_aside()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """Once a file is done, what it imported and what pytest keeps of it is there to stay."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        _set_aside()
+
+
+def _set_aside() -> None:
+    """Every run of a trainer collects garbage; what stays until the end need not be walked each time."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The table of every config field in docs/five-minutes.md: `python docs/make/fields.py` writes it anew.
+"""The table of every config field in docs/fields.md: `python docs/make/fields.py` writes it anew.
 
 Names, defaults and meanings are read from the dataclasses, TRL's defaults from benchmarks/results/trl_fields.json, and
 what differs from docs/from-trl.md, which says it in full.
@@ -19,7 +19,7 @@ from gruppo.config.deprecated import ALIASES
 from gruppo.config.validate import MEANINGLESS
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "five-minutes.md"
+PAGE = ROOT / "docs" / "fields.md"
 MARKS = ("<!-- fields: docs/make/fields.py -->", "<!-- end of fields -->")
 HEAD = "| field | default | TRL 1.16 | meaning | what differs |\n|---|---|---|---|---|"
 LONGEST = 160  # characters of a difference; a longer one is linked to
@@ -138,8 +138,8 @@ def table() -> str:
     notes = differences()
     lines = []
     for mixin, title in CONCERNS.items():
-        lines += [f"### {title}", "", HEAD, *own_table(mixin, notes), ""]
-    return "\n".join([*lines, "### From TrainingArguments", "", *inherited_table(notes)])
+        lines += [f"## {title}", "", HEAD, *own_table(mixin, notes), ""]
+    return "\n".join([*lines, "## From TrainingArguments", "", *inherited_table(notes)])
 
 
 def fill(page: str) -> str:

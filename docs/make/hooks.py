@@ -21,6 +21,7 @@ COPIES = "repository"  # the folder of the site with files of the repository
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
 _FOR_TESTS = re.compile(r"^<!-- (?:not )?run:.*?-->\n", re.DOTALL | re.MULTILINE)  # see tests/docs/blocks.py
 _README = re.compile(r"<!-- README: (.+?) -->")
+_REPOSITORY_ONLY = re.compile(r"^<!-- in the repository only -->\n.*?^<!-- end -->\n", re.DOTALL | re.MULTILINE)
 _MATH = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.DOTALL)
 _PICTURE = re.compile(r'<img alt="([^"]*)" src="(?:\.\./)?pictures/([\w-]+)\.svg" ?/?>')
 
@@ -42,7 +43,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     home = ROOT if str(name) in ROOT_PAGES.values() else ROOT / "docs"
     if name.is_relative_to(COPIES):
         home = ROOT / name.relative_to(COPIES).parent
-    markdown = site_links(_FOR_TESTS.sub("", markdown), home, to_top="../" * (len(name.parts) - 1))
+    markdown = _REPOSITORY_ONLY.sub("", _FOR_TESTS.sub("", markdown))
+    markdown = site_links(markdown, home, to_top="../" * (len(name.parts) - 1))
     return _README.sub(lambda match: site_links(readme_section(match[1]), ROOT), markdown)
 
 
@@ -52,11 +54,11 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
 
 
 def readme_section(title: str) -> str:
-    """The text of a section of the README, without its heading; `top` is what stands above the first one."""
+    """A section of the README with its heading; `top` is what stands above the first one."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     if title == "top":
         return readme.partition("\n")[2].partition("\n## ")[0].strip()
-    return readme.partition(f"\n## {title}\n")[2].partition("\n## ")[0].strip()
+    return f"## {title}\n" + readme.partition(f"\n## {title}\n")[2].partition("\n## ")[0].rstrip()
 
 
 def site_links(markdown: str, home: Path, to_top: str = "") -> str:

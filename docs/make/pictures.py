@@ -96,7 +96,7 @@ def packed() -> Picture:
         if rest:
             picture.rect(10 + (prompt + length) * cell, y, rest * cell - 2, 20, line="soft")
     tokens = len(lengths) * (prompt + max(lengths))
-    picture.text(350, 100, f"{tokens} places", color="bad", size=15)
+    picture.text(350, 100, f"{tokens} positions", color="bad", size=15)
     picture.text(10, 180, "packed: the prompt once, completions one after the other, nothing else")
     x = 10.0
     for length, fill in ((prompt, "soft"), *((length, "good") for length in lengths)):

@@ -26,7 +26,7 @@ _EPS = 1e-4
 
 
 class Advantages(NamedTuple):
-    """Advantages of a generation batch and what they were made from; every field is (B,).
+    """Advantages of a generation batch and what they were made from, (B,) each.
 
     >>> sum_then_normalize(torch.tensor([[1.0], [0.0]]), torch.ones(1), group_size=2, scale="none").advantages_B
     tensor([ 0.5000, -0.5000])
@@ -38,6 +38,8 @@ class Advantages(NamedTuple):
     """The raw weighted sum of the rewards; NaN where unscorable."""
     std_B: Tensor
     """The deviation of the row's group (or of the batch, where that is the scale); 0 means nothing to learn."""
+    compared_B: Tensor | None = None
+    """What the rows of a group were compared by, before a KL was charged, where it is not `rewards_B`."""
 
 
 def combine_rewards(rewards_BR: Tensor, weights_R: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ def normalize_then_sum(rewards_BR: Tensor, weights_R: Tensor, group_size: int) -
     summed_B = sum_of_normalized(rewards_BR, weights_R, group_size)
     std_B = _std(summed_B, dim=0).expand_as(summed_B)
     raw_B = combine_rewards(rewards_BR, weights_R)
-    return Advantages(_finite(nancenter(summed_B) / (std_B + _EPS)), raw_B, std_B)
+    return Advantages(_finite(nancenter(summed_B) / (std_B + _EPS)), raw_B, std_B, summed_B)
 
 
 def sum_of_normalized(rewards_BR: Tensor, weights_R: Tensor, group_size: int) -> Tensor:
@@ -108,9 +110,8 @@ def leave_one_out(
     `normalize` standardises the advantages over the whole batch.
     """
     raw_B = combine_rewards(rewards_BR, weights_R)
-    rewards_B = raw_B if clip_range is None else raw_B.clamp(*clip_range)
-    if kl_penalty_B is not None:
-        rewards_B = rewards_B - kl_penalty_B.to(rewards_B)
+    clipped_B = raw_B if clip_range is None else raw_B.clamp(*clip_range)
+    rewards_B = clipped_B if kl_penalty_B is None else clipped_B - kl_penalty_B.to(clipped_B)
     rewards_PG = rewards_B.view(-1, group_size)
     n_P1 = (~rewards_PG.isnan()).sum(dim=1, keepdim=True).to(rewards_PG)
     # r − (Σ r − r)/(n − 1) = (r − mean)·n/(n − 1), in a form that is exactly 0 for equal rewards.
@@ -119,7 +120,7 @@ def leave_one_out(
     if normalize:
         advantages_B = nancenter(advantages_B) / (nanstd(advantages_B) + _EPS)
     std_B = _std(rewards_PG, dim=1).expand_as(rewards_PG).reshape(-1)
-    return Advantages(_finite(advantages_B), raw_B, std_B)
+    return Advantages(_finite(advantages_B), raw_B, std_B, clipped_B)
 
 
 def frac_zero_std(std_B: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ __all__ = ["LOSS_TYPES", "RECIPES", "Recipe"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """One published algorithm as a choice in each column; the defaults are GRPO."""
+    """An algorithm as a choice in each column; the defaults are GRPO without its KL."""
 
     advantage: Literal["group", "leave_one_out"] = "group"
     scale: Literal["group", "batch", "none"] = "group"
@@ -30,7 +30,10 @@ RECIPES: dict[str, Recipe] = {
     "vespo": Recipe(objective="vespo", reduction="tokens"),
     "rloo": Recipe(advantage="leave_one_out", scale="none", ratio="sequence_sum", kl="reward", reduction="rows"),
 }
-"""The papers' recipes. In the config the columns are separate fields; `loss_type` sets only the two below."""
+"""What the papers' names stand for. `LOSS_TYPES` takes two columns from it, and a replay all of a row (`recipe=dapo`).
+
+In the config the columns are separate fields, in any combination; `gruppo.config.recipe.recipe_of` reads them.
+"""
 
 LOSS_TYPES: dict[str, tuple[str, str]] = {
     name: (RECIPES[name].objective, RECIPES[name].reduction)

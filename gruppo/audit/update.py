@@ -59,9 +59,9 @@ def books(expected: Mapping[str, int], found: Mapping[str, int], where: str) -> 
     said = "; ".join(f"{name}: {expected[name]} expected, {found.get(name)} found" for name in wrong)
     return Finding(
         "token_books",
-        f"The books of {where} do not balance: {said}. Something was lost or is trained on twice, and the loss is "
-        "divided by the wrong number. Look at hooks and collators of your own that cut, mask or repeat rows; without "
-        "any, this is a bug of the trainer.",
+        f"The token counts of {where} do not add up: {said}. Something was lost or is trained on twice, and the loss "
+        "is divided by the wrong number. Look at hooks and collators of your own that cut, mask or repeat rows; "
+        "without any, this is a bug of the trainer.",
         {f"{name}_missing": float(expected[name] - found.get(name, 0)) for name in wrong},
     )
 

@@ -29,7 +29,7 @@ usage: gruppo check RECIPE.yaml [--key value …]
 Say what is wrong with a run before a GPU is paid for. It takes what `gruppo
 train` takes and looks at the fields, the rewards on real rows, the tools, the
 dataset and its columns, the chat template, the lengths of prompts, the model
-(is the fast path right on two rows?) and the plan. A line each: ok, warning or
+(is the fast path right on four rows?) and the plan. A line each: ok, warning or
 error. The exit status is 0 only if there is no error.
 
   --answer_template TEXT   how the rewards want the answer, with {} in its place
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings = check(argv, Console())
     argv, _ = _take_template(argv)  # which `gruppo train` does not know
     if findings.errors:
-        print(f"{findings.summary}: this run would not work. Mend it and check again.")
+        print(f"{findings.summary}: this run would not work. Fix it and check again.")
         return 1
     print(f"{findings.summary}. Go on with: gruppo train {shlex.join(argv)}")
     return 0

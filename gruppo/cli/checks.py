@@ -52,11 +52,11 @@ class Parts:
 
 def fields(run: Run, findings: Findings) -> None:
     """The settings fit together."""
-    from gruppo.trainer import setup
+    from gruppo.trainer import checks
 
     config = run.config
     check_launch(run)
-    setup.warn_combinations(config)
+    checks.warn_combinations(config)
     prompts = config.generation_batch_size // config.num_generations
     where = "" if run.processes == 1 else f" on {run.processes} processes"
     said = f"{type(config).__name__}: {prompts} prompts × {config.num_generations} completions a generation{where}"
@@ -105,7 +105,7 @@ def tools(parts: Parts, findings: Findings) -> None:
 
 def dataset(parts: Parts, findings: Findings) -> None:
     """The rows can be loaded and hold prompts."""
-    from gruppo.trainer import setup, tooling
+    from gruppo.trainer import checks, tooling
     from gruppo.trainer.benchmarking import load_benchmarks
 
     run = parts.run
@@ -116,8 +116,8 @@ def dataset(parts: Parts, findings: Findings) -> None:
             return
         if parts.train is None:
             parts.train = tooling.rows_of_environment(parts.toolset, run.config)
-        setup.check_train_dataset(parts.train, run.config, None, images=True)
-        setup.check_eval_dataset(evaluation, run.config, None, images=True)
+        checks.check_train_dataset(parts.train, run.config, None, images=True)
+        checks.check_eval_dataset(evaluation, run.config, None, images=True)
         for part in (parts.train, evaluation):
             tooling.check_rows(parts.toolset, part)
         load_benchmarks(run.config, evaluation)
@@ -197,7 +197,7 @@ def prompts(parts: Parts, findings: Findings) -> None:
     """The model and its tokenizer are there, and the template shows the prompts."""
     from gruppo.data.probing import inner_tokenizer
     from gruppo.policy.loading import load_processing_class
-    from gruppo.trainer import setup
+    from gruppo.trainer import preparing
 
     with findings.about("model", OSError, ValueError):
         described = loading.check_model_is_there(parts.run)
@@ -208,7 +208,7 @@ def prompts(parts: Parts, findings: Findings) -> None:
         return
     with findings.about("template", OSError, ValueError):
         parts.processing = load_processing_class(None, parts.model, parts.run.config)
-        parts.encoder = setup.make_prompt_encoder(parts.toolset, parts.model, parts.processing, parts.run.config)
+        parts.encoder = preparing.make_prompt_encoder(parts.toolset, parts.model, parts.processing, parts.run.config)
         if not parts.rows or parts.run.script.rollout_func is not None:
             return
         if isinstance(parts.rows[0]["prompt"], str):
@@ -291,7 +291,7 @@ def _sample(parts: Parts) -> list[Any]:
 
 
 def parity(parts: Parts, findings: Findings) -> None:
-    """The parity guard of the trainer, on two rows, with the weights that training begins with."""
+    """The parity guard of the trainer: two prompts, two rows of each, with the weights that training begins with."""
     config = parts.run.config
     if parts.encoder is None or not parts.rows or parts.run.script.rollout_func is not None:
         return
@@ -332,7 +332,7 @@ def _compare(parts: Parts, findings: Findings) -> None:
     from gruppo.policy.support import batch_of, why_not_packed
     from gruppo.trainer.entropy import EntropyControl
     from gruppo.trainer.parity import check_parity
-    from gruppo.trainer.setup import prepare_policy
+    from gruppo.trainer.preparing import prepare_policy
 
     run, config = parts.run, parts.run.config
     policy = load_policy(run.model, config, get_quantization_config(run.model_args))

@@ -192,7 +192,7 @@ def _sentences(summary: Mapping[str, Any]) -> list[str]:
 def _compare(first: Path, second: Path) -> int:
     """Print how two evaluations differ, problem by problem."""
     from gruppo.errors import ConfigError
-    from gruppo.evaluation.compare import compare
+    from gruppo.evaluation.compare import check_same_problems, compare
     from gruppo.evaluation.store import EvaluationFolder
 
     folders = EvaluationFolder(first), EvaluationFolder(second)
@@ -200,6 +200,8 @@ def _compare(first: Path, second: Path) -> int:
     if not shared:
         raise ConfigError(f"{first} and {second} have no benchmark and pass in common.")
     names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
+    for each in shared:  # all of them, before anything is said
+        check_same_problems(folders[0].problems(*each), folders[1].problems(*each), names=names)
     for benchmark, decoding in shared:
         print(f"{benchmark}, {decoding}: {_differences([each.identity(benchmark, decoding) for each in folders])}")
         for metric, scores in _metrics(folders, benchmark, decoding):
@@ -237,7 +239,7 @@ def _check_gold(names: Sequence[str] | None, data_dir: Path | None, paper: bool)
     from gruppo.evaluation.benchmarks import BENCHMARKS, find_benchmark
     from gruppo.evaluation.data import file_in, load_problems
     from gruppo.evaluation.gold import check_gold
-    from gruppo.evaluation.scoring import Graders
+    from gruppo.evaluation.grading import Graders
 
     if names is None and data_dir is None:
         raise ConfigError("--check-gold needs --data-dir, or --benchmarks to take from the hub.")

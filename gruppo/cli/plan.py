@@ -16,9 +16,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from gruppo.cli.options import CommandParser
+from gruppo.cli.parser import read_yaml
 from gruppo.cli.plan_report import Forecast, print_forecast
 from gruppo.cli.planning import PROMPT_TOKENS, Asked
 from gruppo.cli.recipe import TRAINERS, Run, accelerate_options, make_parser, take_help, with_recipe
@@ -130,12 +132,10 @@ def _read(options: argparse.Namespace, fields: Sequence[str]) -> Run:
     strings = list(fields)
     if options.config is not None:
         strings = [options.config, *strings]
-    elif options.model is not None:  # a forecast needs neither prompts nor rewards
+    else:  # a forecast needs neither prompts nor rewards
         given = {_plain(string) for string in fields}
         for names in (("--dataset", "--dataset_name"), ("--reward", "--rewards", "--reward_funcs"), ("--output_dir",)):
             strings += [] if given & set(names) else [names[0], "unsaid"]
-    else:
-        raise ConfigError("Say what to plan: a file of `gruppo train`, or --model with a shape, a folder or a name.")
     if options.model is not None:
         strings += ["--model", options.model]
     if options.gpus is not None:
@@ -160,12 +160,24 @@ def _refuse_unknown(fields: Sequence[str], own: CommandParser) -> None:
         raise ConfigError(f"`{unknown[0]}` is no field of a run and no option of this command.{close}")
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise for numbers of this command's own options that cannot be."""
+def _check(options: argparse.Namespace, fields: Sequence[str]) -> None:
+    """Raise for what is wrong with this command's own options, before anything large is imported."""
     sizes = ("gpus", "prompt_tokens", "mean_completion_length", "lora_r")
     for name in (*sizes, "tflops", "bandwidth", "memory", "threads"):
         if (value := getattr(options, name)) is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be positive.")
+    if options.config is None and options.model is None:
+        raise ConfigError("Say what to plan: a file of `gruppo train`, or --model with a shape, a folder or a name.")
+    if not _speaks_of_cpu(options, fields):
+        find_one(options, on_cpu=False)
+
+
+def _speaks_of_cpu(options: argparse.Namespace, fields: Sequence[str]) -> bool:
+    """Whether the device may turn out to be a CPU, which only the run itself can tell."""
+    if options.device is not None:
+        return False
+    in_file = {} if options.config is None else read_yaml(Path(options.config))
+    return "use_cpu" in in_file or "--use_cpu" in map(_plain, fields)
 
 
 def _with_options(asked: Asked, options: argparse.Namespace) -> Asked:
@@ -194,7 +206,8 @@ def read_job(options: argparse.Namespace, fields: Sequence[str] = ()) -> Job:
     Example:
         read_job(*parser().parse_known_args(["--model", "qwen2-1.5b", "--device", "H200", "--beta", "0.04"]))
     """
-    _check(options)
+    _check(options, fields)
+    _refuse_unknown(fields, parser())
     asked = _with_options(Asked.of_run(_read(options, fields)), options)
     return asked.job(
         find_one(options, on_cpu=asked.on_cpu),
@@ -205,10 +218,8 @@ def read_job(options: argparse.Namespace, fields: Sequence[str] = ()) -> Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    own = parser()
     _, argv = take_help(sys.argv[2:] if argv is None else argv, "plan")
-    options, fields = own.parse_known_args(with_recipe(argv))
-    _refuse_unknown(fields, own)
+    options, fields = parser().parse_known_args(with_recipe(argv))
     job = read_job(options, fields)
     assumed = []
     if options.prompt_tokens is None:

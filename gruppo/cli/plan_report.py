@@ -47,10 +47,10 @@ class Forecast:
             f"device, prompts of {job.prompt_tokens} and completions of up to {job.completion_tokens} tokens",
             f"peak memory {memory.device_bytes / GIB:.1f} GiB of {job.device.memory:.1f} ({job.device.name}): "
             f"{verdict}; largest phase: {peak.name}, most of it {most.name}, {most.bytes / GIB:.1f} GiB",
-            f"sampling {memory.rollout_plan.rows} completions at once with {memory.rollout_plan.kv_tokens:,} places "
-            f"for keys and values; update in passes of {memory.pack_tokens:,} tokens"
+            f"sampling up to {memory.rollout_plan.rows} completions at once in {memory.rollout_plan.kv_tokens:,} "
+            f"KV-cache slots; update in passes of {memory.pack_tokens:,} tokens"
             + (", with gradient checkpointing" if memory.update_plan.checkpointing else ""),
-            f"between phases {memory.between.bytes / GIB:.1f} GiB stay",
+            f"{memory.between.bytes / GIB:.1f} GiB stay allocated between phases",
         ]
         if memory.fits:
             said.append(f"about {self.seconds.step:.1f} s for a generation and its updates, rewards not counted")
@@ -112,7 +112,7 @@ def print_forecast(forecast: Forecast) -> None:
         table.add_row(part.name, f"{part.seconds:.2f}", part.formula)
     console.print(table)
     console.print()
-    table = Table("one setting larger, the others as they are", "at most", "", box=None)
+    table = Table("one setting changed, the others as they are", "at most", "so that", box=None)
     for one in forecast.largest:
         value = "nothing fits" if one.value is None else f"{one.value:,}" if isinstance(one.value, int) else one.value
         table.add_row(one.setting, value, one.means)
@@ -120,7 +120,10 @@ def print_forecast(forecast: Forecast) -> None:
 
 
 def _memory_rows(memory: Memory) -> Iterator[tuple[str, str, str, str]]:
-    """What stays between phases, once; then each phase with what it has beside that. The last entry is the style."""
+    """What stays between phases, once; each phase with what it has beside that; and the peak as a device shows it.
+
+    The last entry is the style.
+    """
     for phase in (memory.between, *memory.phases):
         stays = () if phase is memory.between else memory.between.terms
         missing = [term.name for term in stays if term not in phase.terms]
@@ -130,6 +133,10 @@ def _memory_rows(memory: Memory) -> Iterator[tuple[str, str, str, str]]:
         for term in phase.terms:
             if term not in stays:
                 yield f"  {term.name}", f"{term.bytes / GIB:.2f}", term.formula, ""
+    gaps = memory.device_bytes - memory.peak.bytes
+    told = f"the peak and {memory.gap:.1%} of what is allocated in it: the allocator's gaps, measured"
+    yield "peak on the device", f"{memory.device_bytes / GIB:.2f}", told, "bold"
+    yield "  allocator gaps", f"{gaps / GIB:.2f}", "closed when memory is short, so `fits` leaves them out", ""
 
 
 def _count(weights: int) -> str:

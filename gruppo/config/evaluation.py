@@ -7,7 +7,7 @@ from gruppo.config.fields import option
 from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError
 
-# What eval_benchmarks_settings may say, and as what; `gruppo.evaluation.callback` has the defaults.
+# What eval_benchmarks_settings may say, and as what; `gruppo.evaluation.training` has the defaults.
 BENCHMARK_SETTINGS: dict[str, tuple[type, ...]] = {
     "mode": (str,),
     "rendering": (str,),

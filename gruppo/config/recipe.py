@@ -1,4 +1,4 @@
-"""What a config says about the maths: its row of the recipe table, the loss with its numbers, and the advantages.
+"""What a config says about the maths: its choices in the columns of the recipe table, loss and advantages.
 
 Trainers compute with these, and so does whoever looks at a run afterwards: `args` is a GRPOConfig or a RLOOConfig.
 """
@@ -16,16 +16,19 @@ __all__ = ["estimate_advantages", "loss_settings_of", "recipe_of", "settings_of_
 
 
 def recipe_of(args: Any) -> Recipe:
-    """The row of the recipe table that a config describes."""
+    """The choice that a config makes in each column of the recipe table.
+
+    It is a row of the table where the settings are those of a paper (docs/algorithm.md lists them).
+    """
     if not hasattr(args, "loss_type"):
-        return RECIPES["rloo"]
+        return replace(RECIPES["rloo"], kl="reward" if args.beta != 0 else "none")
     objective, reduction = LOSS_TYPES[args.loss_type]
     return Recipe(
         advantage="group",
         scale=args.scale_rewards,
         ratio="token" if args.importance_sampling_level == "token" else "sequence_mean",
         objective=objective,
-        kl="loss",
+        kl="loss" if args.beta != 0 else "none",
         reduction=reduction,
     )
 
@@ -86,7 +89,7 @@ def estimate_advantages(
     group_size: int,
     kl_penalty_N: Tensor | None = None,
 ) -> Advantages:
-    """Rewards of whole groups to advantages, as the recipe has it."""
+    """Rewards of whole groups to advantages, as the config has it: the one place where the estimator is chosen."""
     if recipe.advantage == "leave_one_out":
         clip = args.reward_clip_range
         return leave_one_out(

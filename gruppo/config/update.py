@@ -1,4 +1,4 @@
-"""How the update is computed. None of it changes the loss: each switch has a slow twin with the same gradients."""
+"""How the update is computed. None of it changes the loss: without a switch a slower path has the same gradients."""
 
 from dataclasses import dataclass
 
@@ -33,5 +33,7 @@ class UpdateConfig:
         "most 1e-3); False computes them anew.",
     )
     parity_check: str = option(
-        "first", "Compare the fast path with the slow one on real rows: `first` update, `every:N` updates, or `off`."
+        "first",
+        "Compare packed rows with the padded reference path, on real rows: at the `first` update, `every:N` updates, "
+        "or `off`.",
     )

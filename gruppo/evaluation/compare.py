@@ -11,8 +11,9 @@ from typing import Any
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation import statistics
+from gruppo.evaluation.types import Problem
 
-__all__ = ["Comparison", "McNemar", "compare"]
+__all__ = ["Comparison", "McNemar", "check_same_problems", "compare"]
 
 Scores = Mapping[str, Sequence[float]]  # of each problem: one score for each attempt
 
@@ -20,6 +21,7 @@ LEVEL = 1 - statistics.CONFIDENCE
 # Five coins fall on the same side with p = 0.0625: with fewer problems that differ nothing can be told at 95 %, but a
 # bootstrap of five equal differences has an interval that excludes 0.
 FEWEST = 6
+SHOWN = 80  # characters of a question in a message
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,35 @@ class Comparison:
                 "cannot tell."
             )
         return "Not significant at 95 %: it may be chance."
+
+
+def check_same_problems(
+    first: Mapping[str, Problem], second: Mapping[str, Problem], *, names: tuple[str, str] = ("first", "second")
+) -> None:
+    """Raise `ConfigError` where an id that both have is of another question or answer: a pair of those says nothing.
+
+    Example:
+        check_same_problems(before.problems("gsm8k", "greedy"), after.problems("gsm8k", "greedy"))
+    """
+    shared = [name for name in first if name in second]
+    other = [name for name in shared if _asked(first[name]) != _asked(second[name])]
+    if other:
+        said = "; ".join(
+            f"{name} has {_said(each[other[0]])}" for name, each in zip(names, (first, second), strict=True)
+        )
+        raise ConfigError(
+            f"{len(other)} of {_problems(len(shared))} with the same id are not the same. The first is {other[0]}: "
+            f"{said}. Compare evaluations of the same data."
+        )
+
+
+def _asked(problem: Problem) -> tuple[str, tuple[str, ...], str]:
+    return problem.question, problem.answers, problem.answers_mode
+
+
+def _said(problem: Problem) -> str:
+    mode = "" if problem.answers_mode == "last" else f" ({problem.answers_mode})"
+    return f"{problem.question[:SHOWN]!r}, answer {', '.join(problem.answers)[:SHOWN]!r}{mode}"
 
 
 def compare(

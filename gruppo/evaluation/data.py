@@ -9,7 +9,7 @@ One JSON object on each line:
 
     question       the problem, without an instruction
     answer         the gold answer, or a worked solution with its answer in a box or after ####
-    id             where absent: <benchmark>/<name of the file>/<row>, counted from 0
+    id             where absent: <benchmark>/<name of the file that is read>/<row>, counted from 0
     level, subject         where there are any
     answers, answers_mode  where a problem has several answers: "all" of the list are wanted, or "any"
 
@@ -47,10 +47,11 @@ def load_problems(benchmark: Benchmark, data_dir: str | Path | None = None, limi
     if limit is not None and limit < 1:
         raise ConfigError(f"limit={limit}: it must be at least 1; leave it out for all problems.")
     path = _find_file(benchmark, data_dir)
+    stem = f"{benchmark.name}/{_split(benchmark, path)}"
     problems: list[Problem] = []
     places: dict[str, str] = {}
     for where, row in _rows_of_hub(benchmark) if path is None else _rows_of_file(benchmark, path):
-        problem = _read_problem(row, where, benchmark, default=f"{benchmark.name}/{_split(benchmark)}/{len(problems)}")
+        problem = _read_problem(row, where, benchmark, default=f"{stem}/{len(problems)}")
         if problem.id in places:
             raise DataError(f"{where}: the id {problem.id!r} was already at {places[problem.id]}; each needs its own.")
         places[problem.id] = where
@@ -80,8 +81,9 @@ def file_in(benchmark: Benchmark, folder: str | Path) -> Path | None:
     return next((each for each in (path, path.with_name(f"{path.name}.gz")) if each.is_file()), None)
 
 
-def _split(benchmark: Benchmark) -> str:
-    return Path(benchmark.file).name.partition(".")[0]
+def _split(benchmark: Benchmark, path: Path | None) -> str:
+    """The name of the file that is read, without its ending; that of the benchmark's own file for the hub's rows."""
+    return Path(path or benchmark.file).name.partition(".")[0]
 
 
 def _find_file(benchmark: Benchmark, data_dir: str | Path | None) -> Path | None:

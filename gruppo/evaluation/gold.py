@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from gruppo.evaluation.scoring import Graders, require, score
-from gruppo.evaluation.types import Attempt, Benchmark, Problem, Scored
+from gruppo.evaluation.grading import Graders, grade_attempts, require
+from gruppo.evaluation.types import Attempt, Benchmark, GradedAttempt, Problem
 from gruppo.grading import Rung, extract_gold, normalise, parse_number
 from gruppo.types import StopReason
 
@@ -107,8 +107,8 @@ def check_gold(
         for problem, other in zip(problems, _exchanged(problems, benchmark, seed), strict=True)
         if other is not None
     ]
-    in_place = score(known, own, benchmark.ladder, paper=paper, workers=workers)
-    elsewhere = score(known, others, benchmark.ladder, workers=workers)
+    in_place = grade_attempts(known, own, benchmark.ladder, paper=paper, workers=workers)
+    elsewhere = grade_attempts(known, others, benchmark.ladder, workers=workers)
     rejected = [row for row in in_place if not row.correct]
     accepted = [row for row in elsewhere if row.correct]
     loose = [row for row in in_place if row.paper is False]
@@ -137,7 +137,7 @@ def _attempt(problem: Problem, text: str, sample: int = 0) -> Attempt:
     return Attempt(problem.id, sample, text, tokens=0, stop=StopReason.EOS)
 
 
-def _failure(row: Scored, known: dict[str, Problem], kind: Kind) -> GoldFailure:
+def _failure(row: GradedAttempt, known: dict[str, Problem], kind: Kind) -> GoldFailure:
     gold = ", ".join(known[row.attempt.problem].answers)
     return GoldFailure(row.attempt.problem, kind, gold, graded=row.attempt.text, rung=row.grade.rung)
 

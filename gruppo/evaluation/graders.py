@@ -123,7 +123,7 @@ class Graders:
 
     Example:
         with Graders() as graders:
-            score(problems, attempts, LADDERS["math"], workers=graders)
+            grade_attempts(problems, attempts, LADDERS["math"], workers=graders)
     """
 
     def __init__(self, processes: int | None = None):

@@ -147,19 +147,31 @@ def _checked(tokenizer: Any, model: Any) -> Any:
     return tokenizer
 
 
-def weights_fingerprint(model: Any) -> str:
+def weights_fingerprint(model: Any, *, adapters: bool = True) -> str:
     """A short name of the weights: another one if any bit of them differs, whatever folder they came from.
 
-    Of a model with adapters, those under them: what it began with.
+    Without `adapters`, of the weights under them: what training began with. Of a model that has none, the same.
     """
-    state = inner_model(model).state_dict()
-    tensors = sorted((name.replace(".base_layer", ""), state[name]) for name in state if ".lora_" not in name)
+    inner = inner_model(model)
+    state = inner.state_dict()
+    names = [name for name in state if adapters or ".lora_" not in name]
+    tensors = sorted(((name.replace(".base_layer", ""), state[name]) for name in names), key=lambda pair: pair[0])
     sums = torch.stack([_checksum(tensor) for _, tensor in tensors]).tolist()
     facts = [
         f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}"
         for (name, tensor), total in zip(tensors, sums, strict=True)
     ]
+    facts += _adapters_in_use(inner) if adapters else []
     return blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+
+
+def _adapters_in_use(inner: Any) -> list[str]:
+    """How much each adapter counts, and which ones do: the same tensors compute something else with another scale."""
+    return [
+        f"{name} {layer.active_adapters} {layer.disable_adapters} {sorted(getattr(layer, 'scaling', {}).items())}"
+        for name, layer in inner.named_modules()
+        if hasattr(layer, "base_layer") and hasattr(layer, "disable_adapters")
+    ]
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,11 @@ from types import TracebackType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from gruppo.evaluation.types import Scored
+from gruppo.evaluation.types import GradedAttempt
 
 __all__ = ["Progress"]
 
-Advance = Callable[[Sequence[Scored]], None]
+Advance = Callable[[Sequence[GradedAttempt]], None]
 
 
 class Progress:
@@ -48,7 +48,7 @@ class Progress:
         task = self.bars.add_task(title, total=problems * samples, accuracy="")
         attempts = right = 0
 
-        def advance(scored: Sequence[Scored]) -> None:
+        def advance(scored: Sequence[GradedAttempt]) -> None:
             nonlocal attempts, right
             attempts += len(scored)
             right += sum(each.correct for each in scored)

@@ -191,8 +191,16 @@ def _layout(benchmark: Benchmark) -> FewShot:
 
 def _few_shot_text(problem: Problem, name: str, few_shot: FewShot, mode: Mode, shots: int) -> str:
     exemplars = load_exemplars(few_shot.file)
-    if not 0 < shots <= len(exemplars):
-        raise ConfigError(f"shots={shots}: {name} has {len(exemplars)} solved problems ({few_shot.file}).")
+    if few_shot.shots > len(exemplars):
+        raise ConfigError(
+            f"{name}: FewShot(shots={few_shot.shots}) says more than the {len(exemplars)} solved problems that "
+            f"{few_shot.file} has."
+        )
+    if not 0 < shots <= few_shot.shots:
+        raise ConfigError(
+            f"shots={shots}: {name} has {few_shot.shots} solved problems to show (`shots` of its FewShot; "
+            f"{few_shot.file} holds {len(exemplars)})."
+        )
     opening, closing = few_shot.answer.split(HOLE)
     parts = []
     for each in exemplars[:shots]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,17 @@ from typing import Any
 import torch
 
 from gruppo.errors import ConfigError
+from gruppo.evaluation.grading import Graders, grader_version, require
 from gruppo.evaluation.models import Backend, Subject, load_subject, make_backend, weights_fingerprint
 from gruppo.evaluation.programs import tool_versions
 from gruppo.evaluation.progress import Progress
 from gruppo.evaluation.sampling import Evaluator
-from gruppo.evaluation.scoring import Graders, require
 from gruppo.evaluation.settings import Settings
 from gruppo.evaluation.store import FORMAT, EvaluationFolder
 from gruppo.evaluation.summary import summarise
 from gruppo.evaluation.tables import columns_of, latex, markdown, rows_of
 from gruppo.evaluation.tasks import Task, load_tasks
-from gruppo.evaluation.types import Benchmark, Decoding, Problem, Scored
+from gruppo.evaluation.types import Benchmark, Decoding, GradedAttempt, Problem
 from gruppo.policy.loading import context_length
 from gruppo.policy.unwrap import inner_model
 from gruppo.runs.lock import RunLock
@@ -49,7 +50,7 @@ class Results:
     """
 
     summary: dict[str, Any]
-    scored: dict[str, dict[str, list[Scored]]] = field(default_factory=dict, repr=False)
+    scored: dict[str, dict[str, list[GradedAttempt]]] = field(default_factory=dict, repr=False)
     folder: Path | None = None
 
     def accuracy(self, benchmark: str, decoding: str = "greedy") -> float:
@@ -215,7 +216,7 @@ class Attempts:
         facts: Mapping[str, Any],
         bar: Progress,
     ):
-        self.benchmark, self.problems = task
+        self.benchmark, self.problems, self.rows = task
         self.known = {problem.id: problem for problem in task.problems}
         rendered = evaluator.prompts(task.benchmark, task.problems)
         self.prompts = dict(zip(self.known, rendered, strict=True))
@@ -225,10 +226,11 @@ class Attempts:
         self.bar = bar
         self.seconds: dict[str, float] = {}
 
-    def collect(self, decoding: Decoding) -> list[Scored]:
+    def collect(self, decoding: Decoding) -> list[GradedAttempt]:
         """Every attempt of one pass, in the order of the problems."""
         name, identity = self.benchmark.name, self.identity(decoding)
-        kept = [] if self.folder is None else self.folder.kept(name, decoding.name, self.known, identity)
+        regrade = partial(self.evaluator.grade, self.benchmark)
+        kept = [] if self.folder is None else self.folder.kept(name, decoding.name, self.known, identity, regrade)
         counts = Counter(each.attempt.problem for each in kept)
         left = [problem for problem in self.problems if counts[problem.id] < decoding.samples]
         scored = [each for each in kept if counts[each.attempt.problem] >= decoding.samples]
@@ -244,13 +246,13 @@ class Attempts:
         place = {problem.id: position for position, problem in enumerate(self.problems)}
         return sorted(scored, key=lambda each: (place[each.attempt.problem], each.attempt.sample))
 
-    def summary(self, scored: Mapping[str, Sequence[Scored]], settings: Settings) -> dict[str, Any]:
+    def summary(self, scored: Mapping[str, Sequence[GradedAttempt]], settings: Settings) -> dict[str, Any]:
         """What results.json says about this benchmark."""
         found: dict[str, Any] = {"title": self.benchmark.title}
         for decoding in settings.passes():
             ks = () if decoding.greedy else settings.ks
             rows = scored[decoding.name]
-            numbers = summarise(self.benchmark, self.problems, rows, decoding, settings.mode, ks)
+            numbers = summarise(self.benchmark, self.problems, rows, decoding, settings.mode, ks, rows=self.rows)
             seconds = round(self.seconds[decoding.name], 3)
             found[decoding.name] = {**numbers, "seconds": seconds, "settings": self.identity(decoding)}
         return found
@@ -264,6 +266,8 @@ class Attempts:
             **{name: settings[name] for name in ("rendering", "shots", "paper")},
             **({} if tir is None else {"rounds": tir.rounds, "max_total_tokens": tir.max_total_tokens}),
             **asdict(decoding),
+            "stop_ids": sorted(self.evaluator.backend.config.eos_token_id),
+            "grader": grader_version(self.benchmark.ladder, settings["paper"]),
             "grading": asdict(self.benchmark.ladder) | {"languages": list(self.benchmark.ladder.languages)},
             "prompt": blake2b(f"{probe.ids} {probe.stop}".encode(), digest_size=8).hexdigest(),
         }

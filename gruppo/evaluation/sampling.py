@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 from zlib import crc32
 
@@ -9,11 +10,11 @@ import torch
 
 from gruppo.engine.noise import derive_key
 from gruppo.errors import ConfigError
+from gruppo.evaluation.grading import Graders, grade_attempts
 from gruppo.evaluation.models import bare_generation_config, decoding_config
 from gruppo.evaluation.prompts import PromptText, choose_rendering, cut, render
-from gruppo.evaluation.scoring import Graders, score
 from gruppo.evaluation.tir import TirSettings, run_rounds
-from gruppo.evaluation.types import Attempt, Benchmark, Decoding, Mode, Problem, Rendering, Scored
+from gruppo.evaluation.types import Attempt, Benchmark, Decoding, GradedAttempt, Mode, Problem, Rendering
 from gruppo.rollout.base import RolloutBackend
 from gruppo.types import SampleRequest
 
@@ -67,7 +68,7 @@ class Evaluator:
         problems: Sequence[Problem],
         decoding: Decoding,
         prompts: Mapping[str, PromptText] | None = None,
-    ) -> Iterator[list[Scored]]:
+    ) -> Iterator[list[GradedAttempt]]:
         """All attempts at a few problems at a time, graded; the problems in order, and each one's samples in order.
 
         `prompts`, by problem, if they have been rendered before.
@@ -77,9 +78,16 @@ class Evaluator:
         for start in range(0, len(problems), size):
             chunk = problems[start : start + size]
             asked = self.prompts(benchmark, chunk) if prompts is None else [prompts[each.id] for each in chunk]
-            attempts = self._sample(asked, chunk, decoding)
-            few_shot = self.shots > 0
-            yield score(known, attempts, benchmark.ladder, paper=self.paper, few_shot=few_shot, workers=self.graders)
+            yield self.grade(benchmark, known, self._sample(asked, chunk, decoding))
+
+    def grade(
+        self, benchmark: Benchmark, problems: Mapping[str, Problem], attempts: Sequence[Attempt]
+    ) -> list[GradedAttempt]:
+        """The attempts with their grades; all those at a problem come together, because they vote."""
+        few_shot = self.shots > 0
+        return grade_attempts(
+            problems, attempts, benchmark.ladder, paper=self.paper, few_shot=few_shot, workers=self.graders
+        )
 
     def _rows(self) -> int:
         if self.rows is not None:
@@ -88,23 +96,37 @@ class Evaluator:
         return ROWS.get(self.backend.name, ROWS["transformers"])["cuda" if device == "cuda" else "cpu"]
 
     def _sample(self, prompts: Sequence[PromptText], problems: Sequence[Problem], decoding: Decoding) -> list[Attempt]:
+        """All attempts at these problems. Those at one problem that are too many for a call are split over several."""
+        rows = self._rows()
+        return [
+            attempt
+            for first in range(0, decoding.samples, rows)
+            for attempt in self._call(
+                prompts, problems, replace(decoding, samples=min(rows, decoding.samples - first)), first
+            )
+        ]
+
+    def _call(
+        self, prompts: Sequence[PromptText], problems: Sequence[Problem], decoding: Decoding, first: int
+    ) -> list[Attempt]:
+        """One call of the backend: samples `first`, `first` + 1, … of each problem."""
         # A problem's random numbers do not depend on what else is asked.
         keys = [derive_key(decoding.seed % 2**64, crc32(problem.id.encode())) for problem in problems]
         stop = prompts[0].stop if prompts else ()
-        with self._decoding(decoding, stop), _seeded(keys):
+        with self._decoding(decoding, stop), _seeded([*keys, first] if first else keys):
             if self.tir is not None:
-                return self._in_rounds(prompts, problems, decoding, keys)
+                return self._in_rounds(prompts, problems, decoding, keys, first)
             requests = [
-                SampleRequest(prompt.ids, decoding.samples, noise_key=key)
+                SampleRequest(prompt.ids, decoding.samples, noise_key=key, first_sample=first)
                 for prompt, key in zip(prompts, keys, strict=True)
             ]
             completions = self.backend.sample(requests)
         texts = self.tokenizer.batch_decode([list(each.ids) for each in completions], skip_special_tokens=True)
         return [
-            Attempt(
-                problems[i // decoding.samples].id, i % decoding.samples, cut(text, stop), len(each.ids), each.stop
+            Attempt(problem, sample, cut(text, stop), len(each.ids), each.stop)
+            for (problem, sample), text, each in zip(
+                _places(problems, decoding, first), texts, completions, strict=True
             )
-            for i, (text, each) in enumerate(zip(texts, completions, strict=True))
         ]
 
     def _in_rounds(
@@ -113,6 +135,7 @@ class Evaluator:
         problems: Sequence[Problem],
         decoding: Decoding,
         keys: Sequence[int],
+        first: int,
     ) -> list[Attempt]:
         assert self.tir is not None
         assert self.sandbox is not None
@@ -125,18 +148,19 @@ class Evaluator:
             max_new_tokens=decoding.max_new_tokens,
             settings=self.tir,
             sandbox=self.sandbox,
+            first_sample=first,
         )
         return [
             Attempt(
-                problems[i // decoding.samples].id,
-                i % decoding.samples,
+                problem,
+                sample,
                 each.text,
                 each.tokens,
                 each.stop,
                 each.tools,
                 tuple((segment.kind, segment.text) for segment in each.segments),
             )
-            for i, each in enumerate(transcripts)
+            for (problem, sample), each in zip(_places(problems, decoding, first), transcripts, strict=True)
         ]
 
     @contextmanager
@@ -157,6 +181,11 @@ class Evaluator:
                 yield
         finally:
             self.backend.config = before
+
+
+def _places(problems: Sequence[Problem], decoding: Decoding, first: int) -> list[tuple[str, int]]:
+    """The problem and the sample that each row of a call is of."""
+    return [(problem.id, sample) for problem in problems for sample in range(first, first + decoding.samples)]
 
 
 @contextmanager

@@ -4,11 +4,13 @@
     completions/<benchmark>/<pass>/00000.parquet …               every attempt, a file per chunk
 
 Each file of attempts says which model and settings it is of. A later call with the same ones goes on from there; with
-others it is refused, so that no number mixes two things.
+others it is refused, so that no number mixes two things. Where only the grader has another version, the attempts stay
+and are graded anew.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gruppo.errors import ConfigError, DataError
-from gruppo.evaluation.types import PASSES, Attempt, Problem, Scored, ToolUse
+from gruppo.evaluation.types import PASSES, Attempt, GradedAttempt, Problem, ToolUse
 from gruppo.grading import Grade, Rule, Rung
 from gruppo.runs.lines import write_file
 from gruppo.types import StopReason
 
 __all__ = ["EvaluationFolder"]
+
+logger = logging.getLogger(__name__)
+
+Regrade = Callable[[Mapping[str, Problem], Sequence[Attempt]], list[GradedAttempt]]
 
 FORMAT = 1
 IDENTITY = b"gruppo.evaluation"
@@ -31,6 +37,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "sample": pa.int32(),
     "question": pa.string(),
     "gold": pa.list_(pa.string()),
+    "answers_mode": pa.string(),
     "level": pa.string(),
     "subject": pa.string(),
     "text": pa.string(),
@@ -72,18 +79,14 @@ class EvaluationFolder:
         benchmark: str,
         decoding: str,
         problems: Mapping[str, Problem],
-        scored: Sequence[Scored],
+        scored: Sequence[GradedAttempt],
         identity: Mapping[str, Any],
     ) -> None:
         """Keep the attempts of one chunk. A file is there as a whole or not at all."""
         folder = self._attempts(benchmark, decoding)
         folder.mkdir(parents=True, exist_ok=True)
-        rows = [_row(problems[each.attempt.problem], each) for each in scored]
-        schema = pa.schema(list(COLUMNS.items()), metadata={IDENTITY: json.dumps({"format": FORMAT, **identity})})
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
         number = 1 + max((int(path.stem) for path in self._files(benchmark, decoding)), default=-1)
-        write_file(folder / f"{number:05}.parquet", sink.getvalue())
+        _write(folder / f"{number:05}.parquet", problems, scored, identity)
 
     def restart(self) -> None:
         """Forget all attempts, and what was made of them."""
@@ -122,25 +125,38 @@ class EvaluationFolder:
         return {}
 
     def kept(
-        self, benchmark: str, decoding: str, problems: Mapping[str, Problem], identity: Mapping[str, Any]
-    ) -> list[Scored]:
-        """The attempts of an earlier call with the same identity at these problems."""
-        scored: list[Scored] = []
+        self,
+        benchmark: str,
+        decoding: str,
+        problems: Mapping[str, Problem],
+        identity: Mapping[str, Any],
+        regrade: Regrade | None = None,
+    ) -> list[GradedAttempt]:
+        """The attempts of an earlier call with the same identity at these problems.
+
+        A file whose grader alone is of another version is graded anew by `regrade`, and replaced.
+        """
+        kept: list[GradedAttempt] = []
         wanted = {"format": FORMAT, **identity}
         for path in self._files(benchmark, decoding):
             table = _read(path)
             found = _identity_of(table)
             other = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
-            if other:
-                self._refuse(path, "; ".join(f"{key}: {found.get(key)!r}, now {wanted.get(key)!r}" for key in other))
-            for row in table.to_pylist():
-                problem = problems.get(row["problem"])
-                if problem is None:
-                    continue  # of a larger set
-                if (row["question"], tuple(row["gold"])) != (problem.question, problem.answers):
-                    self._refuse(path, f"the data has another question or answer under {problem.id}")
-                scored.append(_scored(row))
-        return scored
+            changes = "; ".join(f"{key}: {found.get(key)!r}, now {wanted.get(key)!r}" for key in other)
+            if other and (other != ["grader"] or regrade is None):
+                self._refuse(path, changes)
+            asked = _problems(table, path)
+            for name, problem in asked.items():
+                what = _difference(problem, problems.get(name, problem))  # those of a larger set are left alone
+                if what is not None:
+                    self._refuse(path, f"the data has another {what} under {name}")
+            scored = [_scored(row) for row in table.to_pylist()]
+            if other and regrade is not None:
+                logger.warning(f"{path}: {len(scored)} attempts are graded anew ({changes}).")
+                scored = regrade(asked, [each.attempt for each in scored])
+                _write(path, asked, scored, identity)
+            kept += [each for each in scored if each.attempt.problem in problems]
+        return kept
 
     def _refuse(self, path: Path, why: str) -> None:
         raise ConfigError(
@@ -149,7 +165,7 @@ class EvaluationFolder:
             f"and the attempts at all benchmarks in {self.path}."
         )
 
-    def attempts(self, benchmark: str, decoding: str) -> list[Scored]:
+    def attempts(self, benchmark: str, decoding: str) -> list[GradedAttempt]:
         """All attempts of a pass, whatever they are of."""
         return [_scored(row) for path in self._files(benchmark, decoding) for row in _read(path).to_pylist()]
 
@@ -157,6 +173,11 @@ class EvaluationFolder:
         """What was asked, by problem."""
         tables = [_read(path, ["problem", "question"]) for path in self._files(benchmark, decoding)]
         return {row["problem"]: row["question"] for table in tables for row in table.to_pylist()}
+
+    def problems(self, benchmark: str, decoding: str) -> dict[str, Problem]:
+        """What was asked and what is right, by problem."""
+        files = self._files(benchmark, decoding)
+        return {name: each for path in files for name, each in _problems(_read(path), path).items()}
 
     def scores(self, benchmark: str, decoding: str, column: str = "correct") -> dict[str, list[bool]]:
         """By problem: whether each of its attempts is right."""
@@ -190,13 +211,51 @@ def _identity_of(table: pa.Table) -> dict[str, Any]:
     return dict(json.loads((table.schema.metadata or {}).get(IDENTITY, b"{}")))
 
 
-def _row(problem: Problem, scored: Scored) -> dict[str, Any]:
+def _write(
+    path: Path, problems: Mapping[str, Problem], scored: Sequence[GradedAttempt], identity: Mapping[str, Any]
+) -> None:
+    rows = [_row(problems[each.attempt.problem], each) for each in scored]
+    schema = pa.schema(list(COLUMNS.items()), metadata={IDENTITY: json.dumps({"format": FORMAT, **identity})})
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink, compression="zstd")
+    write_file(path, sink.getvalue())
+
+
+def _problems(table: pa.Table, path: Path) -> dict[str, Problem]:
+    """The problems of a file; those of a version that did not keep the mode of their answers have the usual one."""
+    columns = ["problem", "question", "gold", "level", "subject"]
+    try:
+        asked = table.select([*columns, *(name for name in ("answers_mode",) if name in table.schema.names)])
+        return {
+            row["problem"]: Problem(
+                id=row["problem"],
+                question=row["question"],
+                answers=tuple(row["gold"]),
+                answers_mode=row.get("answers_mode") or "last",
+                level=row["level"],
+                subject=row["subject"],
+            )
+            for row in asked.to_pylist()
+        }
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path} does not hold problems as `gruppo eval` writes them: {error}") from error
+
+
+def _difference(first: Problem, second: Problem) -> str | None:
+    """What makes a kept grade one of another problem."""
+    if (first.question, first.answers) != (second.question, second.answers):
+        return "question or answer"
+    return "answers_mode" if first.answers_mode != second.answers_mode else None
+
+
+def _row(problem: Problem, scored: GradedAttempt) -> dict[str, Any]:
     attempt, grade = scored.attempt, scored.grade
     return {
         "problem": problem.id,
         "sample": attempt.sample,
         "question": problem.question,
         "gold": list(problem.answers),
+        "answers_mode": problem.answers_mode,
         "level": problem.level,
         "subject": problem.subject,
         "text": attempt.text,
@@ -214,12 +273,12 @@ def _row(problem: Problem, scored: Scored) -> dict[str, Any]:
     }
 
 
-def _scored(row: Mapping[str, Any]) -> Scored:
+def _scored(row: Mapping[str, Any]) -> GradedAttempt:
     tools = None
     if row["rounds"] is not None:
         tools = ToolUse(row["rounds"], row["executions"], row["errors"], row["timeouts"], row["output"])
     segments = tuple((each["kind"], each["text"]) for each in row["segments"])
-    return Scored(
+    return GradedAttempt(
         Attempt(row["problem"], row["sample"], row["text"], row["tokens"], StopReason(row["stop"]), tools, segments),
         Grade(
             row["correct"],

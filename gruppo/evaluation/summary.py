@@ -14,13 +14,13 @@ from typing import Any
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation import statistics
-from gruppo.evaluation.types import Benchmark, Decoding, Mode, Problem, Scored, ToolUse
+from gruppo.evaluation.types import Benchmark, Decoding, GradedAttempt, Mode, Problem, ToolUse
 from gruppo.grading import Rule, Rung
 
 __all__ = ["problem_scores", "summarise"]
 
 Numbers = dict[str, Any]  # JSON
-Groups = Mapping[str, Sequence[Scored]]  # the attempts at each problem that has any, in the order of samples
+Groups = Mapping[str, Sequence[GradedAttempt]]  # the attempts at each problem that has any, in the order of samples
 
 UNKNOWN = "unknown"  # the group of problems that have no level or subject
 
@@ -28,12 +28,14 @@ UNKNOWN = "unknown"  # the group of problems that have no level or subject
 def summarise(
     benchmark: Benchmark,
     problems: Sequence[Problem],
-    scored: Sequence[Scored],
+    scored: Sequence[GradedAttempt],
     decoding: Decoding,
     mode: Mode,
     ks: Sequence[int] = (),
+    *,
+    rows: int | None = None,
 ) -> Numbers:
-    """The numbers of one pass, ready for JSON.
+    """The numbers of one pass, ready for JSON. `rows` are those of the data; without them the set's usual number.
 
     A greedy pass has its right answers (`correct`) and a Wilson interval. A sampled one has the mean over its samples
     (`accuracy`, and `avg` with their number), `pass` and `maj` for powers of two, all samples and `ks`, and a
@@ -45,13 +47,16 @@ def summarise(
     """
     _check_ks(ks, decoding)
     groups = _grouped(problems, scored, decoding)
+    rows = benchmark.rows if rows is None else rows
+    usual = rows if benchmark.rows is None else benchmark.rows
     return {
         "problems": len(problems),
-        "rows": benchmark.rows,
+        "rows": rows,
+        "usual_rows": usual,
         "attempted": len(groups),
         "attempts": len(scored),
         "complete": all(len(groups.get(problem.id, ())) == decoding.samples for problem in problems),
-        "whole_set": None if benchmark.rows is None else len(problems) == benchmark.rows,
+        "whole_set": None if rows is None else len(problems) == rows == usual,
         **_accuracy([[row.correct for row in rows] for rows in groups.values()], greedy=decoding.greedy),
         **({} if decoding.greedy else _several(groups, decoding, ks)),
         **_texts(scored),
@@ -62,7 +67,7 @@ def summarise(
     }
 
 
-def problem_scores(scored: Sequence[Scored], metric: str = "accuracy") -> dict[str, list[float]]:
+def problem_scores(scored: Sequence[GradedAttempt], metric: str = "accuracy") -> dict[str, list[float]]:
     """The scores of each problem by one metric, for `compare`.
 
     `accuracy`, `paper` and `program` give one score for each attempt; `pass@8` and `maj@8` one for each problem that
@@ -71,7 +76,7 @@ def problem_scores(scored: Sequence[Scored], metric: str = "accuracy") -> dict[s
     Example:
         compare(problem_scores(before, "maj@8"), problem_scores(after, "maj@8"))
     """
-    groups: dict[str, list[Scored]] = {}
+    groups: dict[str, list[GradedAttempt]] = {}
     for row in sorted(scored, key=lambda row: row.attempt.sample):
         groups.setdefault(row.attempt.problem, []).append(row)
     name, at, number = metric.partition("@")
@@ -105,11 +110,13 @@ def _check_ks(ks: Sequence[int], decoding: Decoding) -> None:
         raise ConfigError(f"ks={wrong} must be at least 1 and at most the {decoding.samples} samples of each problem.")
 
 
-def _grouped(problems: Sequence[Problem], scored: Sequence[Scored], decoding: Decoding) -> dict[str, list[Scored]]:
+def _grouped(
+    problems: Sequence[Problem], scored: Sequence[GradedAttempt], decoding: Decoding
+) -> dict[str, list[GradedAttempt]]:
     """The attempts of each problem, in the order of problems; those without any are left out."""
     if not problems:
         raise DataError("There are no problems to summarise.")
-    found: dict[str, dict[int, Scored]] = {problem.id: {} for problem in problems}
+    found: dict[str, dict[int, GradedAttempt]] = {problem.id: {} for problem in problems}
     if len(found) < len(problems):
         repeated = Counter(problem.id for problem in problems).most_common(1)[0][0]
         raise DataError(f"Problem {repeated!r} occurs more than once; each needs an id of its own.")
@@ -163,7 +170,9 @@ def _several(groups: Groups, decoding: Decoding, ks: Sequence[int]) -> Numbers:
     }
 
 
-def _averaged(groups: Groups, ks: Sequence[int], score: Callable[[Sequence[Scored], int], float]) -> dict[str, float]:
+def _averaged(
+    groups: Groups, ks: Sequence[int], score: Callable[[Sequence[GradedAttempt], int], float]
+) -> dict[str, float]:
     result = {}
     for k in ks:
         scores = [score(rows, k) for rows in groups.values() if len(rows) >= k]
@@ -172,18 +181,18 @@ def _averaged(groups: Groups, ks: Sequence[int], score: Callable[[Sequence[Score
     return result
 
 
-def _pass_at(rows: Sequence[Scored], k: int) -> float:
+def _pass_at(rows: Sequence[GradedAttempt], k: int) -> float:
     return statistics.pass_at_k(len(rows), sum(row.correct for row in rows), k)
 
 
-def _majority_at(rows: Sequence[Scored], k: int) -> float:
+def _majority_at(rows: Sequence[GradedAttempt], k: int) -> float:
     return statistics.majority_at_k([row.vote for row in rows], [row.correct for row in rows], k)
 
 
 # ---- how they were written
 
 
-def _texts(scored: Sequence[Scored]) -> Numbers:
+def _texts(scored: Sequence[GradedAttempt]) -> Numbers:
     rules = Counter(row.grade.rule for row in scored)
     rungs = Counter(row.grade.rung for row in scored)
     tokens = sum(row.attempt.tokens for row in scored)
@@ -203,7 +212,7 @@ def _texts(scored: Sequence[Scored]) -> Numbers:
     }
 
 
-def _tools(scored: Sequence[Scored]) -> Numbers:
+def _tools(scored: Sequence[GradedAttempt]) -> Numbers:
     uses = [row.attempt.tools or ToolUse() for row in scored]
     executions, errors = sum(use.executions for use in uses), sum(use.errors for use in uses)
     return {

@@ -102,8 +102,11 @@ def _about_samples(summary: Mapping[str, Any]) -> str:
 
 def _about_size(summary: Mapping[str, Any]) -> str:
     count, whole = summary["attempted"], summary["rows"]
+    usual = summary.get("usual_rows", whole)
     if not summary["complete"]:
         return f"unfinished: {count} of {whole or summary['problems']} problems"
+    if usual != whole:
+        return f"{count} of {whole} problems in the data; the set has {usual}"
     if summary["whole_set"] is False:
         return f"{count} of {whole} problems" if count < whole else f"{count} problems, not the {whole} of the set"
     return ""

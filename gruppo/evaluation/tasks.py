@@ -1,7 +1,7 @@
 """Benchmarks with the problems of them that are asked."""
 
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,12 +12,15 @@ from gruppo.evaluation.types import Benchmark, Problem
 
 __all__ = ["Task", "load_tasks"]
 
+logger = logging.getLogger(__name__)
+
 
 class Task(NamedTuple):
     """A benchmark, and the problems of it that are asked."""
 
-    benchmark: Benchmark  # with the number of its rows
+    benchmark: Benchmark
     problems: list[Problem]
+    rows: int  # that its data has
 
 
 def load_tasks(
@@ -42,7 +45,10 @@ def load_tasks(
     tasks = []
     for benchmark, limit in chosen:
         problems = load_problems(benchmark, data_dir)
-        # Of a set whose size nobody wrote down, a part can be told from the whole only here.
-        counted = benchmark if benchmark.rows is not None else replace(benchmark, rows=len(problems))
-        tasks.append(Task(counted, spread(problems, limit)))
+        if benchmark.rows not in (None, len(problems)):
+            logger.warning(
+                f"{benchmark.name}: the data has {len(problems)} problems, but {benchmark.title} has "
+                f"{benchmark.rows}. Do not compare the result with published numbers."
+            )
+        tasks.append(Task(benchmark, spread(problems, limit), len(problems)))
     return tasks

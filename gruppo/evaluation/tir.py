@@ -118,13 +118,14 @@ def run_rounds(
     max_new_tokens: int,
     settings: TirSettings,
     sandbox: Sandbox,
+    first_sample: int = 0,
 ) -> list[Transcript]:
     """`samples` transcripts for each prompt, flat and in order.
 
     `backend.config.stop_strings` must hold OUTPUT_STOP; other strings there end a transcript.
-    `max_new_tokens` is the limit of one round. Sample i of a prompt draws from its noise key and i, as in
-    `SampleRequest`. Rows of a round wait for each other, and its programs run side by side. The whole is one block of
-    `backend.turns()`, so it cannot stand in another one.
+    `max_new_tokens` is the limit of one round. Sample i of a prompt draws from its noise key and i, counted from
+    `first_sample`, as in `SampleRequest`. Rows of a round wait for each other, and its programs run side by side. The
+    whole is one block of `backend.turns()`, so it cannot stand in another one.
 
     Example:
         config.stop_strings = [OUTPUT_STOP]
@@ -134,8 +135,11 @@ def run_rounds(
     """
     _check(backend, prompts, samples, noise_keys, max_new_tokens)
     rows = [
-        _Row(prompt, key, sample) for prompt, key in zip(prompts, noise_keys, strict=True) for sample in range(samples)
+        _Row(prompt, key, first_sample + place)
+        for prompt, key in zip(prompts, noise_keys, strict=True)
+        for place in range(samples)
     ]
+    first = rows[::samples]
     loop = _Loop(settings, _Codec(tokenizer, OUTPUT_STOP), tuple(stop_strings(backend.config)))
 
     def run(code: str | None) -> ProgramResult:
@@ -146,7 +150,9 @@ def run_rounds(
             going = [row for row in rows if row.stop is None]
             if not going:
                 break
-            requests = _requests(going, number, samples, max_new_tokens, settings.max_total_tokens)
+            # In the first round the samples of a prompt are still alike: one request for all of them.
+            asking, count = (going, 1) if number else (first, samples)
+            requests = _requests(asking, number, count, max_new_tokens, settings.max_total_tokens)
             for row, completion in zip(going, backend.sample(requests), strict=True):
                 loop.read(row, completion, last=number + 1 == settings.rounds)
             waiting = [row for row in going if row.waits]
@@ -210,19 +216,17 @@ class _Row:
         return Transcript(self.tokens, self.stop, tools, tuple(segment for segment in self.segments if segment.text))
 
 
-def _requests(rows: Sequence[_Row], number: int, samples: int, limit: int, total: int) -> list[SampleRequest]:
-    """One request for each prompt in the first round, when its samples are still alike; then one for each row."""
+def _requests(rows: Sequence[_Row], number: int, count: int, limit: int, total: int) -> list[SampleRequest]:
     return [
         SampleRequest(
             [*row.prompt, *row.ids],
-            1 if number else samples,
+            count,
             noise_key=row.noise_key,
             first_sample=row.sample,
             max_new_tokens=min(limit, total - row.tokens),
             turn=number,
         )
         for row in rows
-        if number or row.sample == 0
     ]
 
 

@@ -1,6 +1,6 @@
 """The nouns of an evaluation, in the order in which they appear.
 
-Benchmark ─► Problem ─► Attempt ─► Scored
+Benchmark ─►  Problem ─► Attempt ─►             GradedAttempt
 (a data set)  (a row)    (what a model wrote)  (the same, graded)
 """
 
@@ -19,12 +19,12 @@ __all__ = [
     "Decoding",
     "Exemplar",
     "FewShot",
+    "GradedAttempt",
     "HubSource",
     "Language",
     "Mode",
     "Problem",
     "Rendering",
-    "Scored",
     "ToolUse",
 ]
 
@@ -71,7 +71,7 @@ class FewShot:
     """
 
     file: str  # in gruppo/evaluation/exemplars, or a path of your own
-    shots: int  # the usual number of exemplars, and the most there are
+    shots: int  # the usual number of exemplars, and the most that can be asked for
     question: str  # how a question begins, `{}` being the question
     answer: str  # the same for an answer; a prompt ends where `{}` would be
     separator: str  # between one exemplar and the next
@@ -101,7 +101,7 @@ class Benchmark:
     file: str  # in a data folder; `<file>.gz` is found too
     ladder: Ladder
     language: Language = "en"  # of the instruction that follows the question
-    rows: int | None = None  # of the whole set; results on fewer say so
+    rows: int | None = None  # of the published set; data with more or fewer is warned of, and results say so
     hub: HubSource | None = None
     few_shot: FewShot | None = None
     group_by: tuple[Literal["level", "subject"], ...] = ()  # accuracy is also reported for each of these
@@ -186,7 +186,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Scored:
+class GradedAttempt:
     """An attempt and its grades."""
 
     attempt: Attempt

@@ -42,7 +42,7 @@ class RolloutPlan:
         RolloutPlan(kv_tokens=270_000, rows=512, prefill_tokens=8192)
     """
 
-    kv_tokens: int  # places for keys and values
+    kv_tokens: int  # KV-cache slots
     rows: int  # most completions decoded together
     prefill_tokens: int  # most prompt tokens in one forward pass
 

@@ -56,13 +56,20 @@ def largest_settings(job: Job) -> list[Largest]:
     whole = largest(lambda tokens: _without_checkpointing(job.with_(completion_tokens=tokens)), 16)
     longest = largest(lambda tokens: fits(job.with_(completion_tokens=tokens)), 16)
     found = [
-        Largest("max_completion_length", longest, "a row fits into an update, whatever is sampled at once"),
-        Largest("max_completion_length", whole, "the same without gradient checkpointing"),
+        Largest("max_completion_length", longest, "one row fits into an update, however few are sampled at once"),
+        Largest("max_completion_length", whole, "the same, without gradient checkpointing"),
     ]
     if job.sampler == "builtin":
-        means = f"completions on a device, {size} of a prompt, that are decoded together"
-        found.insert(0, Largest("generation batch", together, means))
+        found.insert(0, Largest("generation batch", together, _means_together(job, together)))
     return [*found, _model_class(job, whole_weights=True), _model_class(job, whole_weights=False)]
+
+
+def _means_together(job: Job, together: int | None) -> str:
+    """A run may have more completions than are decoded at once: some of them wait for a slot."""
+    means = f"all completions of a device, {job.generations} of a prompt, decode at once"
+    if together is None or together >= job.rows or not fits(job):
+        return means
+    return f"{means}; this run's {job.rows:,} fit too, but some of them wait for KV-cache slots"
 
 
 def _without_checkpointing(job: Job) -> bool:

@@ -155,5 +155,5 @@ class Standing:
         per_token = job.model.shape.kv_bytes_per_token(job.product_bytes)
         if job.sampler == "transformers":
             row = job.prompt_tokens + job.completion_tokens
-            return product("keys and values", (job.rows * row, "tokens"), (per_token, "B"))
-        return product("keys and values", (self.rollout_plan.kv_tokens, "places"), (per_token, "B"))
+            return product("KV cache", (job.rows * row, "tokens"), (per_token, "B"))
+        return product("KV cache", (self.rollout_plan.kv_tokens, "slots"), (per_token, "B"))

@@ -32,7 +32,7 @@ def advantages_of(generation: Generation, settings: Settings, rewards_NR: Tensor
             "taken as they are, and not computed again."
         )
     penalty_N = None
-    if settings.recipe.kl == "reward" and settings.config.beta:
+    if settings.recipe.kl == "reward":
         penalty_N = generation.kl_penalty()
         if penalty_N is None:
             raise ConfigError(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gruppo.errors import ConfigError
 from gruppo.rollout.vllm.inflight import InFlight
-from gruppo.trainer.setup import overridden
+from gruppo.trainer.hooks import overridden
 from gruppo.trainer.state import RunState
 from gruppo.types import Completion, SampleRequest, StopReason
 

@@ -17,7 +17,7 @@ from gruppo.rewards.calling import check_arguments
 from gruppo.rewards.resolve import function_name, is_reward_model, listed_rewards, refuse_shipped_name, unique_names
 from gruppo.rewards.runner import OWN_COLUMNS
 from gruppo.trainer.ahead import refuse_ahead
-from gruppo.trainer.setup import PADDED_HOOKS, overridden
+from gruppo.trainer.hooks import PADDED_HOOKS, overridden
 
 P = ParamSpec("P")
 

@@ -5,8 +5,7 @@ are afterwards what they were, so that the weights of a run do not depend on whi
 """
 
 import logging
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
 from transformers import Trainer
@@ -18,16 +17,20 @@ from gruppo.rollout.base import RolloutBackend
 from gruppo.trainer.presence import Presence
 from gruppo.trainer.state import RandomState
 
+if TYPE_CHECKING:
+    from gruppo.evaluation.training import TrainingBenchmarks
+
 logger = logging.getLogger(__name__)
 
 
-def load_benchmarks(args: Any, eval_dataset: Any) -> Any:
+def load_benchmarks(args: Any, eval_dataset: Any) -> "TrainingBenchmarks | None":
     """The benchmarks that the config names, with their problems; None if it names none."""
     if not args.eval_benchmarks:
         return None
-    # By name: runs without benchmarks have no need of graders and sandboxes.
-    evaluation = import_module("gruppo.evaluation.callback")
-    benchmarks = evaluation.TrainingBenchmarks(
+    # Not above: runs without benchmarks have no need of graders and sandboxes.
+    from gruppo.evaluation.training import TrainingBenchmarks
+
+    benchmarks = TrainingBenchmarks(
         args.eval_benchmarks, data_dir=args.eval_benchmarks_dir, settings=args.eval_benchmarks_settings
     )
     if args.eval_strategy == "no":
@@ -57,7 +60,7 @@ def _check_best_metric(wanted: str, names: list[str]) -> None:
 class Benchmarking(Trainer):
     """The part of the trainer that runs benchmarks."""
 
-    benchmarks: Any = None  # gruppo.evaluation.callback.TrainingBenchmarks
+    benchmarks: "TrainingBenchmarks | None" = None
     backend: RolloutBackend
     control: Any
     presence: Presence
@@ -95,6 +98,7 @@ class Benchmarking(Trainer):
         return output
 
     def _run_benchmarks(self, prefix: str) -> dict[str, float]:
+        assert self.benchmarks is not None
         if callable(getattr(self.optimizer, "eval", None)):  # some have other weights until the next update
             self.optimizer.eval()
         generators, budgets = RandomState.now(), self.backend.state_dict()

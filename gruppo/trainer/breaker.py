@@ -145,9 +145,9 @@ class RewardBreaker(TrainerCallback):
 
     def message(self, folder: str | None) -> str:
         """Why the run ended, and how to go on from the checkpoint, if there is one."""
-        then = "Mend the reward and begin again"
+        then = "Fix the reward and begin again"
         if folder is not None:
-            then = f"The run was saved in {folder} and stopped. Mend the reward and resume from there"
+            then = f"The run was saved in {folder} and stopped. Fix the reward and resume from there"
         return (
             f"Rewards timed out or failed on {self.rate:.0%} of the completions of the last {len(self._updates)} "
             f"updates, which is above max_reward_failure_rate={self.max_rate}. The log has the first traceback of "

@@ -16,11 +16,11 @@ from gruppo.errors import RewardError
 from gruppo.policy.loading import vocabulary_size
 from gruppo.policy.modes import weights_version
 from gruppo.rewards.outcomes import Kind
+from gruppo.trainer.checks import biased_sampling
 from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rows_scored
 from gruppo.trainer.overlapping import Overlapping
 from gruppo.trainer.recording import recorded_rows
-from gruppo.trainer.resampling import Scored, groups_without_spread, resampling_metrics
-from gruppo.trainer.setup import biased_sampling
+from gruppo.trainer.resampling import Generation, groups_without_spread, resampling_metrics
 from gruppo.trainer.supervision import StepTable, with_steps
 from gruppo.trainer.tooling import tool_metrics
 from gruppo.types import Rollout, TrainBatch
@@ -34,7 +34,7 @@ class Collecting(Overlapping):
     _sampling_anew = False  # a generation that was counted before the run was resumed inside it
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
-        """Rewards of whole groups, of all processes, to advantages; the two trainers differ here."""
+        """Rewards of whole groups, of all processes, to advantages, as the config has it; subclasses may differ."""
         return estimate_advantages(self.args, self.recipe, rewards_NR, self.reward_weights, group_size, kl_penalty_N)
 
     @torch.no_grad()
@@ -73,11 +73,12 @@ class Collecting(Overlapping):
             return
         policy = self.accelerator.unwrap_model(self.model)
         ahead = any(rollout.completion.sampled_at is not None for rollout in rollouts)
-        used = self.backend.weights_version if self._asked and not ahead else None
+        asked = self._under_way.asked
+        used = self.backend.weights_version if asked and not ahead else None
         self.audits.sampled(
             rollouts,
             temperature=self._drawn_temperature,
-            shaped=not self._asked or bool(biased_sampling(self)),
+            shaped=not asked or bool(biased_sampling(self)),
             vocabulary=vocabulary_size(policy),
             end_ids=self.eos_token_ids,
             weights=None if used is None else (used, weights_version(policy)),
@@ -86,12 +87,12 @@ class Collecting(Overlapping):
     @property
     def _drawn_temperature(self) -> float:
         """0 where greedy decoding is asked for, so that equal completions are no wonder; 1 if nobody knows."""
-        if not self._asked:
+        if not self._under_way.asked:
             return 1.0
         config = self.backend.config
         return self.temperature if config.do_sample and config.top_k != 1 else 0.0
 
-    def _record_rows(self, generation: Scored, batch: TrainBatch, rewards_N: Tensor) -> None:
+    def _record_rows(self, generation: Generation, batch: TrainBatch, rewards_N: Tensor) -> None:
         if self.recorder is None or self.args.record != "all":
             return
         start = time.perf_counter()
@@ -111,7 +112,9 @@ class Collecting(Overlapping):
             batch.generation = torch.full_like(batch.place, number)
         self._record_seconds += time.perf_counter() - start
 
-    def _sample_and_score(self, rows: Sequence[Row], places: Sequence[int] | None = None, attempt: int = 0) -> Scored:
+    def _sample_and_score(
+        self, rows: Sequence[Row], places: Sequence[int] | None = None, attempt: int = 0
+    ) -> Generation:
         """Rollouts and rewards of a generation or, given their places, of the replacements of some of its rows."""
         # A process that has nothing to replace asks for nothing, and waits for the others' tools and rewards.
         together = self.toolset is not None or self.backend.collective
@@ -121,29 +124,29 @@ class Collecting(Overlapping):
         self.stopper.check()
         self._audit_sampling(rollouts)
         lengths_NC = self._count_tokens(rollouts)
-        rewards_NR = self.reward(rollouts)
-        kinds_NR, steps = self._reward_kinds_NR, self._reward_steps
-        assert kinds_NR is not None
+        found, tools = self.reward(rollouts), dict(self._under_way.tool_counts)
+        rewards_NR, kinds_NR, notes = found.values_NR, found.kinds_NR, found.notes
         if (failed_N := self._failed_resets(rollouts)) is not None:  # whatever such a row was scored with
             rewards_NR = rewards_NR.masked_fill(failed_N, torch.nan)
             kinds_NR = kinds_NR.masked_fill(failed_N, Kind.FAILURE)
+            tools |= {"resets": len(failed_N), "failed_resets": int(failed_N.sum())}
         own = self._rows_in_batch(len(rollouts))
-        return Scored(
+        return Generation(
             rollouts,
             rewards_NR,
             lengths_NC,
-            self._extra_columns,
-            self._extra_metrics,
+            notes.columns,
+            notes.metrics,
             kinds_NR,
-            steps,
-            self._tool_counts,
+            notes.steps,
+            tools,
             places=own if places is None else places,
             own_N=own,
             indices=[getattr(row, "index", None) for row in rows],
             rounds=[attempt] * len(rows),
         )
 
-    def _replace_groups_without_spread(self, generation: Scored) -> None:
+    def _replace_groups_without_spread(self, generation: Generation) -> None:
         """Sample the next prompts in their place. All processes know all rewards, and so agree on the groups."""
         size = self.group_size
         assert self.prompt_cursor is not None  # or says why there is none
@@ -162,10 +165,11 @@ class Collecting(Overlapping):
             self.metrics.values["train"]["dynamic_sampling/epoch"] = [self.epochs_consumed]
 
     def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
-        """What advantages are made from, by row: the weighted sum of the rewards, where a recipe knows no better."""
-        return combine_rewards(rewards_NR, self.reward_weights)
+        """What the config compares the rows of a group by: the weighted sum of the rewards, or what is made of it."""
+        found = estimate_advantages(self.args, self.recipe, rewards_NR, self.reward_weights, group_size)
+        return found.rewards_B if found.compared_B is None else found.compared_B
 
-    def _groups_without_spread(self, generation: Scored) -> list[int]:
+    def _groups_without_spread(self, generation: Generation) -> list[int]:
         steps, size = self._steps(generation), self.group_size
         if steps is None:
             return groups_without_spread(self.compared_rewards(generation.rewards_NR, size), size)
@@ -173,7 +177,9 @@ class Collecting(Overlapping):
 
     # ---- advantages
 
-    def _compare(self, generation: Scored, kl_penalty_N: Tensor | None, mask_BT: Tensor) -> tuple[Advantages, Tensor]:
+    def _compare(
+        self, generation: Generation, kl_penalty_N: Tensor | None, mask_BT: Tensor
+    ) -> tuple[Advantages, Tensor]:
         """Advantages of all rows, as they are logged, and those of this process's rows.
 
         The latter are (B,), or (B, T) where a reward judged steps.
@@ -193,7 +199,7 @@ class Collecting(Overlapping):
         rewards_N = combine_rewards(rewards_NR, self.reward_weights)
         return with_steps(advantages, rewards_N, mean_N, steps.spread_P(weights_R, size)), own_BT
 
-    def _steps(self, generation: Scored) -> StepTable | None:
+    def _steps(self, generation: Generation) -> StepTable | None:
         """The steps that rewards judged; None if there are none, or the recipe knows outcomes only."""
         if self.recipe.advantage != "group":  # then the steps of a completion are summed into an outcome
             return None
@@ -269,7 +275,7 @@ class Collecting(Overlapping):
             self.metrics.add(self.mode, {"prompts/truncated_ratio": cut.float().mean().item()}, of=rows)
         self.metrics.values[self.mode]["num_tokens"] = [self.state.num_input_tokens_seen]
 
-    def _log_rewards(self, generation: Scored, advantages: Advantages) -> None:
+    def _log_rewards(self, generation: Generation, advantages: Advantages) -> None:
         names, rollouts, rewards_NR = self.reward_func_names, generation.rollouts, generation.rewards_NR
         metrics = reward_metrics(names, rewards_NR, advantages.rewards_B, frac_zero_std(advantages.std_B))
         self.metrics.add(self.mode, metrics, rows_scored(names, rewards_NR, advantages.rewards_B))
@@ -291,7 +297,7 @@ class Collecting(Overlapping):
             [images for _, _, images in texts],
         )
 
-    def _gather_user_logs(self, generation: Scored) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:
+    def _gather_user_logs(self, generation: Generation) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:
         """`log_metric` values and `log_extra` columns of all processes; a process without a column gives None."""
         local = [(generation.metrics, generation.columns, len(generation.rollouts))]
         parts = gather_object(local) if self.accelerator.num_processes > 1 else local

@@ -4,7 +4,7 @@
 
     get_batch_samples   takes micro-batches from a queue, and collects a new generation when the queue is empty
                         (_next_micro_batch → _collect_slices → _generate_and_score_completions, a hook of TRL's)
-    collect             prompts → rollouts → rewards → log-probs → advantages            (collecting.py, scoring.py)
+    collect             prompts → rollouts → rewards → log-probs → advantages            (collecting.py, logprobs.py)
                         its rows are shuffled and cut into micro-batches, as TRL's are, for the queue
     training_step       called for each micro-batch; the last one runs the whole update
     run_update          packs of rows: forward, loss, backward                           (updating.py)
@@ -39,7 +39,7 @@ from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import generation_config
 from gruppo.rollout.select import choose_backend
-from gruppo.trainer import arguments, setup, spreading, tooling
+from gruppo.trainer import arguments, checks, hooks, packing, preparing, spreading, tooling
 from gruppo.trainer.auditing import Audits
 from gruppo.trainer.benchmarking import Benchmarking, load_benchmarks
 from gruppo.trainer.completions import CompletionLog, start_hub_uploads
@@ -51,6 +51,7 @@ from gruppo.trainer.planning import UpdatePlanner
 from gruppo.trainer.presence import presence_of
 from gruppo.trainer.profiling import Stopwatch, Timings
 from gruppo.trainer.resuming import Resuming
+from gruppo.trainer.sampling import RolloutUnderWay
 from gruppo.trainer.stopping import Stopper
 from gruppo.trainer.unused import Parts, check_unused
 from gruppo.types import TrainBatch
@@ -90,12 +91,12 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         tools: Any = None,
         environment_factory: Any = None,
     ):
-        setup.reject_unused_hooks(self)
+        hooks.reject_unused_hooks(self)
         if args is None:
             name = model if isinstance(model, str) else loading.model_name(model)
             args = self.config_class(f"{name.rstrip('/').split('/')[-1] or 'model'}-{self.algorithm.upper()}")
-        setup.check_config(args, self.config_class)
-        setup.warn_combinations(args)
+        checks.check_config(args, self.config_class)
+        checks.warn_combinations(args)
         self.benchmarks = load_benchmarks(args, eval_dataset)  # before the model, which takes longer
         self.toolset = tooling.make_toolset(tools, environment_factory, args)
         self.tools = [] if self.toolset is None else self.toolset.functions
@@ -105,20 +106,20 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         processing = loading.load_processing_class(processing_class, policy, args)
         tokenizer = inner_tokenizer(processing)
         self.eos_token_ids = loading.stop_token_ids(policy, tokenizer)
-        policy = setup.prepare_policy(policy, tokenizer, peft_config, args)
+        policy = preparing.prepare_policy(policy, tokenizer, peft_config, args)
         rewards = resolve_rewards(
             *tooling.with_environment_rewards(
                 self.toolset, reward_funcs, reward_processing_classes, args.reward_weights
             ),
             trust_remote_code=args.trust_remote_code,
         )
-        self.prompt_encoder = setup.make_prompt_encoder(self.toolset, policy, processing, args)
+        self.prompt_encoder = preparing.make_prompt_encoder(self.toolset, policy, processing, args)
         if rollout_func is not None and args.max_prompt_length is not None:
             raise ConfigError("max_prompt_length has no effect with rollout_func, which renders the prompts itself.")
         train_dataset = tooling.rows_of_environment(self.toolset, args) if train_dataset is None else train_dataset
         for dataset in (train_dataset, eval_dataset):
             tooling.check_rows(self.toolset, dataset)
-        setup.check_datasets(train_dataset, eval_dataset, args, self.prompt_encoder, rollout_func)
+        checks.check_datasets(train_dataset, eval_dataset, args, self.prompt_encoder, rollout_func)
         super().__init__(
             model=policy,
             args=args,
@@ -139,7 +140,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         """Everything that needs the accelerator, which exists once Trainer is initialised."""
         args = self.args
         self.sharding = spreading.find_sharding(self)
-        setup.recompute_by_default(self)
+        preparing.recompute_by_default(self)
         self.model.add_model_tags(["gruppo", self.algorithm])
         self._changed: dict[str, float] = {}
         self.recipe = self.make_recipe()
@@ -162,9 +163,9 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         check_unused(
             args, Parts(self.toolset is not None, self.reward_runner.has_workers, self.reward_runner.has_async)
         )
-        self._extra_columns, self._extra_metrics = {}, {}
         self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
-        self.packed = setup.packed_policy(self)
+        checks.check_router_loss(self)
+        self.packed = packing.packed_policy(self)
         self.ref_model = spreading.make_reference(self)
         self._make_sampler(rollout_func)
         if self.benchmarks is not None:
@@ -185,7 +186,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         set_seed(args.seed, device_specific=True)  # processes sample different completions
 
     def _make_sampler(self, rollout_func: Any) -> None:
-        args = self.args
+        args, self._under_way = self.args, RolloutUnderWay()
         if rollout_func is None:
             self.custom_rollout = None
         else:
@@ -210,7 +211,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             images=self.prompt_encoder.takes_images,
         )
         if rollout_func is None or self.toolset is not None:
-            setup.warn_biased_sampling(self)
+            checks.warn_biased_sampling(self)
         self.backend.pause = self.stopper.check
         self.backend.clock = lambda: self.state.global_step
         self.tool_loop = self._make_tool_loop()
@@ -220,7 +221,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.record_event("audit", check=finding.check, message=finding.message, values=finding.values)
 
     def make_recipe(self) -> Recipe:
-        """The row of the recipe table that the config describes."""
+        """The choices that the config makes in the columns of the recipe table."""
         return recipe_of(self.args)
 
     def make_loss_settings(self) -> LossSettings:
@@ -270,13 +271,13 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._load_rng_state(self._random_state_due)  # a loader that skips may have drawn a number
         with self.stopper.abandonable():
             batches = [self._next_micro_batch(step, i) for i, step in enumerate(steps)]
-        size = self.update_size(batches) if batches else None
         self._batches_at_hand, self._loss_at_hand, self._remembered = batches, 0.0, ()
-        if size is not None:
-            self._size = size
+        size = None
+        if batches:
+            rows = [TrainBatch.from_dict(batch) for batch in batches]
+            self._size = size = self.update_size(rows)
             self._balance_update(batches, size)
-        if size is not None and self.packed is not None:
-            batches = self.as_update(batches, size)
+            batches = batches if self.packed is None else self.as_update(rows, size)
         self._update_seconds += time.perf_counter() - start
         return batches, size
 
@@ -308,10 +309,6 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._count_slices(whole, slices)
         return slices
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Hook: rows to the dict of tensors that the loss reads."""
-        return self.collect(inputs).to_dict()
-
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         start = time.perf_counter()
         with self.stopper.abandonable():
@@ -333,6 +330,12 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         if "update" in inputs:
             return self.run_update(model, inputs["update"])
         return torch.zeros((), device=self.accelerator.device)  # the update's work is done in its last micro-step
+
+    # ---- a hook of TRL's trainers: name and shapes are theirs
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Hook: rows to the dict of tensors that the loss reads."""
+        return self.collect(inputs).to_dict()
 
     # ---- evaluation
 

@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from gruppo.algo import masks, objectives
-from gruppo.algo.advantages import sum_of_normalized
 from gruppo.config.grpo import GRPOConfig
 from gruppo.trainer.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
@@ -63,11 +62,6 @@ class GRPOTrainer(PolicyTrainer):
             tools,
             environment_factory,
         )
-
-    def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
-        if self.args.multi_objective_aggregation == "normalize_then_sum":
-            return sum_of_normalized(rewards_NR, self.reward_weights, group_size)
-        return super().compared_rewards(rewards_NR, group_size)
 
     # ---- formulas that subclasses call by these names
 

@@ -23,6 +23,10 @@ class Overlapping(Sampling):
     _ahead: InFlight | None = None  # asked for, and not yet trained on
     _batches_at_hand: Sequence[dict[str, Any]] = ()  # of the update under way, as they were cut
 
+    def _rows_at_hand(self) -> list[TrainBatch]:
+        """The micro-batches of the update under way, less what a subclass has put into them."""
+        return [TrainBatch.from_dict(batch) for batch in self._batches_at_hand if "completion_mask" in batch]
+
     # ---- weights
 
     def _refresh_sampler(self) -> None:
@@ -77,7 +81,7 @@ class Overlapping(Sampling):
     def _draw(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """What was asked for ahead, if it is what is asked for now; else the backend's, from the weights of now."""
         flight = self._ahead
-        if flight is None or self.mode != "train" or self._place is None or self._attempt:
+        if flight is None or self.mode != "train" or self._place is None or self._under_way.attempt:
             return super()._draw(requests)
         flight.settle(self.backend.pause)
         self._ahead = None
@@ -94,7 +98,7 @@ class Overlapping(Sampling):
             )
             return super()._draw(requests)
         self._check_age(flight)
-        self._seconds_ahead += flight.seconds
+        self._under_way.seconds_ahead += flight.seconds
         return [replace(completion, sampled_at=flight.sampled_at) for completion in completions]
 
     def _check_age(self, flight: InFlight) -> None:
@@ -116,8 +120,8 @@ class Overlapping(Sampling):
         """Whether rows of the update were sampled from weights before those that scored them."""
         if not self.args.async_rollouts:
             return False
-        batches = [TrainBatch.from_dict(batch) for batch in self._batches_at_hand if "completion_mask" in batch]
-        older = [b.sampled_at < b.scored_at for b in batches if b.sampled_at is not None and b.scored_at is not None]
+        rows = self._rows_at_hand()
+        older = [b.sampled_at < b.scored_at for b in rows if b.sampled_at is not None and b.scored_at is not None]
         return any_process(self.accelerator, any(bool(part.any()) for part in older))
 
     def _drop_ahead(self) -> None:

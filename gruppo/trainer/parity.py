@@ -88,7 +88,7 @@ class ParityReport:
     rows: int
     tokens: int
     dtype: str
-    reference: str  # what errors are measured against: a type, or the slow path
+    reference: str  # what errors are measured against: a type, or the padded reference path
     culprit: str | None = None
     switch: str | None = None  # the config fields that turn the culprit off
     engine_difference: float | None = None  # mean |difference| of the engine's log-probs and the slow twin's
@@ -99,7 +99,7 @@ class ParityReport:
 
     def table(self) -> Table:
         title = f"Parity: {self.rows} rows, {self.tokens} tokens in {self.dtype}, errors against {self.reference}"
-        table = Table("", "fast path", "slow path", "allowed", "", title=title)
+        table = Table("", "fast path", "padded reference", "allowed", "", title=title)
         for line in self.comparisons:
             verdict = "[green]ok" if line.ok else "[red]too far"
             table.add_row(line.what, f"{line.fast:.2g}", f"{line.slow:.2g}", f"{line.limit:.2g}", verdict)
@@ -117,8 +117,8 @@ def enforce(report: ParityReport) -> None:
         return
     found = "; ".join(str(comparison) for comparison in report.comparisons if not comparison.ok)
     raise ParityError(
-        f"The fast path differs from the slow one by more than rounding: {found} ({report.tokens} tokens of "
-        f"{report.rows} rows in {report.dtype}, against {report.reference}). At fault: {report.culprit}. Set "
+        f"The fast path differs from the padded reference path by more than rounding: {found} ({report.tokens} tokens "
+        f"of {report.rows} rows in {report.dtype}, against {report.reference}). At fault: {report.culprit}. Set "
         f"{report.switch} to go on without."
     )
 
@@ -141,7 +141,7 @@ def check_parity(
     name = str(dtype).removeprefix("torch.") + (" autocast" if packed.autocast_dtype else "")
     sample = _choose(batch, rows)
     if sample is None:
-        return ParityReport((), 0, 0, name, "slow path")
+        return ParityReport((), 0, 0, name, "padded reference path")
     case, wide = _Case(sample, temperature, entropy_gradient), _WIDER.get(dtype)
     with _unnoticed(model), swapped(_autocast(model, packed.autocast_dtype)):
         exact = None if wide is None else _run_reference(model, case, wide)
@@ -161,7 +161,7 @@ def check_parity(
         rows=len(sample),
         tokens=len(slow.logps),
         dtype=name,
-        reference="slow path" if exact is None else str(wide).removeprefix("torch."),
+        reference="padded reference path" if exact is None else str(wide).removeprefix("torch."),
         culprit=" and ".join(culprit for culprit, _ in faults) or None,
         switch=" and ".join(switch for _, switch in faults) or None,
         engine_difference=engine_difference,

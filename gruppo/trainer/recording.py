@@ -8,12 +8,12 @@ from torch import Tensor
 
 from gruppo.rewards.outcomes import Kind
 from gruppo.runs.rollouts import RolloutRow, prompt_id
-from gruppo.trainer.resampling import Scored
+from gruppo.trainer.resampling import Generation
 from gruppo.types import Completion, Rollout, TrainBatch
 
 
 def recorded_rows(
-    generation: Scored,
+    generation: Generation,
     batch: TrainBatch,
     rewards_N: Tensor,
     reward_names: Sequence[str],
@@ -39,7 +39,7 @@ def recorded_rows(
 
 
 def _row(
-    part: Scored,
+    part: Generation,
     i: int,
     rewards: Sequence[float],
     kinds: Sequence[int],

@@ -58,7 +58,7 @@ class Remembering(RouterLoss):
         if self.recorder is None or self.args.record != "all":
             return
         start = time.perf_counter()
-        batches = [TrainBatch.from_dict(batch) for batch in self._batches_at_hand if "completion_mask" in batch]
+        batches = self._rows_at_hand()
         rows = None
         if batches and all(batch.generation is not None and batch.place is not None for batch in batches):
             settings, size = self.loss_settings, self._size

@@ -19,7 +19,7 @@ from gruppo.types import Rollout
 
 
 @dataclass
-class Scored:
+class Generation:
     """Rollouts and their rewards: those of a generation, or of one round of replacements.
 
     Rows of all processes (N) are in group order. A process knows the rollouts and columns of its own rows only, which
@@ -38,14 +38,14 @@ class Scored:
     own_N: Sequence[int] = ()  # where they are among the rows
     indices: Sequence[int | None] = ()  # of their prompts in the dataset
     rounds: Sequence[int] = ()  # of replacements that put them there
-    replaced: list["Scored"] = field(default_factory=list)  # what was replaced, by round
+    replaced: list["Generation"] = field(default_factory=list)  # what was replaced, by round
 
     @property
     def counted_kinds_NR(self) -> Tensor:
         """Kinds of all rows, replaced ones too: they were asked for."""
         return torch.cat([self.kinds_NR, *(earlier.kinds_NR for earlier in self.replaced)])
 
-    def replace(self, groups: Sequence[int], own_rows: Sequence[int], by: "Scored", group_size: int) -> None:
+    def replace(self, groups: Sequence[int], own_rows: Sequence[int], by: "Generation", group_size: int) -> None:
         """Put another round in the place of these groups, of which this process has these of its rows.
 
         What says something about rows (rewards, columns) is replaced; what counts the work done is added.
@@ -70,7 +70,7 @@ class Scored:
         for name, values in by.metrics.items():
             self.metrics[name] = [*self.metrics.get(name, []), *values]
 
-    def _part(self, rows_N: Tensor, own_rows: Sequence[int]) -> "Scored":
+    def _part(self, rows_N: Tensor, own_rows: Sequence[int]) -> "Generation":
         """What is known of some rows, before others take their places."""
 
         def own(values: Sequence[Any]) -> list[Any]:
@@ -78,7 +78,7 @@ class Scored:
 
         where = {place: i for i, place in enumerate(rows_N.tolist())}
 
-        return Scored(
+        return Generation(
             rollouts=own(self.rollouts),
             rewards_NR=self.rewards_NR[rows_N],
             lengths_NC=self.lengths_NC[:0],
@@ -108,7 +108,7 @@ def groups_without_spread(rewards_N: Tensor, group_size: int) -> list[int]:
     return [int(group) for group in std_P.isclose(torch.zeros_like(std_P)).nonzero()[:, 0].tolist()]
 
 
-def resampling_metrics(generation: Scored, left: int, weights_R: Tensor, group_size: int) -> dict[str, float]:
+def resampling_metrics(generation: Generation, left: int, weights_R: Tensor, group_size: int) -> dict[str, float]:
     """What the replacements of a generation came to; `left` groups without spread were kept."""
     groups, sampled = len(generation.rewards_NR) // group_size, len(generation.lengths_NC) // group_size
     metrics = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,33 @@ from gruppo.rewards.outcomes import Steps
 from gruppo.rewards.resolve import function_name, is_reward_model, unique_names
 from gruppo.rewards.runner import RewardInputs, RewardRunner, RewardSettings, Scores
 from gruppo.trainer.breaker import RewardBreaker, RewardCounts, kinds_from_values
+from gruppo.trainer.logprobs import LogProbs
 from gruppo.trainer.metrics import gather_rows, raised_together
-from gruppo.trainer.scoring import Scoring
 from gruppo.trainer.spreading import prepare_reward_model
 from gruppo.types import Rollout
 
 
-class Rewarding(Scoring):
+@dataclass
+class Notes:
+    """What rewards say beside their numbers, which are all that TRL's hook `_calculate_rewards` can return."""
+
+    completions: int = 0  # that they are asked about, on this process
+    kinds_NR: Tensor | None = None  # of all processes; codes of `Kind`
+    steps: list[list[Steps | None]] | None = None  # per completion and reward
+    columns: dict[str, list[Any]] = field(default_factory=dict)  # `log_extra`
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # `log_metric`
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """Rewards of all processes, in group order (N, R), and what was said beside them."""
+
+    values_NR: Tensor  # NaN where a reward abstained or failed
+    kinds_NR: Tensor
+    notes: Notes
+
+
+class Rewarding(LogProbs):
     """The part of the trainer that asks the rewards."""
 
     reward_processing_classes: list[Any]
@@ -29,15 +50,13 @@ class Rewarding(Scoring):
     reward_weights: Tensor
     reward_counts: RewardCounts
     reward_breaker: RewardBreaker
-    _reward_kinds_NR: Tensor | None = None  # of the rows scored last, of all processes; codes of `Kind`
-    _reward_steps: list[list[Steps | None]] | None = None  # of this process's rows, per reward
-    _extra_columns: dict[str, list[Any]]
-    _extra_metrics: dict[str, list[float]]
+    _notes: Notes  # of the call of `reward` under way
 
     def _make_rewards(self, rewards: tuple[list[Any], list[Any], Tensor]) -> None:
         """The runner, and what watches it."""
         args = self.args
         functions, self.reward_processing_classes, weights = rewards
+        self._notes = Notes()
         self.reward_func_names = unique_names([function_name(f) for f in functions])
         self.reward_weights = weights.to(self.accelerator.device)
         self.reward_runner = RewardRunner(
@@ -65,12 +84,9 @@ class Rewarding(Scoring):
         self.reward_breaker = RewardBreaker(args.max_reward_failure_rate)
         self.add_callback(self.reward_breaker)
 
-    def reward(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Rewards (N, R) of all processes, in group order."""
-        self._extra_columns = {}
-        self._extra_metrics = {}
-        self._rows_scored = len(rollouts)
-        self._reward_kinds_NR, self._reward_steps = None, None
+    def reward(self, rollouts: Sequence[Rollout]) -> Rewarded:
+        """What the rewards say of rollouts."""
+        notes = self._notes = Notes(len(rollouts))
         rewards_NR = self._calculate_rewards(
             # Copies: rows of a group share theirs, and a reward may change what it gets.
             [{**copy_of(dict(rollout.prompt.row)), **rollout.extra} for rollout in rollouts],
@@ -78,11 +94,12 @@ class Rewarding(Scoring):
             [copy_of(rollout.output) for rollout in rollouts],
             [list(rollout.completion.ids) for rollout in rollouts],
         )
-        if self._reward_kinds_NR is None or self._reward_kinds_NR.shape != rewards_NR.shape:
-            self._reward_kinds_NR = kinds_from_values(rewards_NR)  # a subclass has rewards of its own
+        kinds_NR = notes.kinds_NR
+        if kinds_NR is None or kinds_NR.shape != rewards_NR.shape:
+            kinds_NR = kinds_from_values(rewards_NR)  # a subclass has rewards of its own
         if self.mode == "train":
-            self._raise_if_hopeless(self._reward_kinds_NR, rollouts)
-        return rewards_NR
+            self._raise_if_hopeless(kinds_NR, rollouts)
+        return Rewarded(rewards_NR, kinds_NR, notes)
 
     def _raise_if_hopeless(self, kinds_NR: Tensor, rollouts: Sequence[Rollout]) -> None:
         """The end of a run in whose first generation a reward failed everywhere; all processes know, and agree."""
@@ -94,9 +111,11 @@ class Rewarding(Scoring):
         raise RewardError(
             f"There is nothing to learn from: the reward '{name}' failed on all {len(kinds_NR)} completions of the "
             f"first generation. {self.reward_runner.latest_failures.get(name, '')}\n"
-            f"Completions of these prompts are {form}. Mend the reward: gruppo.check_reward(fn, rows) tries one "
+            f"Completions of these prompts are {form}. Fix the reward: gruppo.check_reward(fn, rows) tries one "
             "without a run. max_reward_failure_rate=None goes on whatever rewards do."
         )
+
+    # ---- a hook of TRL's trainers: name and shapes are theirs
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
@@ -115,25 +134,30 @@ class Rewarding(Scoring):
                 )
             else:
                 self.reward_runner.keep_up()
-        self._reward_steps = scores.steps
+        self._notes.steps = scores.steps
         # No process tells another that a reward failed: it is part of what all of them gather.
-        self._reward_kinds_NR = gather_rows(self.accelerator, scores.kinds_BR)
+        self._notes.kinds_NR = gather_rows(self.accelerator, scores.kinds_BR)
         return gather_rows(self.accelerator, scores.values_BR)
+
+    # ---- what rewards may call
 
     def _log_completion_extra(self, column: str, values: Sequence[Any]) -> None:
         """Given to reward functions as `log_extra`: a further column of the completions table."""
         values = list(values)
         if column in ("step", "prompt", "completion", "advantage", *self.reward_func_names):
             raise RewardError(f"log_extra({column!r}): the table of completions has a column of that name already.")
-        if len(values) != self._rows_scored:
+        if len(values) != self._notes.completions:
             raise RewardError(
-                f"log_extra({column!r}) got {len(values)} values for {self._rows_scored} completions; pass one each."
+                f"log_extra({column!r}) got {len(values)} values for {self._notes.completions} completions; pass one "
+                "each."
             )
-        self._extra_columns[column] = values
+        self._notes.columns[column] = values
 
     def _log_metric(self, name: str, value: float) -> None:
         """Given to reward functions as `log_metric`: a further metric, averaged over processes."""
-        self._extra_metrics.setdefault(name, []).append(float(value))
+        self._notes.metrics.setdefault(name, []).append(float(value))
+
+    # ---- the end
 
     def _raise_if_rewards_failed(self) -> None:
         """The end of a run that the breaker stopped, or would have."""

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from gruppo.config.rloo import RLOOConfig
 from gruppo.trainer.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
@@ -53,7 +51,3 @@ class RLOOTrainer(PolicyTrainer):
             tools=tools,
             environment_factory=environment_factory,
         )
-
-    def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
-        rewards_N, clip = super().compared_rewards(rewards_NR, group_size), self.args.reward_clip_range
-        return rewards_N if clip is None else rewards_N.clamp(clip[0], clip[1])

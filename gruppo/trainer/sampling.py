@@ -3,8 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,11 +29,28 @@ from gruppo.types import Completion, Message, Prompt, Rollout, SampleRequest, St
 Row = Mapping[str, Any]
 
 
-class Sampling(Rewarding):
-    """The part of the trainer that samples.
+@dataclass
+class RolloutUnderWay:
+    """The rollout under way, or the last one: what its steps tell each other past hooks, whose signatures are TRL's.
 
-    Methods with a leading underscore keep names and shapes that subclasses of TRL's trainers override.
+    The random numbers of a completion follow from the place of its generation in the run (`Sampling._place`), which a
+    resumed run knows as well, from the row's place in the batch of all processes, the round of replacements that put
+    it there, the turn, if it is not the first, and from which time it is that a hook asks for it, if it asks again.
     """
+
+    own_rows: Sequence[int] = ()  # their places in the batch of all processes
+    attempt: int = 0  # the round of replacements
+    turn: Turn | None = None
+    requests_made: int = 0
+    prompts: Sequence[Prompt] = ()
+    asked: bool = False  # whether it has come to the backend
+    seconds_ahead: float = 0.0  # that it took if it was asked for before
+    work: Mapping[str, Any] = field(default_factory=dict)  # what the backend computed, for the ledger
+    tool_counts: Mapping[str, float] = field(default_factory=dict)  # what tools did, on all processes
+
+
+class Sampling(Rewarding):
+    """The part of the trainer that samples."""
 
     prompt_encoder: PromptEncoder
     backend: RolloutBackend
@@ -44,18 +60,9 @@ class Sampling(Rewarding):
     eos_token_ids: list[int]
     ledger: Ledger
     environments: Sequence[Any] | None = None  # those of the latest rollouts
-    # The random numbers of a generation follow from its place in the run, which a resumed run knows as well, …
     _place: tuple[int, ...] | None = None  # run, epoch and generation; evaluation: update, set and batch
     _asked_elsewhere = 0  # rollouts outside of both, a callback's, say
-    _own_rows: Sequence[int] = ()  # … from a row's place in the batch of all processes, …
-    _attempt = 0  # … from the round of replacements that put it there, …
-    _turn: Turn | None = None  # … from the turn, if it is not the first, …
-    _asked = False  # whether the rollout under way has come to the backend
-    _requests_made = 0  # … and, where a hook asks several times, from which time it is
-    _seconds_ahead = 0.0  # that these rollouts took if they were asked for before
-    _work: Mapping[str, Any] = MappingProxyType({})  # what the backend computed for these rollouts, for the ledger
-    _tool_counts: Mapping[str, float] = MappingProxyType({})  # what tools did for these rollouts, on all processes
-    _prompts: Sequence[Prompt] = ()  # of the rollout under way
+    _under_way: RolloutUnderWay
 
     @property
     def group_size(self) -> int:
@@ -70,10 +77,9 @@ class Sampling(Rewarding):
         if not self.prompt_encoder.takes_images:
             for row in rows:
                 reject_images(row)
+        under_way = self._under_way = RolloutUnderWay(attempt=attempt)
         if self.custom_rollout is None or self.tool_loop is not None:
-            self._own_rows = self._rows_in_batch(len(rows)) if places is None else places
-        self._attempt, self._requests_made, self._turn, self._work, self._asked = attempt, 0, None, {}, False
-        self._tool_counts, self._seconds_ahead = {}, 0.0
+            under_way.own_rows = self._rows_in_batch(len(rows)) if places is None else places
         self._asked_elsewhere += self._place is None
         start = time.perf_counter()
         started = Started(rows) if self.toolset is None else self.toolset.start(rows, self.mode)
@@ -85,9 +91,9 @@ class Sampling(Rewarding):
                 outputs = decode(self._tokenizer, prompts, ids, self.eos_token_ids)
             else:
                 completions, outputs = self._use_tools(self.tool_loop, prompts, completions, started)
-        if self._asked:
+        if under_way.asked:
             self.metrics.add(self.mode, self.backend.metrics())
-        self._note_sampling(prompts, completions, self._seconds_ahead or time.perf_counter() - start)
+        self._note_sampling(prompts, completions, under_way.seconds_ahead or time.perf_counter() - start)
         self.environments = started.environments or None
         return [
             Rollout(prompt, completions[i], outputs[i], {**extras[i], **started.extra(i)})
@@ -112,19 +118,20 @@ class Sampling(Rewarding):
                     "would be in the wrong places. Return those of processor.apply_chat_template(prompt, "
                     "add_generation_prompt=True, tokenize=True)."
                 )
-            self._prompts = prompts
+            self._under_way.prompts = prompts
             return prompts, completions, extras
-        self._prompts = prompts = self.prompt_encoder(rows, tokenize=self._tokenize_prompts)
+        self._under_way.prompts = prompts = self.prompt_encoder(rows, tokenize=self._tokenize_prompts)
         return prompts, self._sample([list(prompt.ids) for prompt in prompts]), [{}] * len(rows)
 
     def _sample(self, prompt_ids: list[list[int]]) -> list[Completion]:
         """One completion per prompt, from the backend, or from the hook of a subclass that overrides it."""
-        prompts = self._prompts if self._turn is None else [self._prompts[row] for row in self._turn.rows]
+        turn, prompts = self._under_way.turn, self._under_way.prompts
+        prompts = prompts if turn is None else [prompts[row] for row in turn.rows]
         vision = [prompt.vision for prompt in prompts] if self.prompt_encoder.takes_images else None
         if type(self)._generate_single_turn is Sampling._generate_single_turn:
             return self._ask_backend(prompt_ids, vision)
         # In a later turn the prompts are no groups any more.
-        more: dict[str, Any] = {} if self._turn is None else {"num_generations": 1}
+        more: dict[str, Any] = {} if turn is None else {"num_generations": 1}
         if vision is not None:
             more |= {"images": [list(prompt.images) for prompt in prompts], "multimodal_fields": {"vision": vision}}
         ids, logps = self._generate_single_turn(prompt_ids, **more)
@@ -155,12 +162,13 @@ class Sampling(Rewarding):
                 "not pass their multimodal_fields on to super()."
             )
         requests = self._requests(prompt_ids, vision or [None] * len(prompt_ids))
-        self._requests_made, self._asked = self._requests_made + 1, True
+        under_way = self._under_way
+        under_way.requests_made, under_way.asked = under_way.requests_made + 1, True
         with self.timer(self.backend.timer):
             completions = self._draw(requests)
         work = self.backend.work([len(ids) for ids in prompt_ids], [len(c.ids) for c in completions])
-        earlier = {name: value for name, value in self._work.items() if not isinstance(value, bool)}
-        self._work = {name: value + earlier[name] if name in earlier else value for name, value in work.items()}
+        earlier = {name: value for name, value in under_way.work.items() if not isinstance(value, bool)}
+        under_way.work = {name: value + earlier[name] if name in earlier else value for name, value in work.items()}
         if self.backend.has_own_weights:
             return self._from_copy(completions)
         # Those of a backend that runs the policy itself are its `plain_logps`, for the metrics and for reuse as old
@@ -190,10 +198,10 @@ class Sampling(Rewarding):
         ]
 
     def _requests(self, prompt_ids: list[list[int]], vision: Sequence[Any]) -> list[SampleRequest]:
-        place = self._place or (2**63, self._asked_elsewhere)
-        key = self._noise_of(place, (self.mode == "eval") + 2 * self._attempt, self._requests_made)
-        turn, size = self._turn, self.group_size
-        rows = self._own_rows if turn is None else [self._own_rows[row] for row in turn.rows]
+        place, under_way = self._place or (2**63, self._asked_elsewhere), self._under_way
+        key = self._noise_of(place, (self.mode == "eval") + 2 * under_way.attempt, under_way.requests_made)
+        turn, size = under_way.turn, self.group_size
+        rows = under_way.own_rows if turn is None else [under_way.own_rows[row] for row in turn.rows]
         limits: Sequence[int | None] = [None] * len(prompt_ids) if turn is None else turn.limits
         if len(prompt_ids) != len(rows):  # a hook asks for rows of its own choice
             key, rows = [*key, self.accelerator.process_index], range(len(prompt_ids))
@@ -227,6 +235,8 @@ class Sampling(Rewarding):
             return StopReason.STOP_STRING if any(string in text for string in strings) else StopReason.LENGTH
         return StopReason.LENGTH
 
+    # ---- hooks of TRL's trainers: names and shapes are theirs
+
     def _tokenize_prompts(self, prompts: list[Any], tools: Any = None) -> Encoded:
         """Hook: token ids of prompts, images and multimodal fields; without a processor None and none.
 
@@ -249,13 +259,15 @@ class Sampling(Rewarding):
         logps = [list(c.logps or [None] * len(c.ids)) for c in completions] if self.backend.has_own_weights else None
         return [list(completion.ids) for completion in completions], logps
 
+    # ---- the ledger
+
     def _note_sampling(self, prompts: Sequence[Prompt], completions: Sequence[Completion], seconds: float) -> None:
         """Enter a rollout in the ledger."""
         if self.mode != "train":
             return
         prompt_tokens = [len(prompt.ids) for prompt in prompts]
         lengths = [len(c.ids) if c.model_mask is None else sum(c.model_mask) for c in completions]
-        self.ledger.sampled(prompts=prompt_tokens, completions=lengths, seconds=seconds, **self._work)
+        self.ledger.sampled(prompts=prompt_tokens, completions=lengths, seconds=seconds, **self._under_way.work)
 
     # ---- tools
 
@@ -308,12 +320,12 @@ class Sampling(Rewarding):
         ]
         with self.presence.during("running tools"):
             loop.run(episodes, self._next_turn)
-        self._turn = None
-        self._tool_counts = self._count_tools(loop, episodes)
+        self._under_way.turn = None
+        self._under_way.tool_counts = self._count_tools(loop, episodes)
         return [episode.completion for episode in episodes], [episode.messages for episode in episodes]
 
     def _next_turn(self, turn: Turn) -> list[Completion]:
-        self._turn, self._requests_made = turn, 0
+        self._under_way.turn, self._under_way.requests_made = turn, 0
         with self.presence.during("sampling"):
             return self._sample(turn.prompt_ids)
 
@@ -346,5 +358,4 @@ class Sampling(Rewarding):
                 f"The reset of {int(failed_N.sum())} of {len(failed_N)} environments failed, {said} With "
                 "reward_on_error='abstain' their completions are left out instead."
             ) from error
-        self._tool_counts = {**self._tool_counts, "resets": len(failed_N), "failed_resets": int(failed_N.sum())}
         return failed_N

@@ -32,12 +32,25 @@ class Needs:
 ENTROPY = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
+
+
+def loss_type(args: Any) -> str:
+    """Of GRPO; RLOO has one loss, which is clipped."""
+    return str(getattr(args, "loss_type", "grpo"))
+
+
 TABLE = (
     Needs(VESPO, lambda args, parts: args.loss_type == "vespo", "only loss_type='vespo' reads it"),
     Needs(
         ("sapo_temperature_neg", "sapo_temperature_pos"),
         lambda args, parts: args.loss_type == "sapo",
         "only loss_type='sapo' reads it",
+    ),
+    Needs(("epsilon",), lambda args, parts: loss_type(args) in CLIPPED, "this loss_type has no lower clip"),
+    Needs(
+        ("epsilon_high",),
+        lambda args, parts: loss_type(args) in (*CLIPPED, "cispo"),
+        "this loss_type has no upper clip",
     ),
     Needs(("delta",), lambda args, parts: args.loss_type in CLIPPED, "this loss_type does not clip two-sidedly"),
     Needs(ENTROPY, lambda args, parts: args.use_adaptive_entropy, "use_adaptive_entropy is off"),

@@ -30,10 +30,10 @@ from gruppo.policy.inplace import without_collection
 from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.unwrap import inner_model, is_noisy
 from gruppo.trainer.balancing import Work, exchange_rows, straggler_report
+from gruppo.trainer.logprobs import LogpsAndLoss
 from gruppo.trainer.metrics import any_process, gather_rows, value_stat
 from gruppo.trainer.profiling import Stopwatch
 from gruppo.trainer.remembering import Remembering
-from gruppo.trainer.scoring import ScoresAndLoss
 from gruppo.trainer.update_rows import Update, enter_padded
 from gruppo.types import TrainBatch
 
@@ -62,14 +62,13 @@ class Updating(Remembering):
         """The share of tokens, those of the highest entropy, that the loss keeps; RLOO keeps all."""
         return float(getattr(self.args, "top_entropy_quantile", 1.0))
 
-    def update_size(self, batches: Sequence[dict[str, Any]]) -> UpdateSize:
+    def update_size(self, batches: Sequence[TrainBatch]) -> UpdateSize:
         """Rows, loss tokens and micro-batches over all processes."""
-        parsed = [TrainBatch.from_dict(batch) for batch in batches]
         local = torch.stack(
             [
-                torch.tensor(float(sum(len(batch) for batch in parsed)), device=self.accelerator.device),
-                torch.stack([batch.loss_mask_BT.sum() for batch in parsed]).sum().float(),
-                torch.tensor(float(len(parsed)), device=self.accelerator.device),
+                torch.tensor(float(sum(len(batch) for batch in batches)), device=self.accelerator.device),
+                torch.stack([batch.loss_mask_BT.sum() for batch in batches]).sum().float(),
+                torch.tensor(float(len(batches)), device=self.accelerator.device),
             ]
         )
         rows, tokens, micro_batches = self.accelerator.reduce(local.double(), reduction="sum").tolist()
@@ -77,14 +76,12 @@ class Updating(Remembering):
 
     # ---- packed rows
 
-    def as_update(self, batches: Sequence[dict[str, Any]], size: UpdateSize) -> list[dict[str, Any]]:
+    def as_update(self, batches: Sequence[TrainBatch], size: UpdateSize) -> list[dict[str, Any]]:
         """The same number of micro-steps, with all the work in the last: there gradients are agreed on.
 
         The cut into micro-batches, which hooks of subclasses see, is undone here: packs have nothing to do with it.
         """
-        self._size = size
-        update = Update.of([TrainBatch.from_dict(batch) for batch in batches], size)
-        return [{} for _ in batches[1:]] + [{"update": update}]
+        return [{} for _ in batches[1:]] + [{"update": Update.of(batches, size)}]
 
     def run_update(self, model: nn.Module, update: Update) -> Tensor:
         """Forward and backward of every pack; the loss (0-d).
@@ -97,7 +94,8 @@ class Updating(Remembering):
         if isinstance(model, DistributedDataParallel):
             # A decoder's buffers are constants, and a process that repeats a forward pass would send them alone.
             model.broadcast_buffers = False
-        work = exchange_rows(self, update, self._moving_rows(update))
+        moving = self._moving_rows(update)
+        work = exchange_rows(self, update, moving)
         while True:
             self._sending_gradients = False
             try:
@@ -105,7 +103,7 @@ class Updating(Remembering):
                 update.routing.clear()
                 busy = self.presence.during("updating")
                 with self.packed.active(model), without_collection(), self.timer("compute_loss"), busy:
-                    self._run_packs(model, update, work)
+                    self._run_packs(model, update, moving, work)
                 self._maybe_empty_cache()
                 if work is not None:
                     work.bring_home(self.accelerator)
@@ -116,12 +114,11 @@ class Updating(Remembering):
             self.planner.shrink()  # not in the handler: the traceback would keep what must be freed
             model.zero_grad()
 
-    def _run_packs(self, model: nn.Module, update: Update, work: Work | None = None) -> None:
+    def _run_packs(self, model: nn.Module, update: Update, moving: list[int], work: Work | None = None) -> None:
         share = not is_noisy(model, inner_model(model))
         packer = update.packer(share=share, whole=self.aux_loss_enabled)
         plan = self.planner.plan(update.batch)
-        moving = self._moving_rows(update)
-        self._score_skipped_rows(model, update, packer, plan)
+        self._run_skipped_rows(model, update, packer, plan)
         units = self._units(update, moving)
         if work is not None:
             update = work.run
@@ -134,7 +131,7 @@ class Updating(Remembering):
             if micro_batch is not None and most > 1:
                 # The threshold is that of the whole micro-batch: its entropies must be known before its loss is. The
                 # processes agree on it in the first pack's loss, however many packs each has. So it is with routers.
-                self._score_without_gradient(model, update, packs, micro_batch)
+                self._run_without_gradient(model, update, packs, micro_batch)
             for pack in packs:
                 self.stopper.check()
                 last = pack is packs[-1] and rows is units[-1][1]
@@ -162,7 +159,7 @@ class Updating(Remembering):
 
     def _pack_loss(self, model: nn.Module, pack: PackedRows, update: Update, micro_batch: int | None) -> Tensor:
         """One pack's share of the update's loss."""
-        scores, routing = self._scores_of(model, pack, entropy=True, entropy_gradient=self.entropy_control.enabled)
+        scores, routing = self._logps_of_pack(model, pack, entropy=True, entropy_gradient=self.entropy_control.enabled)
         logps_bT, entropy_bT = pack.padded(scores.logps), pack.padded(_required(scores.entropies))
         update.keep(pack, logps_bT, entropy_bT)
         if micro_batch is not None and update.thresholds[micro_batch] is None:
@@ -205,29 +202,29 @@ class Updating(Remembering):
             return has_loss_B
         return has_loss_B & ~batch.zero_advantage_B
 
-    def _score_skipped_rows(self, model: nn.Module, update: Update, packer: Packer, plan: UpdatePlan) -> None:
+    def _run_skipped_rows(self, model: nn.Module, update: Update, packer: Packer, plan: UpdatePlan) -> None:
         """Entropies of rows that are not run, for the metrics, where the sampler did not give them."""
         known = update.batch.engine_entropies is not None
         if known and not (self.sharding.spread and any_process(self.accelerator, not known)):
             return
         skipped_B = ~self._can_move(update.batch) & update.batch.loss_mask_BT.any(1)
         rows = [] if known else skipped_B.nonzero()[:, 0].tolist()
-        self._score_without_gradient(model, update, packer.packs(rows, plan.tokens, plan.group_tokens))
+        self._run_without_gradient(model, update, packer.packs(rows, plan.tokens, plan.group_tokens))
 
     @torch.no_grad()
-    def _score_without_gradient(
+    def _run_without_gradient(
         self, model: nn.Module, update: Update, packs: Sequence[PackedRows], micro_batch: int | None = None
     ) -> None:
         # Not through the wrapper: its forward may communicate, and not every process has such rows.
         bare, idle = self.accelerator.unwrap_model(model), self._most(len(packs)) - len(packs)
         for pack in packs:
-            scores, routing = self._scores_of(bare, pack, entropy=True)
+            scores, routing = self._logps_of_pack(bare, pack, entropy=True)
             update.add_routing(micro_batch, routing)
             update.keep(pack, pack.padded(scores.logps), pack.padded(_required(scores.entropies)))
         self._idle(bare, idle)
 
     def _note_update(self, update: Update, work: Work | None) -> Tensor:
-        """The metrics and the loss (0-d) of the update's nominal micro-batches, from the scores of the packs.
+        """The metrics and the loss (0-d) of the update's nominal micro-batches, from what the packs gave.
 
         Not the sum of the packs' losses: a row that is not run may have a share that has no gradient.
         """
@@ -253,14 +250,40 @@ class Updating(Remembering):
         """The micro-batch's share of the update's loss."""
         if return_outputs:
             raise ValueError("return_outputs=True is not supported: the loss comes from sampled completions.")
-        self._size = num_items_in_batch if isinstance(num_items_in_batch, UpdateSize) else self.update_size([inputs])
+        known = isinstance(num_items_in_batch, UpdateSize)
+        self._size = num_items_in_batch if known else self.update_size([TrainBatch.from_dict(inputs)])
         with self.timer("compute_loss"), self.presence.during("updating"):
             return self._compute_loss(model, inputs)
 
+    def _logps_for_loss(self, model: nn.Module, batch: TrainBatch) -> LogpsAndLoss:
+        """Log-probs and entropies of the micro-batch; rows that cannot move the update are run without a graph."""
+        if self.packed is not None and not torch.is_grad_enabled():
+            bare = self.accelerator.unwrap_model(model)
+            pack = self._whole_packs if self.aux_loss_enabled else self._packs
+            return self._with_memory(lambda: self._logps_of_packs(bare, batch, pack(batch) or [], entropy=True))
+        if self.aux_loss_enabled:
+            return self._logps_of(model, batch, compute_entropy=True, compute_aux_loss=True)
+        moving_B = self._can_move(batch)
+        moving_B[0] |= ~moving_B.any()
+        if moving_B.all() or not torch.is_grad_enabled() or self.sharding.spread:
+            return self._logps_of(model, batch, compute_entropy=True)
+        moving = self._logps_of(model, batch.rows(moving_B), compute_entropy=True)
+        with torch.no_grad():
+            # Not through the wrapper: its forward may communicate, and not every process has such rows.
+            bare = self.accelerator.unwrap_model(model)
+            still = self._logps_of(bare, batch.rows(~moving_B), compute_entropy=True)
+        back = torch.cat([moving_B.nonzero()[:, 0], (~moving_B).nonzero()[:, 0]]).argsort()
+        logps_BT, entropy_BT = (
+            torch.cat([_required(a), _required(b)])[back] for a, b in zip(moving[:2], still[:2], strict=True)
+        )
+        return logps_BT, entropy_BT, None
+
+    # ---- a hook of TRL's trainers: name and shapes are theirs
+
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Hook: the loss of one micro-batch, from the dict of tensors that scoring returned."""
+        """Hook: the loss of one micro-batch, from the dict of tensors that collecting returned."""
         batch = TrainBatch.from_dict(inputs)
-        logps_BT, entropy_BT, router_loss = self._score_for_loss(model, batch)
+        logps_BT, entropy_BT, router_loss = self._logps_for_loss(model, batch)
         entropy_BT = _required(entropy_BT)
         threshold = self._entropy_threshold(entropy_BT, batch.loss_mask_BT)
         output = self._policy_loss(batch, logps_BT, entropy_BT, threshold, self._size)
@@ -269,29 +292,6 @@ class Updating(Remembering):
             enter_padded(batch, self.ledger, self.state.global_step)
             self._remember(output.loss, logps_BT, entropy_BT, threshold)
         return self._with_router_loss(output.loss, router_loss) * self.accelerator.num_processes
-
-    def _score_for_loss(self, model: nn.Module, batch: TrainBatch) -> ScoresAndLoss:
-        """Log-probs and entropies of the micro-batch; rows that cannot move the update are run without a graph."""
-        if self.packed is not None and not torch.is_grad_enabled():
-            bare = self.accelerator.unwrap_model(model)
-            pack = self._whole_packs if self.aux_loss_enabled else self._packs
-            return self._with_memory(lambda: self._score_packs(bare, batch, pack(batch) or [], entropy=True))
-        if self.aux_loss_enabled:
-            return self._score(model, batch, compute_entropy=True, compute_aux_loss=True)
-        moving_B = self._can_move(batch)
-        moving_B[0] |= ~moving_B.any()
-        if moving_B.all() or not torch.is_grad_enabled() or self.sharding.spread:
-            return self._score(model, batch, compute_entropy=True)
-        moving = self._score(model, batch.rows(moving_B), compute_entropy=True)
-        with torch.no_grad():
-            # Not through the wrapper: its forward may communicate, and not every process has such rows.
-            bare = self.accelerator.unwrap_model(model)
-            still = self._score(bare, batch.rows(~moving_B), compute_entropy=True)
-        back = torch.cat([moving_B.nonzero()[:, 0], (~moving_B).nonzero()[:, 0]]).argsort()
-        logps_BT, entropy_BT = (
-            torch.cat([_required(a), _required(b)])[back] for a, b in zip(moving[:2], still[:2], strict=True)
-        )
-        return logps_BT, entropy_BT, None
 
     # ---- the loss and its statistics
 

@@ -165,14 +165,13 @@ class Watching(Updating):
             return {}
         values = self.metrics.values["train"]
         with self.audits.timed():
-            rows = self._rows_at_hand()
             facts = {
                 "grad_norm": self._grad_norm if math.isfinite(self._grad_norm) else None,
                 "learning_rate": self._get_learning_rate(),
                 "mean_length": _last(values.get("completions/mean_length")),
                 "allowed_age": self._allowed_age,
                 **self._means_at_hand,
-                **rows,
+                **self._moving_and_oldest_rows(),
             }
         self._batches_at_hand = ()
         parameters = list(self.model.parameters())
@@ -180,9 +179,9 @@ class Watching(Updating):
         increment_version([parameter for parameter in parameters if parameter.requires_grad])
         return self.audits.updated(parameters, **facts)
 
-    def _rows_at_hand(self) -> dict[str, Any]:
+    def _moving_and_oldest_rows(self) -> dict[str, Any]:
         """How many rows of the update must have a gradient, and how old the oldest are."""
-        batches = [TrainBatch.from_dict(batch) for batch in self._batches_at_hand if "completion_mask" in batch]
+        batches = self._rows_at_hand()
         moving = sum(self._must_move(batch).sum() for batch in batches)
         sampled = [batch.sampled_at.min() for batch in batches if batch.sampled_at is not None]
         oldest = int(torch.stack(sampled).min()) if sampled else self.state.global_step - 1

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.errors import DataError
-from gruppo.evaluation.compare import compare
+from gruppo.evaluation.compare import check_same_problems, compare
 from gruppo.evaluation.store import EvaluationFolder
-from gruppo.evaluation.types import Scored
+from gruppo.evaluation.types import GradedAttempt
 from gruppo.view.curves import finite
 
 __all__ = ["Evaluation", "compare_two"]
@@ -88,7 +88,7 @@ def _attempts(path: Path, benchmark: str, decoding: str, changed: int) -> dict[s
     return found
 
 
-def _attempt(scored: Scored) -> dict[str, Any]:
+def _attempt(scored: GradedAttempt) -> dict[str, Any]:
     attempt = scored.attempt
     return {
         "sample": attempt.sample,
@@ -108,6 +108,8 @@ def compare_two(first: Evaluation, second: Evaluation, benchmark: str, decoding:
     sides = [each.attempts(benchmark, decoding) for each in (first, second)]
     scores = [{problem: [float(a["correct"]) for a in attempts] for problem, attempts in s.items()} for s in sides]
     names = (first.name, second.name) if first.name != second.name else (str(first.path), str(second.path))
+    before, after = (each.folder.problems(benchmark, decoding) for each in (first, second))
+    check_same_problems(before, after, names=names)
     comparison = compare(scores[0], scores[1], names=names)
     shared = [problem for problem in scores[0] if problem in scores[1]]
     rates = {problem: [_mean(each[problem]) for each in scores] for problem in shared}

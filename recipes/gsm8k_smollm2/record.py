@@ -82,7 +82,7 @@ class Recorder(TrainerCallback):
     def built(self, model: Any) -> None:
         """The trainer is there: note how long that took, and which weights it begins with."""
         self.record["construct_seconds"] = round(time.perf_counter() - self._constructed, 2)
-        self.record["start_weights"] = weights_fingerprint(model)
+        self.record["start_weights"] = weights_fingerprint(model, adapters=False)
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()

@@ -8,6 +8,7 @@ from gruppo.algo.advantages import (
     frac_zero_std,
     leave_one_out,
     normalize_then_sum,
+    sum_of_normalized,
     sum_then_normalize,
 )
 from gruppo.algo.stats import nanstd
@@ -99,6 +100,13 @@ def test_unscorable_rows_and_a_group_with_one_scorable_row(make, first):
     out = make()
     torch.testing.assert_close(out.advantages_B, torch.tensor([*first, 0, 0, 0, 0, 0]), rtol=0, atol=6e-5)
     assert out.rewards_B.isnan().tolist() == [False, False, False, True, False, True, True, True]
+
+
+def test_what_rows_were_compared_by_is_known_before_the_kl_is_charged():
+    assert sum_then_normalize(R, ONES, 4, "group").compared_B is None, "by the raw sum"
+    clipped = leave_one_out(R, ONES, 4, clip_range=(0.5, 1.5), kl_penalty_B=KL).compared_B
+    assert clipped.tolist() == [1, 0.5, 1, 1.5, 1.5, 1.5, 1.5, 1.5]
+    assert normalize_then_sum(R, ONES, 4).compared_B.equal(sum_of_normalized(R, ONES, 4))
 
 
 def test_combine_rewards():

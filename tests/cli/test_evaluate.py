@@ -64,6 +64,26 @@ def test_a_model_and_a_comparison(place: Path, capsys: pytest.CaptureFixture[str
     assert "second" in shown
 
 
+def test_other_problems_under_the_same_ids_are_not_compared(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = ["--output-dir", str(tmp_path / "sums")]
+    assert run_eval(place, *shown) == 0
+    for name, change in (("same", 0), ("other", 1)):
+        rows = [json.loads(line) for line in (place / "demo.jsonl").read_text().splitlines()]
+        rows[3]["answer"] = int(rows[3]["answer"]) + change
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "demo.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        assert run_eval(place, "--data-dir", str(tmp_path / name), "--output-dir", str(tmp_path / f"eval-{name}")) == 0
+    capsys.readouterr()
+    assert main(["eval", "--compare", str(tmp_path / "sums"), str(tmp_path / "eval-same")]) == 0
+    assert "asked in the same way" in capsys.readouterr().out
+    assert main(["eval", "--compare", str(tmp_path / "sums"), str(tmp_path / "eval-other")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "1 of 12 problems with the same id are not the same. The first is demo/demo/3: sums has " in said.err
+
+
 def test_samples_alone_have_a_number_in_the_table(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_eval(place, "--output-dir", str(place / "sampled"), "--samples", "2", "--no-greedy") == 0
     lines = capsys.readouterr().out.splitlines()

@@ -1,7 +1,10 @@
 """`gruppo plan`: from files and from options, as tables and as numbers, and what it says to mistakes."""
 
 import json
+import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +61,7 @@ def test_the_tables_show_the_arithmetic(capsys: pytest.CaptureFixture[str], monk
         *(
             "update (the peak)",
             "8,376 tokens × 28 layers × 55,296 B",
-            "270,104 places × 28,672 B",
+            "270,104 slots × 28,672 B",
             "512 steps of 512 rows",
         ),
         *("of 139.8 (H200): fits; largest phase: update", "max_completion_length", "qwen2-14b"),
@@ -68,6 +71,40 @@ def test_the_tables_show_the_arithmetic(capsys: pytest.CaptureFixture[str], monk
     for name in ("program ", "weights ", "state of adamw_torch_fused "):
         assert sum(line.strip().startswith(name) for line in text.splitlines()) == 1, "what stays is told once"
     assert len(text.splitlines()) < 45
+
+
+def test_the_row_of_the_gaps_leads_from_the_peak_to_the_verdict(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert cli.main(["plan", *LARGE, "--dtype", "bfloat16"]) == 0
+    text = capsys.readouterr().out
+    size = {name: float(re.search(rf"^ *{re.escape(name)} +([\d.]+) ", text, re.MULTILINE)[1]) for name in (  # type: ignore[index]
+        "update (the peak)", "allocator gaps", "peak on the device",
+    )}  # fmt: skip
+    assert size["allocator gaps"] > 1
+    assert sum(size.values()) == pytest.approx(2 * size["peak on the device"], abs=0.02)
+    assert text.startswith(f"peak memory {size['peak on the device']:.1f} GiB")
+
+
+def test_a_batch_that_is_not_decoded_at_once_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe_of_1024 = [str(RECIPES / "grpo.yaml"), "--model", "qwen2-1.5b", "--device", "H100"]
+    (batch,) = [one for one in numbers(capsys, *recipe_of_1024)["largest"] if one["setting"] == "generation batch"]
+    assert batch["value"] < 1024
+    assert "this run's 1,024 fit too, but some of them wait for KV-cache slots" in batch["means"]
+    (batch,) = [one for one in numbers(capsys, *LARGE)["largest"] if one["setting"] == "generation batch"]
+    assert "wait" not in batch["means"], "512 are decoded at once"
+
+
+def test_a_missing_device_is_told_before_anything_large_is_loaded() -> None:
+    program = (
+        "import sys; from gruppo.cli import main; import torch; torch.cuda.is_available = lambda: False\n"
+        f"code = main(['plan', {str(RECIPES / 'grpo.yaml')!r}])\n"
+        "print(code, 'gruppo.config.grpo' in sys.modules, 'datasets' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False", "False"]
+    assert "say which one to plan for with --device" in done.stderr
 
 
 def test_fields_of_the_config_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig
 from gruppo.algo.recipes import LOSS_TYPES
 from tests.docs.blocks import ROOT
 
-PAGES = ("faq.md", "quickstart.md", "concepts.md", "five-minutes.md")
+PAGES = ("faq.md", "quickstart.md", "concepts.md", "five-minutes.md", "logging.md")
 # Names that belong to others: of data sets, of tokenizers and models, of the reader's own code.
 FOREIGN = {
     *(

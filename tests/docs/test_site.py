@@ -74,6 +74,8 @@ def test_the_readme_is_on_the_first_page(site: Path) -> None:
     page = (site / "index.html").read_text(encoding="utf-8")
     assert "held-out accuracy" in page
     assert "README:" not in page
+    assert page.count("Post-train language models with critic-free") == 1, "the repository's own words are left out"
+    assert '<h2 id="measured">' in page
     for command in ("gruppo train recipes/grpo.yaml", "gruppo view RUN", "gruppo replay RUN"):
         assert f"<td><code>{command}</code></td>" in page, "a row of the table of commands"
     assert 'href="repository/benchmarks/results/demo.json"' in page

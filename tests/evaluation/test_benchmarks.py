@@ -131,6 +131,19 @@ def test_what_is_not_there_is_said(spec: object, message: str) -> None:
         find_benchmark(spec)  # type: ignore[arg-type]
 
 
+def test_the_names_of_the_library_are_taken(tmp_path: Path) -> None:
+    easy = Benchmark("gsm8k", "My easy GSM8K", file="easy.jsonl", ladder=LADDERS["gsm8k"])
+    (tmp_path / "easy.py").write_text(
+        "from dataclasses import replace\nfrom gruppo.evaluation.benchmarks import BENCHMARKS\n"
+        "EASY = replace(BENCHMARKS['math'], file='easy.jsonl')\nSAME = replace(BENCHMARKS['math'])\n"
+    )
+    for spec, name in ((easy, "my_gsm8k"), (f"{tmp_path}/easy.py:EASY:5", "my_math")):
+        with pytest.raises(ConfigError, match=f"published results .* another name, as in '{name}'"):
+            find_benchmark(spec)
+    assert find_benchmark(f"{tmp_path}/easy.py:SAME") == (BENCHMARKS["math"], None)
+    assert find_benchmark(BENCHMARKS["gsm8k"]) == (BENCHMARKS["gsm8k"], None)
+
+
 def test_a_module_and_a_name() -> None:
     assert find_benchmark("gruppo.evaluation.benchmarks.cmath:CMATH:9") == (BENCHMARKS["cmath"], 9)
 

@@ -1,13 +1,15 @@
 """Paired comparisons: what is significant, what is not, and how it is said."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from gruppo.errors import ConfigError, DataError
-from gruppo.evaluation.compare import McNemar, compare
+from gruppo.evaluation.compare import McNemar, check_same_problems, compare
 from gruppo.evaluation.statistics import mcnemar
+from gruppo.evaluation.types import Problem
 
 
 def once(marks):
@@ -165,3 +167,21 @@ def test_nothing_in_common(second):
 def test_scores_that_are_none(scores):
     with pytest.raises(DataError, match="'p0' has"):
         compare(once("10"), {"p0": scores})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"question": "2 * 7 = ?"}, r"b has '2 \* 7 = \?', answer '4'\."),
+        ({"answers": ("5",)}, r"b has '2 \+ 2 = \?', answer '5'\."),
+        ({"answers_mode": "any"}, r"b has '2 \+ 2 = \?', answer '4' \(any\)\."),
+    ],
+)
+def test_one_id_for_two_problems_is_refused(change, said):
+    first = {name: Problem(name, f"{name} + {name} = ?", (str(2 * int(name)),)) for name in "123"}
+    check_same_problems(first, {"1": first["1"], "9": Problem("9", "?", ("1",))})
+    second = first | {"2": replace(first["2"], **change)}
+    message = r"1 of 3 problems with the same id are not the same\. The first is 2: "
+    message += rf"a has '2 \+ 2 = \?', answer '4'; {said}"
+    with pytest.raises(ConfigError, match=message):
+        check_same_problems(first, second, names=("a", "b"))

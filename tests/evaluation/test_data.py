@@ -267,9 +267,27 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path) -> None:
         b'\xef\xbb\xbf\n{"question": "q", "answer": "1"}\r\n\n{"question": "r\xe2\x80\xa8", "answer": "2"}'
     )
     assert [(problem.id, problem.question) for problem in load_problems(GSM8K, path)] == [
-        ("gsm8k/test/0", "q"),
-        ("gsm8k/test/1", "r\u2028"),
+        ("gsm8k/one/0", "q"),
+        ("gsm8k/one/1", "r\u2028"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "file", "name"),
+    [
+        (GSM8K, "gsm8k/test.jsonl", "gsm8k/test/0"),
+        (GSM8K, "gsm8k/test.jsonl.gz", "gsm8k/test/0"),
+        (GSM8K, "mine/train.v2.jsonl", "gsm8k/train/0"),
+        (BENCHMARKS["cmath_validation"], "cmath/validation.jsonl", "cmath_validation/validation/0"),
+    ],
+)
+def test_an_id_says_which_file_it_is_of(tmp_path: Path, benchmark: Benchmark, file: str, name: str) -> None:
+    write(tmp_path, {"question": "q", "answer": "1"}, file=file)
+    if file.endswith(".gz"):
+        (tmp_path / file).write_bytes(gzip.compress((tmp_path / file).read_bytes()))
+    assert load_problems(benchmark, tmp_path / file)[0].id == name
+    if file.startswith(benchmark.file):
+        assert load_problems(benchmark, tmp_path)[0].id == name, "the same in its folder"
 
 
 def test_a_packed_file_is_found_and_a_plain_one_comes_first(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gruppo.errors import ConfigError
 from gruppo.evaluation.gold import GoldFailure, check_gold
-from gruppo.evaluation.scoring import Graders
+from gruppo.evaluation.grading import Graders
 from gruppo.evaluation.types import Benchmark, Problem
 from gruppo.grading import LADDERS, Rung, parse_number
 

@@ -12,7 +12,8 @@ from gruppo.evaluation.models import decoding_config, find_weights, load_subject
 from gruppo.runs.checkpoints import publish, stage
 from gruppo.types import SampleRequest
 from tests.evaluation.demo import model, save_model, tokenizer
-from tests.rollout.vllm_doubles import FakeLLM, fake_vllm, saved_model
+from tests.rollout.vllm_doubles import saved_model
+from tests.rollout.vllm_package import FakeLLM, fake_vllm
 
 
 def checkpoint(run: Path, name: str) -> Path:
@@ -91,6 +92,25 @@ def test_the_fingerprint_sees_where_a_value_stands() -> None:
     assert weights_fingerprint(changed) != before
     weight[[3, 4]] = weight[[4, 3]]
     assert weights_fingerprint(changed) == before
+
+
+def test_the_fingerprint_sees_adapters_and_how_they_are_used() -> None:
+    peft = pytest.importorskip("peft")
+    plain = weights_fingerprint(model())
+    assert plain == "7f80d093708a2437", "records and folders of earlier versions have it"
+    adapted = peft.get_peft_model(model(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    seen = [weights_fingerprint(adapted)]
+    changed = [tensor for name, tensor in adapted.state_dict().items() if "lora_" in name]
+    for tensor in changed:
+        tensor.view(-1)[-1] += 1e-3
+        seen.append(weights_fingerprint(adapted))
+    layer = next(each for each in adapted.modules() if hasattr(each, "lora_A"))
+    layer.scaling["default"] *= 2
+    seen.append(weights_fingerprint(adapted))
+    with adapted.disable_adapter():
+        seen.append(weights_fingerprint(adapted))
+    assert len({plain, *seen}) == 1 + len(seen) > 4
+    assert weights_fingerprint(adapted, adapters=False) == plain, "what training began with"
 
 
 @pytest.mark.parametrize(

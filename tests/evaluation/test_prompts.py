@@ -190,12 +190,20 @@ def own(**layout: Any) -> Benchmark:
         (own(answer="A: {} {}"), "must hold one {} each"),
         (own(stop="\nQ:"), "must be a tuple of strings"),
         (own(stop=("",)), "none of them empty"),
+        (own(shots=9), r"own: FewShot\(shots=9\) says more than the 8 solved problems that gsm8k.jsonl has"),
         (own(file="nowhere.jsonl"), "no such file, and the library has cmath.jsonl, gsm8k.jsonl"),
     ],
 )
 def test_a_layout_of_your_own_that_cannot_work(benchmark: Benchmark, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         render(PROBLEM, benchmark, "cot", rendering="plain", shots=1, tokenizer=BASE)
+
+
+def test_no_more_shots_than_the_layout_says() -> None:
+    asked = dict(rendering="plain", tokenizer=BASE)
+    assert render(PROBLEM, own(shots=2), "cot", shots=2, **asked).text.count("Q: ") == 3
+    with pytest.raises(ConfigError, match=r"shots=3: own has 2 solved problems to show .*gsm8k.jsonl holds 8"):
+        render(PROBLEM, own(shots=2), "cot", shots=3, **asked)
 
 
 def test_stop_strings_may_be_a_list() -> None:

@@ -1,7 +1,10 @@
 """`evaluate` on the demo's model: what it says, what it keeps, and how it goes on."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,19 @@ import torch
 from gruppo.demo import evaluate as demo_evaluate
 from gruppo.demo.task import problems
 from gruppo.errors import ConfigError, RunLockedError
+from gruppo.evaluation.run import PROBE
 from gruppo.evaluation.sampling import Evaluator
 from gruppo.evaluation.store import EvaluationFolder
+from gruppo.evaluation.summary import summarise
+from gruppo.evaluation.tasks import load_tasks
 from gruppo.evaluation.tir import TirSettings
-from gruppo.evaluation.types import Benchmark, Decoding, Problem, Scored
-from gruppo.grading import LADDERS
+from gruppo.evaluation.types import Benchmark, Decoding, GradedAttempt, Problem
+from gruppo.grading import LADDERS, Grade, Rung
+from gruppo.rollout.builtin import BuiltinBackend
+from gruppo.rollout.hf import TransformersBackend
 from gruppo.runs.lock import RunLock
 from gruppo.sandbox import Sandbox
-from gruppo.types import StopReason
+from gruppo.types import Completion, SampleRequest, StopReason
 from tests.evaluation.demo import COUNT, DEMO, evaluate, model, save_model, texts, tokenizer
 from tests.evaluation.test_tir import TOKENIZER
 from tests.evaluation.whole_text import WholeText
@@ -67,6 +75,32 @@ def test_samples_do_not_depend_on_what_else_is_asked(demo: Any, data: Path) -> N
     whole = evaluate(demo, data, **settings, batch_size=64)
     pieces = evaluate(demo, data, **settings, batch_size=6)
     assert texts(whole, "sampled") == texts(pieces, "sampled")
+
+
+@pytest.mark.parametrize("backend", ["builtin", "transformers"])
+def test_a_batch_is_never_larger_than_was_said(
+    demo: Any, data: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    kind = {"builtin": BuiltinBackend, "transformers": TransformersBackend}[backend]
+    settings = dict(samples=5, greedy=False, temperature=1.0, backend=backend, max_new_tokens=8)
+    whole = evaluate(demo, data / "few.jsonl", **settings)
+    rows: list[int] = []
+    sample = kind.sample
+
+    def watched(self: Any, requests: Sequence[SampleRequest]) -> list[Completion]:
+        rows.append(sum(request.count for request in requests))
+        return sample(self, requests)
+
+    monkeypatch.setattr(kind, "sample", watched)
+    split = evaluate(demo, data / "few.jsonl", **settings, batch_size=2)
+    assert rows == [2, 2, 1] * 8
+    assert [(each.attempt.problem, each.attempt.sample) for each in split.scored["demo"]["sampled"]] == [
+        (each.attempt.problem, each.attempt.sample) for each in whole.scored["demo"]["sampled"]
+    ]
+    if backend == "builtin":
+        assert texts(split, "sampled") == texts(whole, "sampled")
+    else:
+        assert len(set(texts(split, "sampled")[:4])) > 2, "a call does not draw what the one before it drew"
 
 
 def test_everything_is_kept(demo: Any, data: Path, tmp_path: Path) -> None:
@@ -122,6 +156,51 @@ def test_a_part_is_gone_on_with_to_the_whole(demo: Any, data: Path, tmp_path: Pa
     assert len(EvaluationFolder(tmp_path / "out").attempts("demo", "greedy")) == COUNT
 
 
+def test_the_rows_of_the_data_are_counted_and_another_number_than_the_usual_is_told(
+    demo: Any, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = replace(DEMO, rows=1319)
+    (task,) = load_tasks([usual], data)
+    assert (len(task.problems), task.rows) == (COUNT, COUNT)
+    assert f"the data has {COUNT} problems, but Demo has 1319" in caplog.text
+    results = evaluate(demo, data / "few.jsonl", usual)
+    summary = results.summary["benchmarks"]["demo"]["greedy"]
+    assert (summary["problems"], summary["rows"], summary["usual_rows"]) == (8, 8, 1319)
+    assert (summary["complete"], summary["whole_set"]) == (True, False)
+    assert "8 of 8 problems in the data; the set has 1319" in results.markdown()
+    caplog.clear()
+    load_tasks([replace(DEMO, rows=COUNT)], data)
+    load_tasks([DEMO], data)
+    assert caplog.text == ""
+
+
+def test_the_page_explains_every_key_of_a_results_file(demo: Any, data: Path, tmp_path: Path) -> None:
+    evaluate(demo, data / "few.jsonl", samples=2, paper=True, output_dir=tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    section = page.partition("## The numbers\n")[2].partition("\n## ")[0]
+    tables = [
+        {
+            key: line
+            for line in re.findall(r"^\| `.*", part, re.M)
+            for key in re.findall(r"`(\w+)`", line.split(" | ")[0])
+        }
+        for part in section.split("In each pass:")
+    ]
+    tools = summarise(DEMO, [PROBE], [], Decoding(), "tir")
+    passes = results["benchmarks"]["demo"]
+    assert set(passes) - {"greedy", "sampled"} == {"title"}
+    known = {**tools, **passes["greedy"], **passes["sampled"]}
+    assert set(tables[0]) == set(results)
+    assert set(tables[1]) == set(known)
+    for table, values in ((tables[0], results), (tables[1], known)):
+        for key in set(values) - {"settings", "by", "benchmarks", "avg", "pass", "maj"}:
+            inner = values[key] if isinstance(values[key], dict) else {}
+            assert [name for name in inner if f"`{name}`" not in table[key]] == [], key
+    inside = {name for values in known["by"].values() for group in values.values() for name in group}
+    assert [name for name in inside if f"`{name}`" not in tables[1]["by"]] == []
+
+
 def test_other_weights_are_not_mixed(data: Path, tmp_path: Path) -> None:
     changed = model()
     evaluate(changed, data, output_dir=tmp_path)
@@ -129,6 +208,50 @@ def test_other_weights_are_not_mixed(data: Path, tmp_path: Path) -> None:
         changed.get_input_embeddings().weight.view(-1)[1234] += 1e-3
     with pytest.raises(ConfigError, match="weights: "):
         evaluate(changed, data, output_dir=tmp_path)
+
+
+def test_other_ends_of_a_completion_are_not_mixed(data: Path, tmp_path: Path) -> None:
+    changed = model()
+    evaluate(changed, data, output_dir=tmp_path)
+    ends = changed.generation_config.eos_token_id
+    changed.generation_config.eos_token_id = [ends, 7]
+    with pytest.raises(ConfigError, match=rf"stop_ids: \[{ends}\], now \[.*7"):
+        evaluate(changed, data, output_dir=tmp_path)
+
+
+def test_other_wanted_answers_are_not_mixed(demo: Any, tmp_path: Path) -> None:
+    for mode, refused in (("all", False), ("any", True)):
+        row = {"question": "Leo has 14 pens. Leo sells 5.", "answers": ["9", "28"], "answers_mode": mode}
+        (tmp_path / "demo.jsonl").write_text(json.dumps(row))
+        with pytest.raises(ConfigError, match="another answers_mode under demo/demo/0") if refused else nullcontext():
+            evaluate(demo, tmp_path, output_dir=tmp_path / "out", max_new_tokens=8)
+
+
+def test_another_grader_grades_what_was_kept(
+    demo: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = evaluate(demo, data, output_dir=tmp_path)
+    assert 0 < before.accuracy("demo") < 1
+    monkeypatch.setattr("gruppo.evaluation.run.grader_version", lambda *_: "gruppo 9, which calls nothing right")
+    monkeypatch.setattr(Evaluator, "_sample", lambda *_: pytest.fail("something was sampled"))
+    wrong = lambda self, _, problems, attempts: [  # noqa: E731
+        GradedAttempt(each, Grade(False, Rung.NUMBER, gold="1", answer=None)) for each in attempts
+    ]
+    monkeypatch.setattr(Evaluator, "grade", wrong)
+    after = evaluate(demo, data, output_dir=tmp_path)
+    assert texts(after) == texts(before)
+    assert after.accuracy("demo") == 0
+    assert not any(map(any, EvaluationFolder(tmp_path).scores("demo", "greedy").values()))
+
+
+def test_other_adapters_are_not_mixed(data: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model(), peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    evaluate(adapted, data, output_dir=tmp_path)
+    with torch.no_grad():
+        next(value for name, value in adapted.named_parameters() if "lora_B" in name).fill_(1.0)
+    with pytest.raises(ConfigError, match="weights: "):
+        evaluate(adapted, data, output_dir=tmp_path)
 
 
 def test_two_at_once_are_refused(demo: Any, data: Path, tmp_path: Path) -> None:
@@ -150,7 +273,9 @@ def test_the_backend_gets_its_settings_back(demo: Any, data: Path) -> None:
     backend = make_backend(load_subject(demo, tokenizer()))
     before = backend.config
     evaluator = Evaluator(backend, tokenizer())
-    chunks: Iterator[list[Scored]] = evaluator.attempts(DEMO, load_problems(DEMO, data, 2), Decoding(max_new_tokens=4))
+    chunks: Iterator[list[GradedAttempt]] = evaluator.attempts(
+        DEMO, load_problems(DEMO, data, 2), Decoding(max_new_tokens=4)
+    )
     assert sum(len(chunk) for chunk in chunks) == 2
     assert backend.config is before
 

@@ -148,7 +148,7 @@ def test_all_prompts_are_rendered_before_the_first_is_sampled(
         raise AssertionError("something was sampled")
 
     monkeypatch.setattr(Evaluator, "_sample", never)
-    few = [replace(each, file="few.jsonl", rows=None) for each in (GSM8K, MATH)]
+    few = [replace(each, name=f"my_{each.name}", file="few.jsonl", rows=None) for each in (GSM8K, MATH)]
     with pytest.raises(ConfigError, match="math"):
         evaluate(demo, data, few, shots=8)
 

@@ -1,6 +1,8 @@
 """What an evaluation keeps, and what it goes on from."""
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -8,7 +10,7 @@ import pytest
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.store import EvaluationFolder
-from gruppo.evaluation.types import Attempt, Problem, Scored, ToolUse
+from gruppo.evaluation.types import Attempt, GradedAttempt, Problem, ToolUse
 from gruppo.grading import Grade, Rule, Rung
 from gruppo.types import StopReason
 
@@ -19,8 +21,8 @@ PROBLEMS = {
 IDENTITY = {"weights": "abc", "mode": "cot", "temperature": 0.0}
 
 
-def scored(problem: str, sample: int = 0, correct: bool = True, tools: ToolUse | None = None) -> Scored:
-    return Scored(
+def scored(problem: str, sample: int = 0, correct: bool = True, tools: ToolUse | None = None) -> GradedAttempt:
+    return GradedAttempt(
         Attempt(problem, sample, "so \\boxed{2} 答", 7, StopReason.EOS, tools, (("model", "so"), ("output", "1"))),
         Grade(correct, Rung.NUMBER, gold="2", answer="2", rule=Rule.BOX),
         paper=True,
@@ -62,15 +64,44 @@ def test_the_files_say_what_they_are_of(tmp_path: Path) -> None:
     [
         ({**IDENTITY, "temperature": 0.7}, PROBLEMS, r"temperature: 0.0, now 0.7"),
         ({**IDENTITY, "shots": 8}, PROBLEMS, r"shots: None, now 8"),
+        ({**IDENTITY, "grader": "gruppo 9"}, PROBLEMS, r"grader: None, now 'gruppo 9'"),
         (IDENTITY, {"set/0": Problem("set/0", "1 + 1 = ?", ("3",))}, "another question or answer under set/0"),
+        (IDENTITY, {"set/0": replace(PROBLEMS["set/0"], answers_mode="any")}, "another answers_mode under set/0"),
     ],
-    ids=["other settings", "a further one", "other data"],
+    ids=["other settings", "a further one", "another grader", "other data", "other answers"],
 )
 def test_attempts_of_something_else_are_refused(tmp_path: Path, identity: dict, problems: dict, message: str) -> None:
     folder = EvaluationFolder(tmp_path)
     folder.add("set", "greedy", PROBLEMS, [scored("set/0")], IDENTITY)
     with pytest.raises(ConfigError, match=message):
         folder.kept("set", "greedy", problems, identity)
+
+
+def test_another_version_of_the_grader_grades_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = EvaluationFolder(tmp_path)
+    for name in PROBLEMS:
+        folder.add("set", "greedy", PROBLEMS, [scored(name)], {**IDENTITY, "grader": "gruppo 1"})
+    given: list[Problem] = []
+
+    def regrade(problems: Mapping[str, Problem], attempts: Sequence[Attempt]) -> list[GradedAttempt]:
+        given.extend(problems[each.problem] for each in attempts)
+        return [scored(each.problem, correct=False) for each in attempts]
+
+    some, now = {"set/0": PROBLEMS["set/0"]}, {**IDENTITY, "grader": "gruppo 2"}
+    assert folder.kept("set", "greedy", some, now, regrade) == [scored("set/0", correct=False)]
+    assert given == list(PROBLEMS.values()), "those of a larger set too: a folder has one grader"
+    assert "graded anew (grader: 'gruppo 1', now 'gruppo 2')" in caplog.text
+    assert folder.scores("set", "greedy") == {"set/0": [False], "set/1": [False]}
+    assert folder.identity("set", "greedy")["grader"] == "gruppo 2"
+    assert len(folder.kept("set", "greedy", PROBLEMS, now, regrade)) == len(given) == 2, "once"
+    with pytest.raises(ConfigError, match=r"temperature: 0.0, now 0.7; grader: 'gruppo 2', now 'gruppo 3'"):
+        folder.kept("set", "greedy", PROBLEMS, {**now, "temperature": 0.7, "grader": "gruppo 3"}, regrade)
+
+
+def test_the_problems_come_back(tmp_path: Path) -> None:
+    folder = EvaluationFolder(tmp_path)
+    folder.add("set", "greedy", PROBLEMS, [scored("set/0"), scored("set/1")], IDENTITY)
+    assert folder.problems("set", "greedy") == PROBLEMS
 
 
 def test_problems_of_a_larger_set_are_left_alone(tmp_path: Path) -> None:

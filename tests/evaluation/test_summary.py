@@ -10,7 +10,7 @@ import pytest
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.statistics import bootstrap, wilson
 from gruppo.evaluation.summary import problem_scores, summarise
-from gruppo.evaluation.types import Attempt, Benchmark, Decoding, Problem, Scored, ToolUse
+from gruppo.evaluation.types import Attempt, Benchmark, Decoding, GradedAttempt, Problem, ToolUse
 from gruppo.grading import LADDERS, Grade, Rule, Rung
 from gruppo.types import StopReason
 
@@ -31,7 +31,9 @@ def scored(
     answer = None if rule is None else "1"
     tools = other.pop("tools", None)
     attempt = Attempt(problem, sample, "text", tokens, stop, tools)
-    return Scored(attempt, Grade(correct, rung, "1", answer, rule), vote=None if rule is None else vote, **other)
+    return GradedAttempt(
+        attempt, Grade(correct, rung, "1", answer, rule), vote=None if rule is None else vote, **other
+    )
 
 
 def one_each(marks):

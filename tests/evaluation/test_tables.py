@@ -11,7 +11,7 @@ from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.paper_results import PAPER_BENCHMARKS, PAPER_RESULTS
 from gruppo.evaluation.summary import summarise
 from gruppo.evaluation.tables import Cell, TableRow, columns_of, latex, markdown, rows_of
-from gruppo.evaluation.types import Attempt, Benchmark, Decoding, Problem, Scored
+from gruppo.evaluation.types import Attempt, Benchmark, Decoding, GradedAttempt, Problem
 from gruppo.grading import LADDERS, Grade, Rule, Rung
 from gruppo.types import StopReason
 
@@ -312,19 +312,19 @@ def test_names_in_markdown(name, expected):
 # ---- from results
 
 
-def summary(marks, rows, *, asked=None, paper=None, name="gsm8k"):
-    """The summary of a greedy pass, 1 being right, over the first problems of a set of `rows`."""
+def summary(marks, rows, *, asked=None, data=None, paper=None, name="gsm8k"):
+    """The summary of a greedy pass, 1 being right, over the first problems of a set of `rows`, or of `data`."""
     benchmark = Benchmark(name, "T", "f", LADDERS["gsm8k"], rows=rows)
     problems = [Problem(f"p{i}", "?", ("1",)) for i in range(asked or len(marks))]
     scored = [
-        Scored(
+        GradedAttempt(
             Attempt(f"p{i}", 0, "", 5, StopReason.EOS),
             Grade(mark == "1", Rung.NUMBER, "1", "1", Rule.BOX),
             paper=None if paper is None else paper[i] == "1",
         )
         for i, mark in enumerate(marks)
     ]
-    return summarise(benchmark, problems, scored, Decoding(), "cot")
+    return summarise(benchmark, problems, scored, Decoding(), "cot", rows=data)
 
 
 def results(**benchmarks):
@@ -347,6 +347,8 @@ def test_rows_of_results():
         (summary("11", 4, asked=4), "unfinished: 2 of 4 problems"),
         (summary("11", None, asked=3), "unfinished: 2 of 3 problems"),
         (summary("1101", None), ""),
+        (summary("11", 1319, data=3), "2 of 3 problems in the data; the set has 1319"),
+        (summary("111", 1319, data=3), "3 of 3 problems in the data; the set has 1319"),
     ],
 )
 def test_results_that_are_not_of_the_whole_set_say_so(greedy, note):

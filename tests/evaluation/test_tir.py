@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from gruppo.demo import load_task, model_path
 from gruppo.errors import ConfigError
 from gruppo.evaluation import tir
+from gruppo.evaluation.grading import grade_attempts
 from gruppo.evaluation.programs import python_blocks
-from gruppo.evaluation.scoring import score
 from gruppo.evaluation.tir import OUTPUT_STOP, Segment, TirSettings, Transcript, run_rounds
-from gruppo.evaluation.types import Attempt, Problem, Scored
+from gruppo.evaluation.types import Attempt, GradedAttempt, Problem
 from gruppo.grading import LADDERS, Rule
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.builtin import BuiltinBackend
@@ -344,10 +344,10 @@ def test_the_last_program_says_what_the_output_is(sandbox: Sandbox) -> None:
     assert transcript.tools.to_dict() == {"rounds": 3, "executions": 2, "errors": 1, "timeouts": 0, "output": None}
 
 
-def graded(code: str, gold: str, sandbox: Sandbox) -> Scored:
+def graded(code: str, gold: str, sandbox: Sandbox) -> GradedAttempt:
     transcript, _ = play({"": f"```python\n{code}\n```\n```output", "\n```\n": "done<eos>"}, sandbox)
     attempt = Attempt("p", 0, transcript.text, 1, transcript.stop, transcript.tools, transcript.segments)
-    return score({"p": Problem("p", "?", (gold,))}, [attempt], LADDERS["gsm8k"])[0]
+    return grade_attempts({"p": Problem("p", "?", (gold,))}, [attempt], LADDERS["gsm8k"])[0]
 
 
 # code, gold, the answer, the rule that found it, whether it is right, whether the program's output is
@@ -431,6 +431,25 @@ def test_samples_go_their_own_ways(sandbox: Sandbox) -> None:
         (1, 6, 1, 1),
         (1, 6, 2, 1),
     ]
+
+
+def test_the_first_sample_may_be_a_later_one(sandbox: Sandbox) -> None:
+    """The rest of a problem's samples, where a call had no room for all of them."""
+    backend = ScriptedBackend(lambda said, sample: f"{sample}<eos>" if said else "```output")
+    found = run_rounds(
+        backend,
+        TOKENIZER,
+        [ids_of("Q?")],
+        samples=2,
+        noise_keys=[5],
+        max_new_tokens=100,
+        settings=TirSettings(),
+        sandbox=sandbox,
+        first_sample=3,
+    )
+    assert [each.text[-1] for each in found] == ["3", "4"]
+    asked = [[(r.count, r.noise_key, r.first_sample) for r in requests] for requests in backend.asked]
+    assert asked == [[(2, 5, 3)], [(1, 5, 3), (1, 5, 4)]]
 
 
 def test_no_prompts(sandbox: Sandbox) -> None:

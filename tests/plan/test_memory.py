@@ -137,8 +137,8 @@ def test_with_little_memory_the_run_recomputes_and_samples_in_waves() -> None:
 
 def test_without_lent_memory_the_pool_stays() -> None:
     cpu = Device("CPU", 0.1, 0.1, 0.02, memory=64, kind="cpu")
-    assert "keys and values" in terms(Memory(job(autocast=False).with_(device=cpu)), "update")
-    assert "keys and values" not in terms(Memory(job()), "update")
+    assert "KV cache" in terms(Memory(job(autocast=False).with_(device=cpu)), "update")
+    assert "KV cache" not in terms(Memory(job()), "update")
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 4095, 8192, 30_000, 70_000])

@@ -11,7 +11,7 @@ import pytest
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.store import EvaluationFolder
-from gruppo.evaluation.types import PASSES, Attempt, Problem, Scored
+from gruppo.evaluation.types import PASSES, Attempt, GradedAttempt, Problem
 from gruppo.grading import Grade, Rung
 from gruppo.types import StopReason
 from recipes.gsm8k_smollm2 import figures, kept, pages, report, sitting, train
@@ -62,9 +62,9 @@ shutil.copytree(sys.argv[2], folder)
 """
 
 
-def scored(problem: str, sample: int, correct: bool, vote: int | None) -> Scored:
+def scored(problem: str, sample: int, correct: bool, vote: int | None) -> GradedAttempt:
     grade = Grade(correct, Rung.NUMBER if correct else Rung.NO_ANSWER, gold="2")
-    return Scored(Attempt(problem, sample, "", 1, StopReason.EOS), grade, vote=vote)
+    return GradedAttempt(Attempt(problem, sample, "", 1, StopReason.EOS), grade, vote=vote)
 
 
 class Rehearsal(Sitting):

@@ -2,12 +2,12 @@
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,15 @@ SOCKETS = {
 LISTENING = {"start_server", "start_unix_server", "create_server", "create_unix_server", "run_server", "serve"}
 
 
-def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+def calls(path: Path) -> list[tuple[str, ast.Call]]:
     """Every call in a file, by the dotted name of what is called."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            yield ast.unparse(node.func), node
+    return calls_in(path.read_text(encoding="utf-8"))
+
+
+@functools.cache  # several tests walk the whole library
+def calls_in(source: str) -> list[tuple[str, ast.Call]]:
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [(ast.unparse(node.func), node) for node in nodes if isinstance(node.func, ast.Name | ast.Attribute)]
 
 
 def argument(call: ast.Call, keyword: str) -> str | None:

@@ -50,8 +50,8 @@ class Recorded:
     def update_size(self: Any, batches: Any) -> Any:
         if self.mode == "train":
             for batch in batches:
-                lengths = batch["completion_mask"].sum(1).tolist()
-                ids = zip(batch["completion_ids"].tolist(), lengths, strict=True)
+                lengths = batch.completion_mask.sum(1).tolist()
+                ids = zip(batch.completion_ids.tolist(), lengths, strict=True)
                 self.slices.append(tuple(tuple(row[:length]) for row, length in ids))
         return super().update_size(batches)  # type: ignore[misc]
 

@@ -31,7 +31,7 @@ from tests.processes import run_together
 from tests.rollout.vllm_doubles import Double, Sampler, saved_model, serving, share_bytes
 from tests.trainer.runs import SaveAt, logs, slow_scores
 
-COMPLETE, START = "/v1/completions", "/start_weight_update"
+COMPLETE, START = "/v1/completions", "/update_weights"
 # What may differ between equal runs, or between a run that samples ahead and its slow twin.
 OF_THE_WAY = ("sampling/staleness", "ledger/", "rollout/", "update/", "audit/", "prompts/", "train_")
 
@@ -113,7 +113,7 @@ def sampling_from_before(trainer: Any) -> Any:
 
     def sample(requests: Any) -> list[Completion]:
         now = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
-        is_replacement = trainer._attempt > 0
+        is_replacement = trainer._under_way.attempt > 0
         used = kept[-1] if kept and not is_replacement else now
         if not is_replacement:
             kept.append(now)

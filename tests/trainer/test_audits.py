@@ -140,7 +140,7 @@ def test_what_is_lost_on_the_way_to_the_update_raises(
 
     monkeypatch.setattr(core, place, changed)
     trainer = make(tmp_path, GRPOTrainer, parity_check="off")
-    with pytest.raises(AuditError, match="token_books: The books of the micro-batches of a generation"):
+    with pytest.raises(AuditError, match="token_books: The token counts of the micro-batches of a generation"):
         trainer.train()
     assert trainer.state.global_step == 0
     assert findings(tmp_path) == {"token_books": 1}
@@ -151,7 +151,7 @@ def test_what_is_lost_on_the_way_to_the_update_raises(
 def test_a_batch_that_changes_while_it_waits_raises(settings: dict[str, Any], change: Any, tmp_path: Path) -> None:
     trainer = make(tmp_path, GRPOTrainer, parity_check="off", **settings)
     trainer.add_callback(After(1, lambda: trainer._queue.append(change(trainer._queue.pop()))))
-    with pytest.raises(AuditError, match="token_books: The books of an update"):
+    with pytest.raises(AuditError, match="token_books: The token counts of an update"):
         trainer.train()
     assert trainer.state.global_step == 1
     assert findings(tmp_path) == {"token_books": 1}

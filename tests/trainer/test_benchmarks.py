@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -18,8 +19,8 @@ from gruppo.config.evaluation import BENCHMARK_SETTINGS
 from gruppo.demo import exact_match, greedy, load_task, model_path
 from gruppo.demo.task import Problem, extract_answer, problems
 from gruppo.errors import ConfigError, DataError
-from gruppo.evaluation.callback import METRICS, TrainingBenchmarks
 from gruppo.evaluation.settings import TrainingSettings
+from gruppo.evaluation.training import METRICS, TrainingBenchmarks
 from gruppo.runs.read import Run
 from gruppo.trainer import benchmarking
 from gruppo.types import Completion
@@ -356,10 +357,11 @@ def test_a_run_with_tools_is_asked_without_them(tmp_path: Path, folder: Path) ->
 
 
 def test_the_trainer_loads_nothing_without_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
-    monkeypatch.setattr(benchmarking, "import_module", loaded.append)
+    monkeypatch.setitem(sys.modules, "gruppo.evaluation.training", None)  # type: ignore[arg-type]
     assert make(tmp_path).benchmarks is None
-    assert loaded == []
+    assert not hasattr(benchmarking, "TrainingBenchmarks")
+    with pytest.raises(ImportError):
+        make(tmp_path, eval_benchmarks=["gsm8k"])
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -18,7 +18,7 @@ from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.data.sampler import RepeatSampler
 from gruppo.errors import ConfigError
 from gruppo.rollout.base import RolloutBackend, group_requests
-from gruppo.trainer.resampling import Scored, groups_without_spread, put, runs
+from gruppo.trainer.resampling import Generation, groups_without_spread, put, runs
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import base_args, prompts, timeless
 from tests.processes import run_together
@@ -673,7 +673,7 @@ def test_runs_and_put() -> None:
 
 def test_a_round_takes_the_place_of_rows_and_adds_to_counts() -> None:
     """The second of two processes: rows 3, 4, 5 of three groups of two, of which groups 0 and 2 are replaced."""
-    generation = Scored(
+    generation = Generation(
         ["d", "e", "f"],
         torch.arange(6.0)[:, None],
         torch.ones(6, 4),
@@ -685,7 +685,9 @@ def test_a_round_takes_the_place_of_rows_and_adds_to_counts() -> None:
         rounds=[0, 0, 0],
     )  # type: ignore[list-item]
     rewards_MR = torch.tensor([[10.0], [11.0], [12.0], [13.0]])
-    by = Scored(["x", "y"], rewards_MR, torch.zeros(4, 4), {"c": [8, 9]}, {"m": [2.0], "n": [3.0]}, torch.ones(4, 1))  # type: ignore[list-item]
+    by = Generation(
+        ["x", "y"], rewards_MR, torch.zeros(4, 4), {"c": [8, 9]}, {"m": [2.0], "n": [3.0]}, torch.ones(4, 1)
+    )  # type: ignore[list-item]
     by.steps, by.indices, by.rounds = [[[(0, 1.0)]], [None]], [40, 40], [1, 1]
     generation.replace([0, 2], [1, 2], by, 2)
     assert generation.rollouts == ["d", "x", "y"]

@@ -153,7 +153,7 @@ def test_several_environments(tmp_path: Path) -> None:
     assert rollouts[0].prompt.text[0]["content"] == "Guess (1 to 7)"
     assert tool_tokenizer().decode(rollouts[0].prompt.ids).startswith("<system>[guess]<eos>")
     assert tool_tokenizer().decode(rollouts[2].prompt.ids).startswith("<system>[move]<eos><user>Play White to move.")
-    rewards = trainer.reward(rollouts)
+    rewards = trainer.reward(rollouts).values_NR
     assert rewards[:, 1].tolist()[:2] == [0.5, 0.5]
     assert rewards[:, 1].isnan().tolist() == [False, False, True, True]
     assert rewards[2:, 2].tolist() == [0.25, 0.25]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from gruppo import GRPOConfig, GRPOTrainer, RLOOTrainer
 from gruppo.engine.support import trial
 from gruppo.errors import ConfigError
-from gruppo.types import SampleRequest
+from gruppo.types import SampleRequest, TrainBatch
 from tests.engine.test_models import generate, greedy
 from tests.helpers import prompts
 from tests.policy.experts import NAMES, SHOWS_ROUTER, experts
@@ -119,7 +119,7 @@ def test_the_gradient_is_that_of_the_mean_over_micro_batches(
     policies.use("mixtral")
     settings = {"reward": equal_rewards, "router_aux_loss_coef": COEFFICIENT, "packed_update": packed, "beta": 0.0}
     trainer = make_trainer(recipe, tmp_path, **(CUT | settings))
-    seen: list[dict[str, Tensor]] = []
+    seen: list[TrainBatch] = []
     size = trainer.update_size
 
     def watched(batches: Any) -> Any:
@@ -130,7 +130,8 @@ def test_the_gradient_is_that_of_the_mean_over_micro_batches(
     found = update_of(trainer)
     model, losses = scripted.policy(3, torch.float64).train(), []
     for batch in seen:
-        ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+        ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)
+        mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         output = model(input_ids=ids, attention_mask=mask, position_ids=positions, output_router_logits=True)
         losses.append(output.aux_loss)
@@ -230,7 +231,7 @@ def test_memory_that_is_short(tmp_path: Path, policies: Policies, monkeypatch: p
     policies.use("mixtral")
     expected, _ = update("grpo", tmp_path, router_aux_loss_coef=COEFFICIENT)
     trainer = make_trainer("grpo", tmp_path, router_aux_loss_coef=COEFFICIENT, max_tokens_per_micro_batch=100, **CUT)
-    score, calls = trainer._scores_of, [0]
+    score, calls = trainer._logps_of_pack, [0]
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -238,7 +239,7 @@ def test_memory_that_is_short(tmp_path: Path, policies: Policies, monkeypatch: p
             raise torch.OutOfMemoryError
         return score(*args, **kwargs)
 
-    monkeypatch.setattr(trainer, "_scores_of", failing)
+    monkeypatch.setattr(trainer, "_logps_of_pack", failing)
     assert relative_difference(expected, update_of(trainer)) < 1e-9
     assert calls[0] > 3
 

@@ -13,7 +13,7 @@ from gruppo.kernels import head as head_kernel
 from gruppo.policy import packed as packed_policy
 from gruppo.policy import packing
 from gruppo.rollout.builtin import BuiltinBackend
-from gruppo.trainer import parity, scoring
+from gruppo.trainer import logprobs, parity
 from tests.trainer.runs import logs, make, run
 from tests.trainer.scripted import make_trainer
 
@@ -92,13 +92,13 @@ def test_it_looks_as_often_as_it_is_asked_to(
         seen.append(1)
         return parity.check_parity(*args, **kwargs)
 
-    monkeypatch.setattr(scoring, "check_parity", watched)
+    monkeypatch.setattr(logprobs, "check_parity", watched)
     run(tmp_path, GRPOTrainer, parity_check=when, max_steps=5)
     assert len(seen) == looks
 
 
 def test_padded_rows_have_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "check_parity", lambda *args, **kwargs: pytest.fail("there is no fast path"))
+    monkeypatch.setattr(logprobs, "check_parity", lambda *args, **kwargs: pytest.fail("there is no fast path"))
     run(tmp_path, GRPOTrainer, packed_update=False, max_steps=1)
 
 
@@ -133,7 +133,7 @@ def test_log_probs_of_the_engine_are_reused_once_they_are_known_to_agree(tmp_pat
 
 
 def test_log_probs_that_differ_too_much_are_computed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "_SAME_LOGPS", 1e-12)
+    monkeypatch.setattr(logprobs, "_SAME_LOGPS", 1e-12)
     trainer = run(tmp_path, CountsPasses, num_iterations=2, max_steps=4)
     assert not trainer.reuses_engine_logps
     assert trainer.passes == 2
@@ -157,7 +157,7 @@ def test_out_of_memory_in_the_pass_for_old_log_probs_costs_nothing_but_time(
 ) -> None:
     settings = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "reuse_sampling_logps": False}
     calm = run(tmp_path, GRPOTrainer, parity_check="off", **settings)
-    original, failures = GRPOTrainer._score_packs, [1]
+    original, failures = GRPOTrainer._logps_of_packs, [1]
 
     def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if failures:
@@ -165,7 +165,7 @@ def test_out_of_memory_in_the_pass_for_old_log_probs_costs_nothing_but_time(
             raise torch.OutOfMemoryError("injected")
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(GRPOTrainer, "_score_packs", failing)
+    monkeypatch.setattr(GRPOTrainer, "_logps_of_packs", failing)
     with caplog.at_level(logging.WARNING):
         shaken = run(tmp_path, GRPOTrainer, parity_check="off", **settings)
     assert "Out of memory" in caplog.text

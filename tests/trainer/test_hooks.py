@@ -1,7 +1,9 @@
 """Subclasses and callbacks written for other trainers of this kind: the methods and names they rely on."""
 
 import copy
+import inspect
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 
 from gruppo import GRPOTrainer, RLOOTrainer
+from gruppo.trainer.hooks import PADDED_HOOKS
 from tests.helpers import length_reward, prompts, tiny_model, tiny_tokenizer
 from tests.trainer.runs import RecordedGRPO, RecordedRLOO, SaveAt, logs, make, run, slow_scores, stored, token_ids
 from tests.trainer.scripted import update_of
@@ -25,6 +28,22 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 # ---- methods
+
+
+def test_the_page_lists_the_hooks_with_their_arguments() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    listed = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|.*\| (?:packed|padded) \|$", page, re.MULTILINE))
+    hooks = {
+        name: list(inspect.signature(method).parameters)[1:]
+        for name, method in inspect.getmembers(GRPOTrainer, inspect.isfunction)
+        if (method.__doc__ or "").startswith("Hook:")
+    }
+    assert listed.keys() == hooks.keys()
+    for name, arguments in listed.items():
+        named = [argument for argument in arguments.split(", ") if argument != "…"]
+        assert named == hooks[name][: len(named)]
+    padded = re.findall(r"^\| `(\w+)\(.*?\)` \|.*\| padded \|$", page, re.MULTILINE)
+    assert set(padded) == set(listed) & set(PADDED_HOOKS)
 
 
 @BOTH

@@ -140,7 +140,7 @@ RUNS: dict[str, Callable[[], Run]] = {
     ),
     "experts bfloat16": lambda: Run(build("gpt-oss").bfloat16(), None, "float32", "bfloat16"),
     "soft cap, wrong attention": lambda: Run(_with_sdpa(build("gemma2")), None, "float64", "float32"),
-    "float64": lambda: Run(in_double(tiny_model()), None, "slow path", "float64"),
+    "float64": lambda: Run(in_double(tiny_model()), None, "padded reference path", "float64"),
 }
 
 
@@ -526,7 +526,7 @@ def test_without_room_for_a_copy_the_slow_path_is_the_reference(
     monkeypatch.setattr(parity, "free_memory", lambda device: needed - 1)
     report = check(model)
     enforce(report)
-    assert report.reference == "slow path"
+    assert report.reference == "padded reference path"
     assert [comparison.slow for comparison in report.comparisons] == [0, 0, 0]
     BROKEN["siblings see each other"].patch(monkeypatch)
     with pytest.raises(ParityError, match="packed_update=False"):
@@ -538,7 +538,7 @@ def test_a_model_that_cannot_be_copied_is_compared_with_its_slow_path() -> None:
     model.lock = Lock()
     report = check(model)
     enforce(report)
-    assert report.reference == "slow path"
+    assert report.reference == "padded reference path"
 
 
 def test_the_copy_is_gone_before_the_model_is_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,15 +176,15 @@ def test_advantages_are_finite_whatever_the_rewards(scale):
         assert found.advantages_B.isfinite().all()
 
 
-def test_steps_are_kept_on_the_trainer(tmp_path):
+def test_steps_are_told_beside_the_rewards(tmp_path):
     def steps(completions: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[Any]:
         return [[(0, 1.0), (len(ids) - 1, 0.5)] for ids in completion_ids]
 
     trainer = make(tmp_path, rewards=[length_reward, steps])
-    trainer.collect(trainer.train_dataset.select([0, 0, 1, 1]))
-    assert [row[0] for row in trainer._reward_steps] == [None] * 4
-    assert all(row[1][0] == (0, 1.0) for row in trainer._reward_steps)
-    assert trainer._reward_kinds_NR.tolist() == [[0, 0]] * 4
+    found = trainer.reward(trainer.rollout(trainer.train_dataset.select([0, 0, 1, 1])))
+    assert [row[0] for row in found.notes.steps] == [None] * 4
+    assert all(row[1][0] == (0, 1.0) for row in found.notes.steps)
+    assert found.kinds_NR.tolist() == [[0, 0]] * 4
 
 
 # ---- policy
@@ -329,7 +329,7 @@ class StopsWhenLogged(TrainerCallback):
 
 
 def test_a_run_that_something_else_ends_is_judged_too(tmp_path):
-    with pytest.raises(RewardError, match=r"failed on 75% .* last 4 updates.*Mend the reward and begin again"):
+    with pytest.raises(RewardError, match=r"failed on 75% .* last 4 updates.*Fix the reward and begin again"):
         run(tmp_path, rewards=later, callbacks=[StopsWhenLogged()], max_steps=10)
 
 

@@ -89,7 +89,7 @@ def test_the_worked_example(tmp_path: Path) -> None:
     assert [(r.count, r.turn, r.noise_key, r.first_sample) for r in second] == [
         (1, 1, first[0].noise_key, sample) for sample in (0, 1, 3)
     ]
-    metrics = tool_metrics(trainer._tool_counts)
+    metrics = tool_metrics(trainer._under_way.tool_counts)
     assert metrics["tools/call_frequency"] == 0.75
     assert metrics["tools/failure_frequency"] == pytest.approx(2 / 3)
     assert metrics["tools/turns"] == 7 / 4
@@ -239,7 +239,7 @@ def test_malformed_calls_are_failures_that_the_model_is_told(tmp_path: Path) -> 
         (told,) = [message["content"] for message in rollout.output if message["role"] == "tool"]
         assert told.startswith("{'error'")
         assert rollout.output[-1]["content"] == "done"
-    assert tool_metrics(trainer._tool_counts)["tools/failure_frequency"] == 1.0
+    assert tool_metrics(trainer._under_way.tool_counts)["tools/failure_frequency"] == 1.0
 
 
 def hanging(seconds: float) -> str:

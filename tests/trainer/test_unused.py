@@ -16,6 +16,9 @@ ALL = Parts(tools=True, workers=True, async_rewards=True)
 WARNED: list[tuple[dict[str, Any], str]] = [
     ({"vespo_k_pos": 4.0}, "vespo_k_pos=4.0 has no effect: only loss_type='vespo'"),
     ({"sapo_temperature_pos": 2.0, "loss_type": "vespo"}, "only loss_type='sapo'"),
+    ({"epsilon": 0.3, "loss_type": "sapo"}, "epsilon=0.3 has no effect: this loss_type has no lower clip"),
+    ({"epsilon": 0.3, "loss_type": "cispo", "epsilon_high": 5.0}, "epsilon=0.3 has no effect"),
+    ({"epsilon_high": 0.3, "loss_type": "vespo"}, "epsilon_high=0.3 has no effect: this loss_type has no upper clip"),
     ({"delta": 4.0, "loss_type": "cispo", "epsilon_high": 5.0}, "delta=4.0 has no effect"),
     ({"entropy_coef": 0.1, "entropy_target": 0.5}, "use_adaptive_entropy is off"),
     ({"ref_model_sync_steps": 7, "beta": 0.1}, "sync_ref_model is off"),
@@ -41,6 +44,8 @@ READ: list[dict[str, Any]] = [
     {"loss_type": "vespo", "vespo_k_pos": 4.0},
     {"loss_type": "sapo", "sapo_temperature_pos": 2.0},
     {"delta": 4.0},
+    {"epsilon": 0.3, "epsilon_high": 0.4},
+    {"loss_type": "cispo", "epsilon_high": 5.0},
     {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 0.5},
     {"sync_ref_model": True, "ref_model_sync_steps": 7, "beta": 0.1},
     {"use_bias_correction_kl": False, "beta": 0.1},
@@ -71,6 +76,12 @@ def test_settings_that_are_read_are_not_mentioned(
 ) -> None:
     with caplog.at_level(logging.WARNING, "gruppo"):
         check_unused(GRPOConfig(**base_args(tmp_path, **settings)), ALL)
+    assert not caplog.records
+
+
+def test_the_loss_of_rloo_is_clipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "gruppo"):
+        check_unused(RLOOConfig(**base_args(tmp_path, epsilon=0.3, epsilon_high=0.4)), ALL)
     assert not caplog.records
 
 

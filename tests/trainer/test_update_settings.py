@@ -14,7 +14,7 @@ from gruppo.errors import ConfigError, ParityError
 from gruppo.policy import packed as packed_policy
 from gruppo.policy.packing import cut_rows
 from gruppo.policy.unwrap import is_noisy
-from gruppo.trainer import setup
+from gruppo.trainer import packing
 from tests.engine.models import build
 from tests.helpers import prompts, tiny_model
 from tests.trainer.runs import RecordedGRPO, logs, make, run
@@ -78,7 +78,7 @@ def test_what_needs_padded_rows_gets_them(
 def test_optimizers_that_step_in_the_backward_pass_get_one(tmp_path: Path) -> None:
     trainer = make(tmp_path, GRPOTrainer)
     trainer.args.optim = "lomo"
-    assert setup.packed_policy(trainer) is None
+    assert packing.packed_policy(trainer) is None
 
 
 def test_a_patched_method_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +136,28 @@ def test_a_run_that_was_stopped_is_checked_again(tmp_path: Path, monkeypatch: py
         with pytest.raises(ParityError):
             trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_a_generation_without_loss_tokens_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the first completions are cut off and masked: what is broken is found with the second ones."""
+
+    class Lengthen(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, *arguments: Any, **kwargs: Any) -> None:
+            trainer.generation_config.max_new_tokens = 8
+
+    trainer = make(tmp_path, GRPOTrainer, mask_truncated_completions=True, max_completion_length=8, max_steps=3)
+    trainer.generation_config.max_new_tokens = 1
+    trainer.add_callback(Lengthen())
+    score = packed_policy.PackedPolicy.score
+
+    def broken(*arguments: Any, **kwargs: Any) -> Any:
+        scores = score(*arguments, **kwargs)
+        return scores._replace(logps=scores.logps * 1.5)
+
+    monkeypatch.setattr(packed_policy.PackedPolicy, "score", broken)
+    with pytest.raises(ParityError):
+        trainer.train()
+    assert trainer.state.global_step > 0, "there was nothing to compare before the first update"
 
 
 def test_rows_are_stale_one_by_one(tmp_path: Path) -> None:

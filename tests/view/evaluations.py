@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from gruppo.evaluation.store import EvaluationFolder
-from gruppo.evaluation.types import Attempt, Problem, Scored
+from gruppo.evaluation.types import Attempt, GradedAttempt, Problem
 from gruppo.grading import Grade, Rule, Rung
 from gruppo.types import StopReason
 from tests.view.runs import SCRIPT
@@ -11,9 +11,9 @@ from tests.view.runs import SCRIPT
 PROBLEMS = 12
 
 
-def make_evaluation(path: Path, right: int) -> Path:
+def make_evaluation(path: Path, right: int, asked: str = "What is") -> Path:
     problems = {
-        f"demo/{i}": Problem(f"demo/{i}", f"What is {i} + 1? {SCRIPT}", (str(i + 1),)) for i in range(PROBLEMS)
+        f"demo/{i}": Problem(f"demo/{i}", f"{asked} {i} + 1? {SCRIPT}", (str(i + 1),)) for i in range(PROBLEMS)
     }
     scored = []
     for i, name in enumerate(problems):
@@ -21,7 +21,7 @@ def make_evaluation(path: Path, right: int) -> Path:
         answer = str(i + 1) if correct else "-1"
         attempt = Attempt(name, 0, f"It is {answer}. {SCRIPT}", 8, StopReason.EOS)
         scored.append(
-            Scored(attempt, Grade(correct, Rung.NUMBER, gold=str(i + 1), answer=answer, rule=Rule.LAST_NUMBER))
+            GradedAttempt(attempt, Grade(correct, Rung.NUMBER, gold=str(i + 1), answer=answer, rule=Rule.LAST_NUMBER))
         )
     folder = EvaluationFolder(path)
     folder.add("demo", "greedy", problems, scored, {"weights": str(right), "shots": 0})

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from gruppo.errors import DataError
+from gruppo.errors import ConfigError, DataError
 from gruppo.runs import RunRecorder
 from gruppo.runs.lock import Owner, RunLock
+from gruppo.view.evaluations import Evaluation, compare_two
 from gruppo.view.export import report_data
 from gruppo.view.folders import find_folders, short_names
 from gruppo.view.groups import FILTERS
 from gruppo.view.queries import Desk, Question
 from tests.view import runs
+from tests.view.evaluations import make_evaluation
 
 
 def ask(desk: Desk, question: str, **values: Any) -> Any:
@@ -313,6 +315,14 @@ def test_two_checkpoints_on_the_same_problems(desk: Desk) -> None:
     problem = ask(desk, "problem", evaluation=0, benchmark="demo", problem="demo/3")
     assert problem["question"].startswith("What is 3 + 1?")
     assert [(each["correct"], each["answer"], each["gold"]) for each in problem["attempts"]] == [(True, "4", "4")]
+
+
+def test_other_problems_under_the_same_ids_are_not_compared(tmp_path: Path) -> None:
+    sides = [Evaluation(make_evaluation(tmp_path / name, 3, asked), name) for name, asked in (("a", "1"), ("b", "2"))]
+    with pytest.raises(
+        ConfigError, match=r"12 of 12 problems with the same id are not the same\. The first is demo/0"
+    ):
+        compare_two(*sides, "demo", "greedy")
 
 
 def test_an_evaluation_with_a_link_that_leads_out_is_refused(evaluations: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A hundred thousand completions, with bounds five times as loose as those of benchmarks/view.py."""
+"""A hundred thousand completions, with bounds that only quadratic work would miss; benchmarks/view.py measures."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.view import BOUNDS, FILTERS, RESULTS, make_run, page_times
 
-LOOSER = 5
+LOOSER = 20  # a busy machine is several times slower
 
 
 @pytest.mark.medium

@@ -44,7 +44,7 @@ def test_the_gradient_of_a_batch_is_that_of_its_rows(tmp_path: Path, name: str, 
     inputs = trainer._generate_and_score_completions(some)
     assert len(inputs["vision"]) == 8
     inputs["advantages"] = torch.randn(8, generator=torch.Generator().manual_seed(0))
-    size = trainer.update_size([inputs])
+    size = trainer.update_size([TrainBatch.from_dict(inputs)])
     model = trainer.model.train()
     trainer.compute_loss(model, inputs, num_items_in_batch=size).backward()
     together = gradients(model)

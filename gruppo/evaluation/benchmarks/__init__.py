@@ -46,12 +46,12 @@ def find_benchmark(spec: str | Benchmark) -> tuple[Benchmark, int | None]:
         find_benchmark("my_bench.py:BENCH:50")   # (BENCH of that file, 50)
     """
     if isinstance(spec, Benchmark):
-        return spec, None
+        return _not_reserved(spec), None
     if not isinstance(spec, str):
         raise ConfigError(f"A benchmark is a name or a Benchmark, but this is {spec!r}.")
     name, limit = _split_limit(spec.strip())
     place, colon, constant = name.rpartition(":")
-    return (_own(place, constant) if colon else _known(name)), limit
+    return (_not_reserved(_own(place, constant)) if colon else _known(name)), limit
 
 
 def _split_limit(spec: str) -> tuple[str, int | None]:
@@ -85,6 +85,17 @@ def _own(place: str, constant: str) -> Benchmark:
         what = "has no such name" if found is None else f"has a {type(found).__name__} of that name, no Benchmark"
         raise ConfigError(f"'{place}:{constant}': {place} {what}; its benchmarks are {', '.join(there) or 'none'}.")
     return found
+
+
+def _not_reserved(benchmark: Benchmark) -> Benchmark:
+    """Tables set published numbers beside those of a name, so the names of the library are of its benchmarks only."""
+    if benchmark != BENCHMARKS.get(benchmark.name, benchmark):
+        raise ConfigError(
+            f"Benchmark(name={benchmark.name!r}, title={benchmark.title!r}): that name is of {benchmark.name} as the "
+            "library has it, and its published results would stand beside yours. Give yours another name, as in "
+            f"'my_{benchmark.name}'."
+        )
+    return benchmark
 
 
 def _import_file(place: str) -> ModuleType:

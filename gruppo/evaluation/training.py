@@ -1,4 +1,4 @@
-"""Benchmarks during training: the trainer loads this module when `eval_benchmarks` names some.
+"""Benchmarks during training: what the trainer runs when `eval_benchmarks` names some.
 
 TrainingBenchmarks(names, …)   at construction: finds them, loads their problems
 .bind(backend, tokenizer)      … and asks them once on paper, so that a mistake shows before the first update
@@ -14,13 +14,13 @@ from accelerate.utils import gather_object
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.graders import cores
+from gruppo.evaluation.grading import Graders, require
 from gruppo.evaluation.prompts import PromptText
 from gruppo.evaluation.sampling import Evaluator
-from gruppo.evaluation.scoring import Graders, require
 from gruppo.evaluation.settings import TrainingSettings
 from gruppo.evaluation.summary import summarise
 from gruppo.evaluation.tasks import load_tasks
-from gruppo.evaluation.types import Benchmark, Problem, Scored
+from gruppo.evaluation.types import Benchmark, GradedAttempt, Problem
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.continuous import ContinuousBatchingBackend
 
@@ -61,7 +61,7 @@ class TrainingBenchmarks:
     @property
     def metric_names(self) -> list[str]:
         """The keys that `run` returns."""
-        return [f"{benchmark.name}_{metric}" for benchmark, _ in self.tasks for metric in METRICS]
+        return [f"{benchmark.name}_{metric}" for benchmark, *_ in self.tasks for metric in METRICS]
 
     def bind(self, backend: RolloutBackend, tokenizer: Any) -> None:
         """Look whether it can be done: settings, sandbox, and every prompt once. What cannot be asked raises here."""
@@ -73,7 +73,7 @@ class TrainingBenchmarks:
                 "use_transformers_continuous_batching=False."
             )
         self._evaluator = Evaluator(backend, tokenizer, **settings.asking())
-        for benchmark, problems in self.tasks:
+        for benchmark, problems, _ in self.tasks:
             rendered = self._evaluator.prompts(benchmark, problems)
             self._prompts[benchmark.name] = {
                 problem.id: prompt for problem, prompt in zip(problems, rendered, strict=True)
@@ -88,12 +88,12 @@ class TrainingBenchmarks:
     ) -> dict[str, float]:
         """Every benchmark, once. Each process samples and grades its share; all of them return the same numbers."""
         metrics: dict[str, float] = {}
-        for benchmark, problems in self.tasks:
+        for benchmark, problems, _ in self.tasks:
             start = time.perf_counter()
             # Every so many: neighbours are often of one length, or of one level.
             rows = self._attempts(backend, benchmark, problems[process::processes], processes)
             own = [(rows, time.perf_counter() - start)]
-            shares: list[tuple[list[Scored], float]] = own if processes == 1 else gather(own)
+            shares: list[tuple[list[GradedAttempt], float]] = own if processes == 1 else gather(own)
             scored = [row for share, _ in shares for row in share]
             summary = summarise(benchmark, problems, scored, self.decoding, self.settings.mode)
             summary["seconds"] = max(seconds for _, seconds in shares)
@@ -102,7 +102,7 @@ class TrainingBenchmarks:
 
     def _attempts(
         self, backend: RolloutBackend, benchmark: Benchmark, problems: Sequence[Problem], processes: int
-    ) -> list[Scored]:
+    ) -> list[GradedAttempt]:
         evaluator = self._evaluator
         assert evaluator is not None, "bind comes first"
         evaluator.backend = backend  # a trainer may have been given another one since

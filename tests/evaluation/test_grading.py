@@ -9,6 +9,7 @@ import textwrap
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.graders import Call, Lost, Outcome, run_calls
-from gruppo.evaluation.scoring import Graders, require, score
+from gruppo.evaluation.grading import Graders, grade_attempts, grader_version, require
 from gruppo.evaluation.types import Attempt, Problem, ToolUse
 from gruppo.grading import LADDERS, Answer, Grade, Ladder, Rule, Rung, compare, grade, normalise
 from gruppo.types import StopReason
@@ -51,14 +52,14 @@ def transcript(*texts, output=None):
 def one(text, answers, ladder, mode="last", tools=None, **options):
     answers = (answers,) if isinstance(answers, str) else answers
     problem = Problem("p", "How many?", answers, mode)
-    return score({"p": problem}, [attempt(text, tools=tools)], ladder, **options)[0]
+    return grade_attempts({"p": problem}, [attempt(text, tools=tools)], ladder, **options)[0]
 
 
 def votes(answers, ladder, workers=None, gold="1"):
     """The votes for answers in boxes; None stands for a text without an answer."""
     texts = ["I give up." if answer is None else f"\\boxed{{{answer}}}" for answer in answers]
     rows = [attempt(text, sample=sample) for sample, text in enumerate(texts)]
-    return [row.vote for row in score({"p": Problem("p", "?", (gold,))}, rows, ladder, workers=workers)]
+    return [row.vote for row in grade_attempts({"p": Problem("p", "?", (gold,))}, rows, ladder, workers=workers)]
 
 
 # ---- grades
@@ -66,7 +67,7 @@ def votes(answers, ladder, workers=None, gold="1"):
 
 def test_the_grade_is_that_of_the_grading_package():
     texts = ["so \\boxed{18}", "#### 17", "I give up.", "\\boxed{9+9}", "the answer is 18 eggs"]
-    rows = score({"p": Problem("p", "?", ("18",))}, [attempt(text) for text in texts], GSM8K)
+    rows = grade_attempts({"p": Problem("p", "?", ("18",))}, [attempt(text) for text in texts], GSM8K)
     assert [row.grade for row in rows] == [grade(text, "18", GSM8K) for text in texts]
     assert [row.correct for row in rows] == [True, False, False, False, True]
     assert [row.attempt.text for row in rows] == texts
@@ -80,7 +81,9 @@ def test_formulas_get_the_grade_of_the_grading_package_too(graders):
     wanted = [grade(text, r"2\sqrt{3}", MATH) for text in texts]
     assert [found.rule for found in wanted[:2]] == [Rule.BOX, Rule.SENTENCE]
     for workers in (None, graders):
-        rows = score({"p": Problem("p", "?", (r"2\sqrt{3}",))}, list(map(attempt, texts)), MATH, workers=workers)
+        rows = grade_attempts(
+            {"p": Problem("p", "?", (r"2\sqrt{3}",))}, list(map(attempt, texts)), MATH, workers=workers
+        )
         assert [row.grade for row in rows] == wanted
 
 
@@ -101,11 +104,17 @@ def test_problems_with_several_answers(text, answers, mode, correct, graders):
 
 def test_an_attempt_at_an_unknown_problem_is_named():
     with pytest.raises(DataError, match="'q', which is none of the 1 problems"):
-        score({"p": Problem("p", "?", ("1",))}, [attempt("1", problem="q")], GSM8K)
+        grade_attempts({"p": Problem("p", "?", ("1",))}, [attempt("1", problem="q")], GSM8K)
+
+
+def test_the_version_of_the_grader_names_what_grades():
+    own, formulas = f"gruppo {version('gruppo')}", f"math-verify {version('math-verify')}"
+    assert grader_version(LADDERS["gsm8k"]) == own
+    assert grader_version(LADDERS["math"]) == grader_version(LADDERS["gsm8k"], paper=True) == f"{own}, {formulas}"
 
 
 def test_no_attempts_no_scores():
-    assert score({}, [], GSM8K, paper=True) == score({}, [], MATH) == []
+    assert grade_attempts({}, [], GSM8K, paper=True) == grade_attempts({}, [], MATH) == []
 
 
 class Losing:
@@ -139,7 +148,7 @@ def test_few_shot_completions_are_read_by_rules_of_their_own():
     assert one(text, "7", GSM8K, paper=True, few_shot=True).paper is True
     assert one(text, "7", GSM8K, paper=True).paper is False
     with_program = transcript("", "```output\n7\n```\n", "after 3 steps")  # the rule is not for transcripts
-    row = score({"p": Problem("p", "?", ("7",))}, [with_program], GSM8K, paper=True, few_shot=True)[0]
+    row = grade_attempts({"p": Problem("p", "?", ("7",))}, [with_program], GSM8K, paper=True, few_shot=True)[0]
     assert row.paper is True
 
 
@@ -175,7 +184,7 @@ FAILURE = "```output\nRuntime errors: line 18, ValueError: `\n```\n"
 
 @pytest.mark.parametrize("fake", FAKES)
 def test_an_output_that_the_model_wrote_itself_is_none(fake):
-    row = score({"p": Problem("p", "?", ("18",))}, [transcript(f"{fake}after 3 steps")], GSM8K, paper=True)[0]
+    row = grade_attempts({"p": Problem("p", "?", ("18",))}, [transcript(f"{fake}after 3 steps")], GSM8K, paper=True)[0]
     assert (row.correct, row.grade.answer, row.grade.rule) == (False, "3", Rule.LAST_NUMBER)
     assert (row.paper, row.program) == (False, None)
 
@@ -199,7 +208,7 @@ TRANSCRIPTS = [
 @pytest.mark.parametrize(("texts", "output", "ours", "paper"), TRANSCRIPTS)
 def test_transcripts_are_graded_by_who_wrote_what(texts, output, ours, paper):
     rows = [transcript(*texts, output=output)]
-    row = score({"p": Problem("p", "?", ("18",))}, rows, GSM8K, paper=True)[0]
+    row = grade_attempts({"p": Problem("p", "?", ("18",))}, rows, GSM8K, paper=True)[0]
     found = None if row.grade.answer is None else Answer(row.grade.answer, row.grade.rule)
     assert found == (None if ours is None else Answer(*ours))
     assert row.paper is paper
@@ -264,7 +273,7 @@ def test_votes_follow_the_number_of_the_sample_and_not_the_order_of_the_call():
     rows = [attempt(f"\\boxed{{{n}}}", problem, sample) for n, problem, sample in [(5, "a", 2), (7, "b", 0)]]
     rows += [attempt(f"\\boxed{{{n}}}", problem, sample) for n, problem, sample in [(5, "b", 1), (7, "a", 0)]]
     problems = {name: Problem(name, "?", ("5",)) for name in "ab"}
-    assert [row.vote for row in score(problems, rows, GSM8K)] == [1, 0, 1, 0]
+    assert [row.vote for row in grade_attempts(problems, rows, GSM8K)] == [1, 0, 1, 0]
 
 
 # answers by the class that they are of
@@ -297,7 +306,7 @@ def test_who_votes_together_does_not_depend_on_the_order(answers, rng):
 def test_those_who_vote_together_are_graded_alike(gold):
     rows = [attempt(f"\\boxed{{{answer}}}", sample=n) for n, answer in enumerate(["40%", "0.4", "0.4", "40", "40 %"])]
     for order in (rows, rows[::-1]):
-        scored = score({"p": Problem("p", "?", (gold,))}, order, LADDERS["cmath"])
+        scored = grade_attempts({"p": Problem("p", "?", (gold,))}, order, LADDERS["cmath"])
         assert len({(row.vote, row.correct) for row in scored}) == len({row.vote for row in scored}) == 2
 
 
@@ -360,7 +369,7 @@ def test_an_answer_that_runs_out_of_time_is_not_compared_for_ever():
 def test_equal_answers_are_compared_with_the_gold_one_once():
     workers = Counting(slow="")
     rows = [attempt(f"In {n} steps: \\boxed{{x+{n % 2}}}", sample=n) for n in range(10)]
-    scored = score({"p": Problem("p", "?", ("x+1",))}, rows, MATH, workers=workers)
+    scored = grade_attempts({"p": Problem("p", "?", ("x+1",))}, rows, MATH, workers=workers)
     assert [row.correct for row in scored] == [False, True] * 5
     assert len(workers.asked) == 2 + 1  # two grades, and one comparison for the votes
 
@@ -479,7 +488,7 @@ def test_workers_import_little(tmp_path):
         tmp_path,
         """
         import sys
-        import gruppo.evaluation.worker, gruppo.evaluation.scoring
+        import gruppo.evaluation.worker, gruppo.evaluation.grading
         print([name for name in ("torch", "transformers", "numpy", "sympy") if name in sys.modules])
         """,
     )
@@ -492,6 +501,6 @@ def test_literal_answers_are_graded_by_the_thousand():
     text = "First there are 12 of them, then 30 more. " * 10
     rows = [attempt(f"{text}\\boxed{{{n + s % 2}}}", str(n), s) for n in range(500) for s in range(4)]
     begin = time.process_time()
-    scored = score(problems, rows, ladder)
+    scored = grade_attempts(problems, rows, ladder)
     assert sum(row.correct for row in scored) == 1000
     assert time.process_time() - begin < 4.0  # 0.4 s where nothing else runs

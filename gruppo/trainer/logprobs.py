@@ -28,14 +28,14 @@ from gruppo.trainer.spreading import can_check_parity
 from gruppo.types import TrainBatch
 
 T = TypeVar("T")
-ScoresAndLoss = tuple[Tensor, Tensor | None, Tensor | None]  # log-probs, entropies, load-balancing loss
+LogpsAndLoss = tuple[Tensor, Tensor | None, Tensor | None]  # log-probs, entropies, load-balancing loss
 
 # Mean |difference| up to which the sampling engine's log-probs stand for the trainer's.
 _SAME_LOGPS = 1e-3
 
 
-class Scoring(Feeding):
-    """The part of the trainer that scores given completions."""
+class LogProbs(Feeding):
+    """The part of the trainer that computes log-probs of given completions."""
 
     recipe: Recipe
     ref_model: nn.Module | None
@@ -76,17 +76,18 @@ class Scoring(Feeding):
                 temperature=self.temperature,
                 entropy_gradient=self.entropy_control.enabled,
             )
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process and report.rows:
             rich.print(report.table())
         difference = torch.nan if report.engine_difference is None else report.engine_difference
-        local = torch.tensor([[float(report.ok), difference]], device=self.accelerator.device)
-        all_ok, differences = self.accelerator.gather(local).unbind(1)
+        local = torch.tensor([[float(report.ok), difference, report.rows]], device=self.accelerator.device)
+        all_ok, differences, rows = self.accelerator.gather(local).unbind(1)
         agree = bool((differences <= _SAME_LOGPS).all())  # not if one of them is unknown
         self.reuses_engine_logps = self.args.reuse_sampling_logps and agree
         enforce(report)
         if not all_ok.all():
             raise ParityError("The parity check failed on another process; its message says where.")
-        self._parity_checked_at = now
+        if rows.any():  # where no row has a loss, as when all are cut off, nothing was compared: the next ones will be
+            self._parity_checked_at = now
 
     # ---- log-probs
 
@@ -110,8 +111,8 @@ class Scoring(Feeding):
     def _add_logps(self, batch: TrainBatch) -> Tensor | None:
         off_policy = self.mode == "train" and not self.args.rollouts_stay_on_policy
         off_policy |= self.corrects_sampler
-        has_reference = self.args.beta != 0  # whatever a schedule makes of beta meanwhile
-        charge_kl = has_reference and self.recipe.kl == "reward"
+        has_reference = self.recipe.kl != "none"  # whatever a schedule makes of beta meanwhile
+        charge_kl = self.recipe.kl == "reward"
         if not (off_policy or has_reference):
             return None
         packs = self._packs(batch)
@@ -160,7 +161,7 @@ class Scoring(Feeding):
         self.metrics.add(self.mode, {"kl": total / max(tokens, 1)}, of=tokens)
         return gather_rows(self.accelerator, kl_B)
 
-    def _score(self, model: nn.Module, batch: TrainBatch, **options: Any) -> ScoresAndLoss:
+    def _logps_of(self, model: nn.Module, batch: TrainBatch, **options: Any) -> LogpsAndLoss:
         """Log-probs and (with `compute_entropy`) entropies of the completions, (B, T) each.
 
         And with `compute_aux_loss` the load-balancing loss.
@@ -187,8 +188,8 @@ class Scoring(Feeding):
         bare = self.accelerator.unwrap_model(model) if model is self.model else model
         with sampling_mode(model), self.presence.during("computing log-probs"):
             if packs is None:
-                return self._score(bare, batch, batch_size=self._forward_rows)[0]
-            return self._score_packs(bare, batch, packs)[0]
+                return self._logps_of(bare, batch, batch_size=self._forward_rows)[0]
+            return self._logps_of_packs(bare, batch, packs)[0]
 
     def _reference_logps(self, batch: TrainBatch, packs: Sequence[PackedRows] | None) -> Tensor:
         if self.ref_model is not None:
@@ -197,7 +198,7 @@ class Scoring(Feeding):
             return self._frozen_logps(self.model, batch, packs)
 
     def _packs(self, batch: TrainBatch) -> list[PackedRows] | None:
-        """The rows that have something to score, packed; None where padded rows are scored."""
+        """The rows that have tokens of the loss, packed; None where rows are padded."""
         if self.packed is None:
             return None
         rows = batch.loss_mask_BT.any(1).nonzero()[:, 0].tolist()
@@ -225,17 +226,17 @@ class Scoring(Feeding):
         plan = self.planner.plan(batch)
         return Packer(batch, whole=True).packs(range(len(batch)), plan.tokens, plan.group_tokens)
 
-    def _score_packs(
+    def _logps_of_packs(
         self, model: nn.Module, batch: TrainBatch, packs: Sequence[PackedRows], entropy: bool = False
-    ) -> ScoresAndLoss:
-        """Log-probs and entropies (B, T) of a batch that is packed; 0 where nothing is scored.
+    ) -> LogpsAndLoss:
+        """Log-probs and entropies (B, T) of a batch that is packed; 0 where there is no token of the loss.
 
         In packs of whole rows the load-balancing loss as well.
         """
         assert self.packed is not None
         idle = self._most(len(packs)) - len(packs)
         with self.timer("_get_per_token_logps_and_entropies"), self.packed.active(model):
-            found = [self._scores_of(model, pack, entropy=entropy) for pack in packs]
+            found = [self._logps_of_pack(model, pack, entropy=entropy) for pack in packs]
             self._idle(model, idle)
         scores, routings = [score for score, _ in found], [routing for _, routing in found if routing is not None]
         router_loss = sum(routings[1:], routings[0]).loss() if routings else None
@@ -249,7 +250,7 @@ class Scoring(Feeding):
         entropies = [score.entropies for score in scores if score.entropies is not None]
         return placed([score.logps for score in scores]), placed(entropies) if entropy else None, router_loss
 
-    def _scores_of(self, model: nn.Module, pack: PackedRows, **options: Any) -> tuple[Scores, Routing | None]:
+    def _logps_of_pack(self, model: nn.Module, pack: PackedRows, **options: Any) -> tuple[Scores, Routing | None]:
         """Scores of a pack; of whole rows also where the router has sent their tokens."""
         assert self.packed is not None
         if pack.repeats is None:
@@ -262,6 +263,23 @@ class Scoring(Feeding):
         args = self.args
         return args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
 
+    def _only_vision(self, given: dict[str, Any], input_ids: Tensor) -> Any:
+        """The hook's `vision`; one that forgets it, or passes image tensors instead, would run rows without images."""
+        vision, others = given.get("vision"), {name for name, value in given.items() if value is not None} - {"vision"}
+        if vision is None and not self.prompt_encoder.takes_images:
+            return None
+        tokens = torch.tensor(sorted(self.prompt_encoder.placeholders), device=input_ids.device)
+        said = f" (it passed {', '.join(sorted(others))})" if others else ""
+        if others or (vision is None and torch.isin(input_ids, tokens).any()):
+            raise ConfigError(
+                f"{type(self).__name__} scores rows with images, but did not pass on what is known of them"
+                f"{said}: give "
+                "_get_per_token_logps_and_entropies vision=inputs['vision'], one entry for each row."
+            )
+        return vision
+
+    # ---- a hook of TRL's trainers: name and shapes are theirs
+
     def _get_per_token_logps_and_entropies(
         self,
         model: nn.Module,
@@ -272,7 +290,7 @@ class Scoring(Feeding):
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
         **multimodal: Any,
-    ) -> ScoresAndLoss:
+    ) -> LogpsAndLoss:
         """Hook: log-probs (B, T), entropies (B, T) or None, load-balancing loss (0-d) or None.
 
         `vision` (a list, of the batch's rows) is what a processor made of the prompts.
@@ -287,18 +305,3 @@ class Scoring(Feeding):
         }
         with self.timer("_get_per_token_logps_and_entropies"):
             return score_tokens(model, input_ids, attention_mask, logits_to_keep, **options)
-
-    def _only_vision(self, given: dict[str, Any], input_ids: Tensor) -> Any:
-        """The hook's `vision`; a hook that forgets it, or passes image tensors instead, would score without images."""
-        vision, others = given.get("vision"), {name for name, value in given.items() if value is not None} - {"vision"}
-        if vision is None and not self.prompt_encoder.takes_images:
-            return None
-        tokens = torch.tensor(sorted(self.prompt_encoder.placeholders), device=input_ids.device)
-        said = f" (it passed {', '.join(sorted(others))})" if others else ""
-        if others or (vision is None and torch.isin(input_ids, tokens).any()):
-            raise ConfigError(
-                f"{type(self).__name__} scores rows with images, but did not pass on what is known of them"
-                f"{said}: give "
-                "_get_per_token_logps_and_entropies vision=inputs['vision'], one entry for each row."
-            )
-        return vision

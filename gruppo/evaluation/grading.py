@@ -1,8 +1,8 @@
 """Grade attempts: right or wrong, by the paper's rules as well if asked, and which answers are the same.
 
-    score(problems, attempts, ladder)                      [Scored, …], in the order of the attempts
-    score(problems, attempts, ladder, workers=graders)     the same; what may take long is done by worker processes
-    require(ladders, paper)                                refuse early what could not be graded later
+    grade_attempts(problems, attempts, ladder)    [GradedAttempt, …], in the order of the attempts
+                        (…, workers=graders)      the same; what may take long is done by worker processes
+    require(ladders, paper)                       refuse early what could not be graded later
 
 Answers that must be literal numbers are compared here, thousands of them a second. Formulas go to the workers. What a
 program printed is known from running it, and never read out of a transcript: a model can write anything there.
@@ -12,17 +12,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from importlib.metadata import PackageNotFoundError, version
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.graders import Call, Graders, Lost, Outcome, run_calls
 from gruppo.evaluation.paper_grader import paper_answers, paper_match
 from gruppo.evaluation.programs import inside_block
-from gruppo.evaluation.types import Attempt, Problem, Scored
+from gruppo.evaluation.types import Attempt, GradedAttempt, Problem
 from gruppo.grading import Answer, Grade, Ladder, Number, Rung, compare, normalise, parse_number
 from gruppo.grading.grade import find_answer, grade_answer
 from gruppo.grading.symbolic import load_math_verify
 
-__all__ = ["Graders", "require", "score"]
+__all__ = ["Graders", "grade_attempts", "grader_version", "require"]
 
 GRACE = 5.0  # seconds beyond the limits that comparisons keep themselves, before a worker is killed
 MOST_TIMEOUTS = 2  # an answer that ran out of time so often is not compared with further ones
@@ -44,7 +45,25 @@ def require(ladders: Iterable[Ladder], paper: bool = False) -> None:
         raise ConfigError(f"These answers cannot be graded. {error}") from error
 
 
-def score(
+def grader_version(ladder: Ladder, paper: bool = False) -> str:
+    """What grades answers by this ladder: another version may grade the same answer in another way.
+
+    Example:
+        grader_version(LADDERS["gsm8k"]) == "gruppo 0.1.0"
+        grader_version(LADDERS["math"]) == "gruppo 0.1.0, math-verify 0.8.0"
+    """
+    packages = ["gruppo"] if ladder.literal and not paper else ["gruppo", "math-verify"]
+    return ", ".join(f"{package} {_version(package)}" for package in packages)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a copy of the source that was never installed
+        return "unknown"
+
+
+def grade_attempts(
     problems: Mapping[str, Problem],
     attempts: Sequence[Attempt],
     ladder: Ladder,
@@ -52,7 +71,7 @@ def score(
     paper: bool = False,
     few_shot: bool = False,
     workers: Graders | None = None,
-) -> list[Scored]:
+) -> list[GradedAttempt]:
     """The attempts with their grades, in the same order.
 
     All attempts at a problem come in one call, because they vote. `paper` grades by the rules of the DeepSeekMath
@@ -61,7 +80,7 @@ def score(
     Example:
         problem = Problem("p1", "3 + 4 = ?", ("7",))
         attempt = Attempt("p1", 0, "It is \\\\boxed{7}.", tokens=6, stop=StopReason.EOS)
-        score({"p1": problem}, [attempt], LADDERS["gsm8k"])[0].correct is True
+        grade_attempts({"p1": problem}, [attempt], LADDERS["gsm8k"])[0].correct is True
     """
     pairs = [(_problem_of(attempt, problems), attempt) for attempt in attempts]
     grades = _grades(pairs, ladder, workers)
@@ -69,7 +88,7 @@ def score(
     programs = _program_grades(pairs, ladder, workers)
     votes = _votes(attempts, grades, ladder, workers)
     columns = zip(attempts, grades, papers, programs, votes, strict=True)
-    return [Scored(attempt, found, loose, program, vote) for attempt, found, loose, program, vote in columns]
+    return [GradedAttempt(attempt, found, loose, program, vote) for attempt, found, loose, program, vote in columns]
 
 
 def _problem_of(attempt: Attempt, problems: Mapping[str, Problem]) -> Problem:

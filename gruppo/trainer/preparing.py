@@ -1,0 +1,94 @@
+"""What is done to the policy before the trainer has it, and what reads its prompts."""
+
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+
+from gruppo.data.probing import inner_tokenizer
+from gruppo.data.prompts import PromptEncoder
+from gruppo.data.vision import VisionEncoder
+from gruppo.errors import ConfigError
+from gruppo.policy import adapters, loading
+from gruppo.policy.float32_head import cast_head
+from gruppo.policy.inplace import compiled_modules
+from gruppo.policy.quantised import narrow_adapters, reject_full_training
+from gruppo.policy.routing import router_coefficient
+from gruppo.policy.unwrap import forward_arguments, inner_model
+from gruppo.trainer import tooling
+
+
+def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> Any:
+    """Adapters, pad token, dropout: everything done to the module before Trainer sees it."""
+    loading.align_pad_token(policy, tokenizer)
+    loading.check_vocabulary(policy, tokenizer)
+    router_coefficient(policy, args.router_aux_loss_coef)
+    reject_full_training(policy, peft_config)
+    if peft_config is not None and compiled_modules(policy):
+        raise ConfigError(
+            "peft_config was given, but the model was compiled without an adapter. Pass the plain model and set "
+            "torch_compile=True."
+        )
+    if peft_config is not None:
+        policy = adapters.add_adapter(policy, peft_config)
+    if adapters.is_peft_model(policy):
+        narrow_adapters(policy)
+        adapters.prepare_adapters(policy, is_new=peft_config is not None, has_reference=args.beta != 0)
+        if args.sync_ref_model:
+            raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
+        if args.gradient_checkpointing:
+            policy.enable_input_require_grads()
+    reject_frozen(policy)
+    if getattr(args, "cast_lm_head_to_fp32", False):
+        cast_head(policy)
+    if args.fp16 and any(weight.requires_grad and weight.dtype is torch.float16 for weight in policy.parameters()):
+        raise ConfigError(
+            "fp16=True scales gradients, which works on weights in float32, but the model's are in torch.float16. "
+            "Load it in float32 (model_init_kwargs={'dtype': 'float32'}), or train in bfloat16."
+        )
+    if args.disable_dropout:
+        loading.disable_dropout_in_model(policy)
+    return policy
+
+
+def reject_frozen(policy: Any) -> None:
+    """Raise for a policy of which nothing is trained."""
+    if any(weight.requires_grad for weight in policy.parameters()):
+        return
+    how = (
+        "Load its adapter with PeftModel.from_pretrained(…, is_trainable=True)."
+        if adapters.is_peft_model(policy)
+        else "Set requires_grad of those weights that are to be trained, or pass a peft_config."
+    )
+    raise ConfigError(f"No weight of the model is trainable: there is nothing to train. {how}")
+
+
+def recompute_by_default(trainer: Any) -> None:
+    """Under DeepSpeed no plan knows what a process holds: gradient checkpointing is on unless it is turned off."""
+    args = trainer.args
+    if args.gradient_checkpointing is None and trainer.accelerator.distributed_type is DistributedType.DEEPSPEED:
+        trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
+
+
+def make_prompt_encoder(toolset: Any, policy: Any, processing: Any, args: Any) -> PromptEncoder:
+    """What turns rows into prompts: with a tokenizer text, with a processor text and images."""
+    settings = {
+        "max_prompt_length": args.max_prompt_length,
+        "context_length": loading.context_length(policy),
+        "room": args.max_completion_length if loading.has_learned_positions(policy) else 1,
+        "chat_template_kwargs": args.chat_template_kwargs,
+        "chat_template": tooling.template_for(toolset, processing),
+        "tools": None if toolset is None else toolset.schemas,
+    }
+    if inner_tokenizer(processing) is processing:
+        return PromptEncoder(processing, **settings)
+    expect_unused_weights(args)
+    tokens = loading.placeholder_ids(inner_model(policy))
+    return VisionEncoder(processing, accepts=forward_arguments(policy), placeholders=tokens, **settings)
+
+
+def expect_unused_weights(args: Any) -> None:
+    """Let processes agree on gradients where one of them has no image, and so no use for the weights that see."""
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if args.ddp_find_unused_parameters is None and not (args.gradient_checkpointing and reentrant):
+        args.ddp_find_unused_parameters = True
