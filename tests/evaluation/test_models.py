@@ -11,7 +11,8 @@ from gruppo.errors import ConfigError
 from gruppo.evaluation.models import decoding_config, load_subject, make_backend, weights_fingerprint
 from gruppo.types import SampleRequest
 from tests.evaluation.demo import model, save_model, tokenizer
-from tests.rollout.vllm_doubles import FakeLLM, fake_vllm, saved_model
+from tests.rollout.vllm_doubles import saved_model
+from tests.rollout.vllm_package import FakeLLM, fake_vllm
 
 
 def test_an_adapter_is_merged(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A hundred thousand completions, with bounds that only work which grows too fast would miss: benchmarks/view.py measures."""
+"""A hundred thousand completions, with bounds that only quadratic work would miss; benchmarks/view.py measures."""
 
 import json
 from pathlib import Path
