@@ -4,22 +4,21 @@
     python benchmarks/vllm_modes.py --tiny                              (on a CPU against stand-ins, to try it)
 
 The same model, prompts, seed and settings, one process after another: the built-in engine, vLLM in the trainer's
-process (colocate), and a stock server on the same GPU that gets its weights by CUDA IPC (server; server-async samples
-the next generation while updates run). It is started and stopped here, with the flags of `gruppo vllm-serve`; its log
-is kept beside the result. The trainer of the server modes does not see vLLM's packages. A mode that fails or runs out
-of time is named in `failed`; the others still count.
+process (colocate; sleep gives its memory back in between), and a stock server on the same GPU that gets its weights by
+CUDA IPC (server; server-async samples the next generation while updates run). It is started and stopped here, with the
+flags of `gruppo vllm-serve`, once for server modes that follow each other. The trainer of these does not see vLLM's
+packages. The result is written after each mode, with logs beside it. A mode that fails or runs out of time is named in
+`failed`, with the ends of its logs; the others still count.
 """
 
 import argparse
+import faulthandler
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +28,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from datasets import Dataset
 
-from benchmarks import rollout_vllm
 from benchmarks.common import provenance
+from benchmarks.vllm_processes import Runner, vllm_version
 
 RESULTS = Path(__file__).parent / "results"
 MODES = ("builtin", "colocate", "sleep", "server", "server-async")
-WITH_VLLM = ("colocate", "sleep")  # in the trainer's process
 FIELDS: dict[str, Any] = {
     "per_device_train_batch_size": 32,
-    "gradient_accumulation_steps": 32,
     "num_generations": 16,
     "max_completion_length": 256,
     "learning_rate": 2e-6,
 }
 TINY: dict[str, Any] = {
     "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 1,
     "num_generations": 2,
     "max_completion_length": 6,
     "learning_rate": 1e-3,
@@ -66,14 +62,16 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="folder of a model, with prompts.jsonl beside it")
     parser.add_argument("--modes", default="builtin,colocate,server", help=f"comma-separated, of {', '.join(MODES)}")
-    parser.add_argument("--steps", type=int, default=20, help="updates of each mode (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="updates of each mode (default: %(default)s)")
+    parser.add_argument("--groups", type=int, default=16, help="prompts of an update (default: %(default)s)")
     parser.add_argument("--vllm-site", type=Path, help="folder that vLLM is installed in, if not this environment")
     parser.add_argument("--port", type=int, default=8000, help="of the server (default: %(default)s)")
     parser.add_argument("--no-seeds", action="store_true", help="vllm_seed_requests=False")
-    parser.add_argument("--limit", type=float, default=280, help="seconds for one mode (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=150, help="seconds for one mode (default: %(default)s)")
     parser.add_argument(
-        "--start", type=float, default=240, help="seconds for the server's start (default: %(default)s)"
+        "--start", type=float, default=150, help="seconds for the server's start (default: %(default)s)"
     )
+    parser.add_argument("--total", type=float, default=540, help="seconds for all modes (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a small model and stand-ins, on the CPU")
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/vllm_modes.json)")
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)  # train in this process, write there
@@ -90,7 +88,9 @@ def config_fields(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     fields: dict[str, Any] = {"use_vllm": True, "vllm_seed_requests": not options.no_seeds}
     if mode.startswith("server"):
         ahead = {"async_rollouts": 1} if mode == "server-async" else {}
-        return fields | {"vllm_mode": "server", "vllm_server_port": options.port} | ahead
+        fields |= {"vllm_mode": "server", "vllm_server_port": options.port}
+        # The server is up by now; what takes longer than this has gone wrong, and is to be named before the limit.
+        return fields | {"vllm_server_timeout": 20.0, "vllm_request_timeout": 60.0} | ahead
     return fields | {"vllm_enable_sleep_mode": mode == "sleep"}
 
 
@@ -100,6 +100,7 @@ def train(mode: str, options: argparse.Namespace) -> dict[str, Any]:
 
     rows, reward = tiny_task() if options.tiny else task(options.model)
     fields = (TINY if options.tiny else FIELDS) | config_fields(mode, options)
+    fields["gradient_accumulation_steps"] = micro_batches(options.groups, fields)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         args = GRPOConfig(
@@ -127,6 +128,13 @@ def train(mode: str, options: argparse.Namespace) -> dict[str, Any]:
         "updates": [kept(log) for log in updates],
         **summary(updates),
     }
+
+
+def micro_batches(groups: int, fields: Mapping[str, Any]) -> int:
+    rows, size = groups * fields["num_generations"], fields["per_device_train_batch_size"]
+    if rows % size:
+        raise ValueError(f"--groups {groups}: {rows} completions are no multiple of {size}")
+    return rows // size
 
 
 def kept(log: Mapping[str, Any]) -> dict[str, float]:
@@ -185,7 +193,9 @@ def tiny_task() -> tuple[Dataset, Any]:
 
 
 def work(options: argparse.Namespace) -> None:
+    """Train in this process; one that is about to be ended says first where it is."""
     (mode,) = options.modes.split(",")
+    faulthandler.dump_traceback_later(max(options.limit - 5, 1))
     if options.tiny:
         torch.set_num_threads(1)
         use_stand_ins()
@@ -194,7 +204,8 @@ def work(options: argparse.Namespace) -> None:
 
 def use_stand_ins() -> None:
     from gruppo.rollout.vllm import transfer
-    from tests.rollout.vllm_doubles import install_fake_vllm, share_bytes
+    from tests.rollout.vllm_doubles import share_bytes
+    from tests.rollout.vllm_package import install_fake_vllm
 
     install_fake_vllm()
     transfer.share = share_bytes
@@ -203,92 +214,19 @@ def use_stand_ins() -> None:
 # ---- all modes
 
 
-@contextmanager
-def server(options: argparse.Namespace, log: Path) -> Iterator[None]:
-    """A server that is ready; it is stopped afterwards."""
-    if options.tiny:
-        from tests.rollout.vllm_doubles import serving
-
-        with serving(options.model) as double:
-            options.port = double.port
-            yield
-        return
-    from gruppo.rollout.vllm.client import VLLMClient
-    from gruppo.rollout.vllm.serve import parser as serve_options
-    from gruppo.rollout.vllm.serve import server_command
-
-    command = server_command(serve_options().parse_args([str(options.model), "--port", str(options.port)]))
-    variables = environment("colocate", options) | command.environment
-    # The server has a process for the engine, which this variable would put into the one that answers.
-    variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    with log.open("w") as out:
-        process = subprocess.Popen(command.arguments, env=variables, stdout=out, stderr=out, start_new_session=True)
-    try:
-        VLLMClient(f"http://127.0.0.1:{options.port}", request_timeout=60).wait_until_up(
-            options.start, lambda: check_alive(process, log)
-        )
-        yield
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def check_alive(process: "subprocess.Popen[bytes]", log: Path) -> None:
-    if process.poll() is not None:
-        raise RuntimeError(f"the server ended with {process.returncode}:\n{log.read_text()[-3000:]}")
-
-
-def environment(mode: str, options: argparse.Namespace) -> dict[str, str]:
-    """A process's variables; vLLM's packages are shown to those that run it."""
-    if mode not in WITH_VLLM:
-        return dict(os.environ)
-    paths = [str(options.vllm_site or ""), os.environ.get("PYTHONPATH", "")]
-    return {**rollout_vllm.ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def run(mode: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The record of one mode, trained in a process of its own."""
-    record, log = folder / f"{mode}.json", options.out.with_suffix(f".{mode}.log")
-    command = [sys.executable, __file__, *sys.argv[1:], "--modes", mode, "--record", str(record)]
-    command += ["--port", str(options.port), "--model", str(options.model)]
-    with log.open("w") as out:
-        done = subprocess.run(
-            command, env=environment(mode, options), stdout=out, stderr=out, timeout=options.limit, check=False
-        )
-    if done.returncode:
-        raise RuntimeError(f"ended with {done.returncode}:\n{log.read_text()[-3000:]}")
-    found: dict[str, Any] = json.loads(record.read_text())
-    return found
-
-
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    records: dict[str, Any] = {}
-    failed: dict[str, str] = {}
-    for mode in options.modes.split(","):
-        try:
-            if mode.startswith("server"):
-                with server(options, options.out.with_suffix(f".{mode}.vllm-serve.log")):
-                    records[mode] = run(mode, options, folder)
-            else:
-                records[mode] = run(mode, options, folder)
-            print(mode, {name: value for name, value in records[mode].items() if name != "updates"}, flush=True)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            failed[mode] = str(error)
-            print(mode, "failed:", error, flush=True)
-    return {"modes": records, "failed": failed}
-
-
-def vllm_version(options: argparse.Namespace) -> str:
-    """Of the package that the modes use; it is imported in their processes only."""
-    code = "import importlib.metadata as m; print(m.version('vllm'))"
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment("colocate", options), capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "none"
+def measure(options: argparse.Namespace, result: dict[str, Any], folder: Path) -> None:
+    """Run the modes; the result is on the disk after each."""
+    records, failed = result["modes"], result["failed"]
+    with Runner(options, folder) as runner:
+        for mode in options.modes.split(","):
+            begun = time.monotonic()
+            try:
+                records[mode] = runner.run(mode)
+                said = {name: value for name, value in records[mode].items() if name != "updates"}
+            except Exception as error:  # whatever it is, the other modes are to be run
+                failed[mode] = said = runner.report(mode, error)
+            print(f"{mode}, {time.monotonic() - begun:.0f} s:", said, flush=True)
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
@@ -308,9 +246,9 @@ def main() -> None:
             options.model = saved_model(folder / "model")
         if options.model is None:
             parser().error("--model is missing; benchmarks/prepare_smollm2.py makes one")
-        result = {**provenance("gruppo"), "steps": options.steps, **measure(options, folder)}
-    result["versions"]["vllm"] = "a stand-in" if options.tiny else vllm_version(options)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+        result = {**provenance(), "steps": options.steps, "modes": {}, "failed": {}}
+        result["versions"]["vllm"] = "a stand-in" if options.tiny else vllm_version(options)
+        measure(options, result, folder)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,22 @@
 """The benchmark of both modes of vLLM: its summary, and a small run of it against stand-ins."""
 
+import argparse
 import json
+import os
 import subprocess
 import sys
+import time
+import types
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from benchmarks import vllm_modes
+from benchmarks import vllm_modes, vllm_processes
+from benchmarks.vllm_processes import Runner
+from gruppo.rollout.vllm.client import VLLMClient
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,11 +36,96 @@ def test_the_summary_of_updates() -> None:
     assert found["findings"] == ["audit/drift"]
 
 
+def options_of(tmp_path: Path, *arguments: str) -> argparse.Namespace:
+    return vllm_modes.parser().parse_args([*arguments, "--out", str(tmp_path / "result.json")])
+
+
+def test_a_mode_that_fails_loses_no_other_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    options = options_of(tmp_path, "--modes", "builtin,colocate,sleep")
+    on_disk: list[Any] = []
+
+    def run(self: Runner, mode: str) -> dict[str, Any]:
+        if on_disk or mode != "builtin":
+            on_disk.append(json.loads(options.out.read_text()))
+        if mode == "colocate":
+            routine = 'INFO: "GET /health HTTP/1.1" 200 OK\n' * 300
+            self.log_of(mode).write_text("long before" + "x" * 9000 + "\nCUDA error\n" + routine)
+            raise KeyError("what nobody thought of")
+        return {"step_seconds": 1.0, "updates": []}
+
+    monkeypatch.setattr(Runner, "run", run)
+    vllm_modes.measure(options, {"modes": {}, "failed": {}}, tmp_path)
+    assert [list(found["modes"]) for found in on_disk] == [["builtin"], ["builtin"]], "after each mode"
+    result = json.loads(options.out.read_text())
+    assert (list(result["modes"]), list(result["failed"])) == (["builtin", "sleep"], ["colocate"])
+    printed = capsys.readouterr().out
+    for said in (result["failed"]["colocate"], printed):
+        assert "KeyError: 'what nobody thought of'" in said
+        assert "CUDA error" in said
+        assert "long before" not in said
+
+
+def test_a_mode_has_a_limit_and_all_modes_have_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text("import sys, time\nprint(sys.argv, flush=True)\ntime.sleep(60)")
+    monkeypatch.setattr(vllm_processes, "SCRIPT", script)
+    start = time.monotonic()
+    with Runner(options_of(tmp_path, "--limit", "2"), tmp_path) as runner:
+        with pytest.raises(subprocess.TimeoutExpired):
+            runner.run("builtin")
+        assert "'--limit', '2.0'" in runner.log_of("builtin").read_text(), "so that it can say where it is in time"
+    assert time.monotonic() - start < 20
+    with pytest.raises(TimeoutError, match="not begun"):
+        Runner(options_of(tmp_path, "--total", "19"), tmp_path).run("builtin")
+
+
+def test_a_process_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).wait()"
+    with vllm_processes.started([sys.executable, "-c", child], dict(os.environ), tmp_path / "log") as process:
+        while not (children := psutil.Process(process.pid).children()):
+            time.sleep(0.05)
+    assert process.returncode is not None
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
+
+
+def test_servers_that_follow_each_other_are_one_unless_a_mode_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def started(command: list[str], variables: dict[str, str], log: Path) -> Any:
+        what = "server" if "vllm-serve" in log.name else "trainer"
+        events.append(what)
+        if what == "trainer":
+            Path(command[command.index("--record") + 1]).write_text("{}")
+        assert ("VLLM_SERVER_DEV_MODE" in variables) == (what == "server")
+        yield types.SimpleNamespace(wait=lambda seconds: 0, poll=lambda: None)
+        if what == "server":
+            events.append("end")
+
+    monkeypatch.setattr(vllm_processes, "started", started)
+    monkeypatch.setattr(VLLMClient, "wait_until_up", lambda self, seconds, check: check())
+    with Runner(options_of(tmp_path, "--model", "org/model"), tmp_path) as runner:
+        assert runner.run("server").keys() == {"server_start_seconds"}
+        runner.run("server-async")
+        runner.run("builtin")
+        runner.run("server")
+        runner.report("server", RuntimeError("it hangs"))
+        runner.run("server")
+    first = ["server", "trainer", "trainer", "end", "trainer"]
+    assert events == [*first, "server", "trainer", "end", "server", "trainer", "end"]
+
+
 @pytest.mark.slow
 def test_a_tiny_run_of_all_modes(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    command = [sys.executable, "benchmarks/vllm_modes.py", "--tiny", "--steps", "3", "--out", str(out)]
-    subprocess.run([*command, "--modes", ",".join(vllm_modes.MODES)], cwd=ROOT, check=True, timeout=240)
+    command = [sys.executable, "benchmarks/vllm_modes.py", "--tiny", "--steps", "3", "--groups", "2"]
+    command += ["--modes", ",".join(vllm_modes.MODES), "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
     result = json.loads(out.read_text())
     assert result["failed"] == {}
     assert result["modes"].keys() == set(vllm_modes.MODES)

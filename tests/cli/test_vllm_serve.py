@@ -60,6 +60,7 @@ def test_other_flags_go_through() -> None:
         (["--data-parallel-size", "2"], "reaches one GPU"),
         (["--logprobs-mode=raw_logprobs"], "would change what the trainer relies on"),
         (["--weight-transfer-config", "{}"], "would change what the trainer relies on"),
+        (["--weight_transfer_config.backend=nccl"], "would change what the trainer relies on"),
     ],
 )
 def test_what_would_not_work_is_refused(arguments: list[str], message: str, capsys: Any) -> None:
@@ -88,3 +89,11 @@ def test_an_environment_without_vllm(capsys: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     assert cli.main(["vllm-serve", "org/model"]) == 2
     assert "not installed" in capsys.readouterr().err
+
+
+def test_ipc_needs_a_module_that_vllm_does_not_require(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "ray" else object())
+    monkeypatch.setattr(os, "execve", lambda *program: None)
+    assert cli.main(["vllm-serve", "org/model"]) == 2
+    assert "pip install ray" in capsys.readouterr().err
+    assert cli.main(["vllm-serve", "org/model", "--weight-transfer", "nccl"]) != 2

@@ -11,12 +11,14 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from gruppo.errors import ConfigError, RolloutError
+from gruppo.rollout.vllm import colocate
 from gruppo.rollout.vllm.colocate import EngineSettings, VLLMColocateBackend, engine_arguments
 from gruppo.rollout.vllm.requests import EXTRA
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import tiny_model
 from tests.processes import run_together
-from tests.rollout.vllm_doubles import FakeLLM, fake_vllm, install_fake_vllm, saved_model
+from tests.rollout.vllm_doubles import saved_model
+from tests.rollout.vllm_package import FakeLLM, fake_vllm, install_fake_vllm
 from tests.trainer.runs import slow_scores
 
 REQUESTS = [SampleRequest([9, 10, 11], 3, noise_key=5), SampleRequest([20], 2, noise_key=6)]
@@ -114,11 +116,17 @@ def test_context_length_of_the_engine_bounds_completions(model: Any) -> None:
 
 
 def test_what_only_vllm_knows_reaches_it(model: Any) -> None:
-    extra = {"structured_outputs": {"regex": "[0-9]+"}, "presence_penalty": 0.5}
+    repetition = {"max_pattern_size": 4, "min_count": 3}
+    extra = {
+        "structured_outputs": {"regex": "[0-9]+"},
+        "repetition_detection": repetition,
+        "presence_penalty": 0.5,
+    }
     backend = backend_of(model, {EXTRA: extra, "stop_strings": ["\n"]})
     backend.sample(REQUESTS)
     ((_, params), *_) = FakeLLM.made[0].asked
     assert params.structured_outputs.regex == "[0-9]+"
+    assert vars(params.repetition_detection) == repetition, "an object: SamplingParams takes a dictionary as it is"
     assert (params.presence_penalty, params.stop, params.detokenize) == (0.5, ["\n"], True)
 
 
@@ -196,6 +204,21 @@ def test_weights_that_were_loaded_in_part_are_not_sampled_from(model: Any, monke
             backend.sample(REQUESTS)
     assert backend.weights_version is None
     assert FakeLLM.made[0].log == []
+    assert_sampled_from(model, backend.sample(REQUESTS))
+
+
+def test_parts_of_a_load_that_failed_do_not_count_for_the_next(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = backend_of(model)
+
+    def half(policy: Any) -> Any:
+        yield from list(policy.named_parameters())[:5]
+        raise RuntimeError("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(colocate, "named_weights", half)
+        with pytest.raises(RuntimeError, match="interrupted"):
+            backend.sample(REQUESTS)
+    change(model)
     assert_sampled_from(model, backend.sample(REQUESTS))
 
 

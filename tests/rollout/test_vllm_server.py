@@ -123,12 +123,12 @@ def test_weights_are_sent_when_they_changed_and_only_then(double: Double) -> Non
     backend = backend_of(double, model)
     for _ in range(3):
         backend.sample(REQUESTS)
-    assert len(double.calls("/start_weight_update")) == 1
+    assert len(double.calls("/reset_prefix_cache")) == 1
     assert backend.metrics().keys() == {"rollout/sync_seconds"}
     assert backend.metrics() == {}
     change(model)
     found = backend.sample(REQUESTS)
-    assert len(double.calls("/start_weight_update")) == 2
+    assert len(double.calls("/reset_prefix_cache")) == 2
     assert_sampled_from(model, found)
 
 
@@ -161,7 +161,7 @@ def test_adapters_are_sent_merged(double: Double) -> None:
     version = backend.weights_version
     backend.sample(REQUESTS)
     assert backend.weights_version == version, "merging is not an update"
-    assert len(double.calls("/start_weight_update")) == 1
+    assert len(double.calls("/reset_prefix_cache")) == 1
 
 
 @pytest.mark.parametrize(
@@ -199,6 +199,30 @@ def test_an_update_that_another_trainer_left_open_is_closed(double: Double) -> N
     assert_sampled_from(model, backend_of(double, model).sample(REQUESTS))
 
 
+def test_parts_of_an_update_that_failed_do_not_count_for_the_next(double: Double) -> None:
+    """Of this trainer, and of one before it that nobody knows of."""
+    model = tiny_model()
+    for backend in (backend_of(double, model), backend_of(double, model)):
+        backend.sender.chunk_bytes = 1000  # type: ignore[union-attr]
+        sent = len(double.calls("/update_weights"))
+
+        def fail_late(sent: int = sent) -> None:
+            if len(double.calls("/update_weights")) == sent + 4:
+                double.broken["/update_weights"] = [500]
+                double.active = False
+
+        double.before["/update_weights"] = fail_late
+        with pytest.raises(RolloutError, match="status 500"):
+            backend.sample(REQUESTS)
+        assert len(double.sampler.counted) > 1
+        change(model)
+    double.before.clear()
+    for last in (backend, backend_of(double, model)):
+        change(model)
+        assert_sampled_from(model, last.sample(REQUESTS))
+        last.forget()
+
+
 def test_large_models_go_in_parts_of_one_dtype(double: Double) -> None:
     model = tiny_model()
     model.model.norm.to(torch.bfloat16)
@@ -222,7 +246,7 @@ def test_a_restart_between_calls_is_noticed(double: Double) -> None:
     backend.sample(REQUESTS)
     double.restart()
     assert_sampled_from(model, backend.sample(REQUESTS))
-    assert len(double.calls("/start_weight_update")) == 2
+    assert len(double.calls("/reset_prefix_cache")) == 2
 
 
 def test_a_restart_while_it_samples_is_noticed(double: Double) -> None:
@@ -236,7 +260,7 @@ def test_a_restart_while_it_samples_is_noticed(double: Double) -> None:
     backend.refresh()
     double.before["/v1/completions"] = once
     assert_sampled_from(model, backend.sample(REQUESTS))
-    assert len(double.calls("/start_weight_update")) == 2
+    assert len(double.calls("/reset_prefix_cache")) == 2
 
 
 def test_a_server_that_goes_away_is_waited_for(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:

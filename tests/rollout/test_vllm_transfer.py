@@ -1,5 +1,7 @@
 """Weights in parts, and NCCL's side of a transfer with a stand-in for vLLM's own code."""
 
+import json
+import subprocess
 import sys
 import threading
 import time
@@ -13,7 +15,7 @@ from gruppo.errors import ConfigError, RolloutError
 from gruppo.rollout.vllm import transfer
 from gruppo.rollout.vllm.client import VLLMClient
 from gruppo.rollout.vllm.threads import all_at_once, started
-from gruppo.rollout.vllm.transfer import NCCLSender, chunks, described, push
+from gruppo.rollout.vllm.transfer import IPCSender, NCCLSender, chunks, described, push
 from tests.rollout.vllm_doubles import Double, serving
 
 
@@ -70,6 +72,50 @@ def test_no_more_than_so_many_at_once_and_none_that_was_cancelled() -> None:
     for future in futures[:4]:
         future.result(timeout=5)
     assert most == 2
+
+
+# ---- CUDA IPC
+
+# What vLLM does with an update: the buffer by its handle, on its own number of the device, and copies of its parts.
+READER = """
+import base64, json, pickle, sys
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+for line in sys.stdin:
+    info = json.loads(line)
+    arguments = list(pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))[sys.argv[1]])
+    arguments[6] = 0
+    packed = rebuild_cuda_tensor(*arguments)[: sum(info["tensor_sizes"])]
+    described = zip(packed.split(info["tensor_sizes"]), info["dtype_names"], info["shapes"], strict=True)
+    parts = [part.view(getattr(torch, dtype)).view(*shape).clone() for part, dtype, shape in described]
+    torch.cuda.synchronize()
+    del packed
+    print(json.dumps([part.double().flatten().tolist() for part in parts]), flush=True)
+"""
+
+
+@pytest.mark.gpu
+def test_another_process_reads_the_buffer() -> None:
+    values = torch.arange(12.0, device="cuda")
+    weights = [("a", values.view(3, 4)), ("b", values[:5] + 100), ("c", values.bfloat16()), ("d", values[:3] - 7)]
+    device = str(torch.cuda.get_device_properties(0).uuid)
+    read: list[list[float]] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+
+        def post_once(path: str, body: dict[str, Any]) -> None:
+            assert path == "/update_weights"
+            print(json.dumps(body["update_info"]), file=reader.stdin, flush=True)
+            read.extend(json.loads(reader.stdout.readline()))
+
+        sender = IPCSender(types.SimpleNamespace(post_once=post_once), chunk_bytes=70)  # type: ignore[arg-type]
+        for _ in range(2):
+            sender.send(iter(weights))
+    assert read == 2 * [weight.double().flatten().tolist() for _, weight in weights]
 
 
 # ---- NCCL

@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM: a server that speaks its protocol, and a package `vllm` with an engine.
+"""A stand-in for a vLLM server that speaks its protocol; vllm_package.py has one for the package with its engine.
 
 Both hold a small model of their own, keep the weights that they are sent and sample from them, so that weights that
 are stale, half sent or lost show in the tokens. Both keep a prefix cache that outlives the weights unless it is reset.
@@ -8,16 +8,13 @@ import base64
 import json
 import math
 import pickle
-import sys
 import threading
 import time
-import types
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -44,18 +41,33 @@ class Sampler:
         self.factor = 1.0  # of the logits: arithmetic that differs from the trainer's
         self.model = tiny_model(seed=1234, **model).eval()
         self.prefixes: dict[tuple[int, ...], Tensor] = {}
+        self.counted: set[str] = set()  # what came of a load that has not ended
+        self.lost: set[str] = set()
+
+    def begin(self) -> None:
+        """vLLM counts what it has of a layer, what a load before left too: the layer seems complete early."""
+        self.lost = set(self.counted)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         own = dict(self.model.named_parameters())
         for name, tensor in weights.items():
             if name not in own:
                 raise KeyError(f"There is no module or parameter named {name!r}")
-            with torch.no_grad():
-                own[name].copy_(tensor)
+            self.counted.add(name)
+            if name not in self.lost:
+                with torch.no_grad():
+                    own[name].copy_(tensor)
+
+    def end(self) -> None:
+        self.counted, self.lost = set(), set()
 
     def complete(self, prompt: Sequence[int], words: Mapping[str, Any]) -> list[dict[str, Any]]:
         if len(prompt) + words["max_tokens"] > self.context_length:
             raise ValueError(f"maximum context length is {self.context_length} tokens")
+        if max(prompt) >= self.model.config.vocab_size:
+            raise ValueError(f"Token id {max(prompt)} is out of vocabulary")
+        if words.get("temperature") == 0 and words.get("n", 1) > 1:
+            raise ValueError(f"n must be 1 when using greedy sampling, got {words['n']}.")
         return [self._one(list(prompt), words, number) for number in range(words.get("n", 1))]
 
     @torch.no_grad()
@@ -102,8 +114,16 @@ def share_bytes(buffer: Tensor) -> dict[str, Any]:
     return {GPU: bytes(buffer.numpy().tobytes())}
 
 
+class RefusalError(Exception):
+    """An answer that is an error."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
 class Double:
-    """A vLLM server on a port of its own.
+    """A vLLM server on a port of its own; its answers, errors too, have the form of those of vLLM 0.24.
 
     Tests change its attributes: `slow` and `broken` are by path, seconds and statuses; `log` has every call.
     """
@@ -127,8 +147,7 @@ class Double:
 
     def start(self) -> None:
         """From the beginning: another instance, and the weights of its folder."""
-        self.instance, self.active = uuid.uuid4().hex[:5], False
-        self.sampler = Sampler(**self.model)
+        self.restart()
         double = self
 
         class Handler(_Handler):
@@ -148,7 +167,7 @@ class Double:
 
     def restart(self) -> None:
         """Between two calls, at the same address."""
-        self.instance, self.active, self.sampler = uuid.uuid4().hex[:5], False, Sampler(**self.model)
+        self.instance, self.active, self.sampler = str(time.time_ns()), False, Sampler(**self.model)
 
     @property
     def url(self) -> str:
@@ -174,19 +193,24 @@ class Double:
             ("POST", "/v1/completions"): lambda: self._complete(body),
         } | (self._dev_mode(body) if self.dev_mode else {})
         if (method, path) not in handler:
-            return 404, {"detail": "Not Found"}
+            elsewhere = any(path == known for _, known in handler)
+            return (405, {"detail": "Method Not Allowed"}) if elsewhere else (404, {"detail": "Not Found"})
         try:
             return 200, handler[method, path]()
-        except (KeyError, ValueError, RuntimeError) as error:
-            return 400 if isinstance(error, ValueError) else 500, {"error": {"message": str(error)}}
+        except RefusalError as error:
+            return _error(error.status, str(error))
+        except ValueError as error:
+            return _error(400, str(error))
+        except (KeyError, RuntimeError) as error:
+            return _error(500, f"Call to collective_rpc method failed: {error}")
 
     def _dev_mode(self, body: Any) -> dict[tuple[str, str], Callable[[], Any]]:
         return {
             ("GET", "/server_info"): self._info,
             ("GET", "/get_world_size"): lambda: {"world_size": self.workers},
-            ("POST", "/init_weight_transfer_engine"): lambda: {"message": body["init_info"] and ""},
-            ("POST", "/start_weight_update"): self._start,
-            ("POST", "/update_weights"): lambda: self._update(body["update_info"]),
+            ("POST", "/init_weight_transfer_engine"): lambda: self._init(_member(body, "init_info")),
+            ("POST", "/start_weight_update"): lambda: self._start(body),
+            ("POST", "/update_weights"): lambda: self._update(_member(body, "update_info")),
             ("POST", "/finish_weight_update"): self._finish,
             ("POST", "/reset_prefix_cache"): lambda: self.sampler.prefixes.clear(),
         }
@@ -210,12 +234,22 @@ class Double:
             "system_env": {},
         }
 
-    def _start(self) -> None:
+    def _init(self, info: dict[str, Any]) -> Any:
+        needed = {"master_address", "master_port", "rank_offset", "world_size"} if self.transfer == "nccl" else set()
+        if info.keys() != needed:
+            raise RuntimeError(f"Invalid init_info: {info}")
+        return {"message": "Weight transfer initialized"}
+
+    def _start(self, body: Any) -> Any:
+        if body is None:
+            raise RefusalError(400, "Invalid JSON format")
         if self.active:
             raise RuntimeError("start_weight_update called while a weight update is already active.")
         self.active = True
+        self.sampler.begin()
+        return {"message": "Weight update started"}
 
-    def _update(self, info: dict[str, Any]) -> None:
+    def _update(self, info: dict[str, Any]) -> Any:
         if not self.active:
             raise RuntimeError("start_weight_update must be called before update_weights.")
         try:
@@ -223,10 +257,12 @@ class Double:
         except BaseException:
             self.active = False
             raise
+        return {"message": "Weights updated"}
 
     def _unpacked(self, info: dict[str, Any]) -> dict[str, Tensor]:
         if not self.unpickles:
-            raise ValueError("Refusing to deserialize `ipc_handles_pickled`")
+            raise RuntimeError("Refusing to deserialize `ipc_handles_pickled`")
+        assert info["packed"] is True
         handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
         content, weights, at = handles[GPU], {}, 0
         for name, dtype, shape, size in zip(
@@ -239,14 +275,16 @@ class Double:
             at += size
         return weights
 
-    def _finish(self) -> None:
+    def _finish(self) -> Any:
         if not self.active:
             raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
         self.active = False
+        self.sampler.end()
+        return {"message": "Weight update finished"}
 
     def _complete(self, body: dict[str, Any]) -> Any:
         if body["model"] != self.folder:
-            raise KeyError(f"The model `{body['model']}` does not exist.")
+            raise RefusalError(404, f"The model `{body['model']}` does not exist.")
         assert body["return_token_ids"]
         choices = [
             {
@@ -260,6 +298,19 @@ class Double:
             for index, one in enumerate(self.sampler.complete(body["prompt"], body))
         ]
         return {"choices": choices[::-1]}  # their order says nothing
+
+
+def _member(body: Any, name: str) -> dict[str, Any]:
+    if body is None:
+        raise RefusalError(400, "Invalid JSON format")
+    if body.get(name) is None:
+        raise RefusalError(400, f"Missing '{name}' in request body")
+    found: dict[str, Any] = body[name]
+    return found
+
+
+def _error(status: int, message: str) -> tuple[int, Any]:
+    return status, {"error": {"message": message, "type": "", "param": None, "code": status}}
 
 
 class _Server(ThreadingHTTPServer):
@@ -299,89 +350,3 @@ def serving(folder: str | Path = "", **settings: Any) -> Iterator[Double]:
         yield double
     finally:
         double.stop()
-
-
-# ---- the package
-
-
-class FakeLLM:
-    """vllm.LLM: an engine in this process."""
-
-    made: ClassVar[list["FakeLLM"]] = []
-
-    def __init__(self, **arguments: Any):
-        self.arguments = arguments
-        self.sampler = Sampler(arguments.get("max_model_len") or 128)
-        self.asleep: set[str] = set()
-        self.log: list[str] = []
-        self.asked: list[tuple[dict[str, Any], Any]] = []
-        FakeLLM.made.append(self)
-
-    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[None]:
-        assert method == "reload_weights"
-        assert "weights" not in self.asleep
-        self.log.append(method)
-        # An engine may hold a few tensors back until their layer is whole.
-        self.sampler.load(dict(list(kwargs["weights_iterator"])))
-        return [None]
-
-    def reset_prefix_cache(self) -> bool:
-        self.log.append("reset_prefix_cache")
-        self.sampler.prefixes.clear()
-        return True
-
-    def sleep(self, level: int) -> None:
-        assert level == 2
-        assert self.arguments["enable_sleep_mode"]
-        assert not self.asleep
-        self.asleep = {"weights", "kv_cache"}
-        self.log.append("sleep")
-        with torch.no_grad():
-            for parameter in self.sampler.model.parameters():
-                parameter.fill_(torch.nan)
-
-    def wake_up(self, tags: list[str]) -> None:
-        assert set(tags) <= self.asleep
-        self.asleep -= set(tags)
-        self.log.append(f"wake {tags[0]}")
-
-    def generate(self, prompts: list[dict[str, Any]], sampling_params: list[Any], use_tqdm: bool) -> list[Any]:
-        assert not self.asleep
-        self.log.append("generate")
-        self.asked += zip(prompts, sampling_params, strict=True)
-        return [
-            types.SimpleNamespace(
-                outputs=[
-                    _output(index, one, "logprobs" in vars(params))
-                    for index, one in enumerate(self.sampler.complete(prompt["prompt_token_ids"], vars(params)))
-                ]
-            )
-            for prompt, params in zip(prompts, sampling_params, strict=True)
-        ]
-
-
-def _output(index: int, one: dict[str, Any], with_logps: bool) -> Any:
-    pairs = zip(one["ids"], one["logps"], strict=True)
-    return types.SimpleNamespace(
-        index=index,
-        token_ids=one["ids"],
-        logprobs=[{token: types.SimpleNamespace(logprob=logp)} for token, logp in pairs] if with_logps else None,
-        finish_reason=one["finish"],
-        stop_reason=one["stop"],
-    )
-
-
-def fake_vllm(version: str = "0.24.0") -> dict[str, types.ModuleType]:
-    """The modules that `import vllm` finds."""
-    package, params = types.ModuleType("vllm"), types.ModuleType("vllm.sampling_params")
-    package.__version__ = version  # type: ignore[attr-defined]
-    package.LLM = FakeLLM  # type: ignore[attr-defined]
-    package.SamplingParams = types.SimpleNamespace  # type: ignore[attr-defined]
-    params.StructuredOutputsParams = types.SimpleNamespace  # type: ignore[attr-defined]
-    package.sampling_params = params  # type: ignore[attr-defined]
-    return {"vllm": package, "vllm.sampling_params": params}
-
-
-def install_fake_vllm(version: str = "0.24.0") -> None:
-    """For this process, until it ends."""
-    sys.modules.update(fake_vllm(version))

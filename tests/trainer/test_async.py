@@ -31,7 +31,7 @@ from tests.processes import run_together
 from tests.rollout.vllm_doubles import Double, Sampler, saved_model, serving, share_bytes
 from tests.trainer.runs import SaveAt, logs, slow_scores
 
-COMPLETE, START = "/v1/completions", "/start_weight_update"
+COMPLETE, START = "/v1/completions", "/update_weights"
 # What may differ between equal runs, or between a run that samples ahead and its slow twin.
 OF_THE_WAY = ("sampling/staleness", "ledger/", "rollout/", "update/", "audit/", "prompts/", "train_")
 

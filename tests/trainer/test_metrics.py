@@ -19,7 +19,8 @@ from gruppo.rollout.vllm import transfer
 from gruppo.trainer import ledger
 from tests.helpers import length_reward, prompts, tiny_model
 from tests.policy.experts import experts
-from tests.rollout.vllm_doubles import fake_vllm, saved_model, serving, share_bytes
+from tests.rollout.vllm_doubles import saved_model, serving, share_bytes
+from tests.rollout.vllm_package import fake_vllm
 from tests.tools.scripted import random_caller
 from tests.trainer.runs import (
     RecordedGRPO,

@@ -23,7 +23,8 @@ from gruppo.trainer.tooling import reject_shared_engines
 from gruppo.types import SampleRequest
 from tests.helpers import base_args, length_reward, prompts
 from tests.processes import run_together
-from tests.rollout.vllm_doubles import Double, FakeLLM, fake_vllm, saved_model, serving, share_bytes
+from tests.rollout.vllm_doubles import Double, saved_model, serving, share_bytes
+from tests.rollout.vllm_package import FakeLLM, fake_vllm
 from tests.tools.scripted import call, questions, tokens, tool_tokenizer
 from tests.trainer.runs import SaveAt, logs, slow_scores
 from tests.trainer.test_tools import add
@@ -277,7 +278,7 @@ def test_rollout_backend_is_another_name_of_use_vllm(folder: Path, tmp_path: Pat
 def test_a_server_that_starts_again_in_a_run_does_not_change_it(folder: Path, tmp_path: Path, double: Double) -> None:
     straight = trainer_of(folder, tmp_path / "straight", server=double, max_steps=4)
     straight.train()
-    starts = len(double.calls("/start_weight_update"))
+    starts = len(double.calls("/reset_prefix_cache"))
     disturbed = trainer_of(folder, tmp_path / "disturbed", server=double, max_steps=4)
     asked = len(double.calls("/v1/completions"))
 
@@ -288,7 +289,7 @@ def test_a_server_that_starts_again_in_a_run_does_not_change_it(folder: Path, tm
     double.before["/v1/completions"] = sometimes
     disturbed.train()
     assert weights(disturbed) == weights(straight)
-    assert len(double.calls("/start_weight_update")) == 2 * starts + 1
+    assert len(double.calls("/reset_prefix_cache")) == 2 * starts + 1
 
 
 def test_a_resumed_run_sends_its_weights_and_goes_on(folder: Path, tmp_path: Path, double: Double) -> None:
@@ -390,12 +391,12 @@ def test_processes_ask_for_their_own_rows_and_one_sends_the_weights(
 ) -> None:
     alone = trainer_of(folder, tmp_path / "alone", server=double, max_steps=3, num_generations=4)
     alone.train()
-    alone_starts = len(double.calls("/start_weight_update"))
+    alone_starts = len(double.calls("/reset_prefix_cache"))
     (tmp_path / "place.json").write_text(json.dumps({"model": str(folder), "url": double.url}))
     run_together(2, "tests.trainer.test_vllm", tmp_path)
     zero, one = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert zero["weights"] == one["weights"]
-    assert len(double.calls("/start_weight_update")) == 2 * alone_starts + 1, "one process sends for both"
+    assert len(double.calls("/reset_prefix_cache")) == 2 * alone_starts + 1, "one process sends for both"
     assert zero["ratio"] == one["ratio"]
     for name, value in weights(alone).items():
         torch.testing.assert_close(torch.tensor(zero["weights"][name]), torch.tensor(value), rtol=1e-4, atol=1e-5)

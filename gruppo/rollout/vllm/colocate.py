@@ -6,8 +6,8 @@ generations; its weights are then gone, and are loaded again before the next one
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,10 +113,18 @@ class VLLMColocateBackend(VLLMBackend):
 
     def _renew(self) -> None:
         self._wake("weights")
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(self.policy())})
+        try:
+            self._load(named_weights(self.policy()))
+        except BaseException:
+            with suppress(Exception):  # ends it: vLLM would count the parts that it has to those of the next load
+                self._load(())
+            raise
         self._wake("kv_cache")
         if self.llm.reset_prefix_cache() is False:
             raise RolloutError("vLLM did not reset its prefix cache, which holds keys and values of the old weights.")
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
 
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:
@@ -166,12 +174,8 @@ class VLLMColocateBackend(VLLMBackend):
 
     def _sampling_params(self, ask: Ask, settings: Mapping[str, Any]) -> Any:
         words = dict(settings)
-        if isinstance(words.get("structured_outputs"), Mapping):
-            from vllm.sampling_params import StructuredOutputsParams
-
-            words["structured_outputs"] = StructuredOutputsParams(**words["structured_outputs"])
         return self.vllm.SamplingParams(
-            **words,
+            **words | _as_objects(words),
             n=ask.n,
             max_tokens=ask.max_tokens,
             seed=ask.seed,
@@ -186,6 +190,16 @@ class VLLMColocateBackend(VLLMBackend):
         parts: list[Any] = [None] * self.settings.tensor_parallel_size
         torch.distributed.all_gather_object(parts, list(asks), group=self._group)
         return parts
+
+
+def _as_objects(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that have fields of their own: a server makes objects of them, SamplingParams does not."""
+    if not any(isinstance(words.get(name), Mapping) for name in ("structured_outputs", "repetition_detection")):
+        return {}
+    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
+
+    kinds = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
+    return {name: kind(**words[name]) for name, kind in kinds.items() if isinstance(words.get(name), Mapping)}
 
 
 def _neighbours(size: int, processes: int, rank: int) -> tuple[Any, int]:

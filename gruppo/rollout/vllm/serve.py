@@ -47,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--revision")
-    parser.add_argument("--dtype", default="auto", help="default: auto, that of the checkpoint")
+    parser.add_argument(
+        "--dtype", default="auto", help="default: auto, that of the checkpoint; float32 becomes 16 bits"
+    )
     parser.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="default: 0.9, with ipc 0.3")
     parser.add_argument("--max-model-len", type=int, metavar="TOKENS")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS")
@@ -105,7 +107,7 @@ def _check(options: argparse.Namespace, further: Sequence[str]) -> None:
         if gpus != 1:
             raise ConfigError(f"--weight-transfer ipc reaches one GPU, the trainer's own, not {gpus}. Use nccl.")
     for flag in further:
-        if flag.partition("=")[0] in FIXED:
+        if flag.partition("=")[0].partition(".")[0].replace("_", "-") in FIXED:
             raise ConfigError(f"{flag} would change what the trainer relies on; leave it out.")
 
 
@@ -118,4 +120,9 @@ def main(argv: list[str]) -> int:
         return 0
     if find_spec("vllm") is None:
         raise ConfigError("vLLM is not installed in this environment: pip install vllm, or run the printed command.")
+    if options.weight_transfer == "ipc" and find_spec("ray") is None:
+        raise ConfigError(
+            "vLLM's IPC transfer imports ray, which is not installed in this environment and not among what vLLM "
+            "requires: pip install ray. It is not used here, so that an empty module ray.py will do as well."
+        )
     os.execve(command.arguments[0], command.arguments, {**os.environ, **command.environment})

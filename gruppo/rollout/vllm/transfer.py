@@ -17,6 +17,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ Weights = Iterator[tuple[str, Tensor]]
 class Sender:
     """A way for weights to get to the server."""
 
+    whole_at: str | None = None  # the server whose last update is known to have ended well
+
     def begin(self, facts: ServerFacts) -> None:
         """Once per server that answers, before its first update."""
 
@@ -47,19 +50,26 @@ class Sender:
 def push(client: VLLMClient, sender: Sender, facts: ServerFacts, weights: Weights) -> None:
     """One whole update of the server's weights; anything but a return leaves them unknown."""
     sender.begin(facts)
-    _start(client)
+    if sender.whole_at != facts.instance:
+        _close(client)
+    sender.whole_at = None
+    client.post_once("/start_weight_update")
     sender.send(weights)
     client.post_once("/finish_weight_update")
     client.post_once("/reset_prefix_cache")  # keys and values of the old weights
+    sender.whole_at = facts.instance
 
 
-def _start(client: VLLMClient) -> None:
-    """Begin an update; one that a trainer before us left open is closed first: all weights come anew anyway."""
-    try:
+def _close(client: VLLMClient) -> None:
+    """End what an update before this one may have left, of this trainer or of another.
+
+    vLLM counts what it was sent of a layer, and an update that failed does not set the count back: the next one would
+    find a layer complete with parts of it missing. Only the end of an update begins to count anew, and one that failed
+    cannot be ended but by another that is begun.
+    """
+    with suppress(ServerRefusedError):  # one is open, which will do
         client.post_once("/start_weight_update")
-    except ServerRefusedError:
-        client.post_once("/finish_weight_update")
-        client.post_once("/start_weight_update")
+    client.post_once("/finish_weight_update")
 
 
 def make_sender(client: VLLMClient, facts: ServerFacts, *, group_port: int) -> Sender:
@@ -238,10 +248,14 @@ class NCCLSender(Sender):
 
 
 def _on_device(own: Callable[[], Any]) -> Any:
-    """Run on the trainer's device, which a new thread does not know of, and wait for the device."""
+    """Run on the trainer's device, which a new thread does not know of, and wait for the device.
+
+    Before it, too: vLLM packs tensors on streams of its own, which do not wait for the update that writes them.
+    """
     if not torch.cuda.is_available():
         return own()
     with torch.cuda.device(int(os.environ.get("LOCAL_RANK", "0"))):
+        torch.cuda.synchronize()
         result = own()
         torch.cuda.synchronize()
     return result

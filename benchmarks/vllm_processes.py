@@ -1,0 +1,167 @@
+"""The processes of benchmarks/vllm_modes.py: a trainer for each mode, and a server for those that want one.
+
+Each has a time limit, and is ended with all that it started.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks import rollout_vllm
+
+WITH_VLLM = ("colocate", "sleep")  # in the trainer's process
+LEAST = 20.0  # seconds; with fewer left a mode is not begun
+TAIL = 4000  # characters of a log
+USUAL = ("Route: /", '" 200 OK', ": Failed to load weights")  # the last of layers that an update has nothing for
+SCRIPT = Path(__file__).with_name("vllm_modes.py")
+
+
+class Runner:
+    """Runs modes one after another; a server stays for the next one, unless that has no use for it or a mode failed.
+
+    Example:
+        with Runner(options, folder) as runner:
+            runner.run("server") -> {"step_seconds": …, …}
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: Path):
+        self.options, self.folder = options, folder
+        self.deadline = time.monotonic() + options.total
+        self._servers = ExitStack()
+        self._server_log: Path | None = None
+        self._start_seconds: float | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_server()
+
+    def left(self, most: float) -> float:
+        """Seconds that something may take."""
+        return min(most, self.deadline - time.monotonic())
+
+    def run(self, mode: str) -> dict[str, Any]:
+        """The record of one mode, trained in a process of its own."""
+        if self.left(LEAST) < LEAST:
+            raise TimeoutError(f"not begun: less than {LEAST:g} s of {self.options.total:g} are left")
+        if mode.startswith("server"):
+            self._need_server(mode)
+        else:
+            self._stop_server()
+        record = self.folder / f"{mode}.json"
+        seconds = self.left(self.options.limit)
+        command = [sys.executable, str(SCRIPT), *sys.argv[1:], "--modes", mode, "--record", str(record)]
+        command += ["--port", str(self.options.port), "--model", str(self.options.model), "--limit", str(seconds)]
+        with started(command, environment(mode, self.options), self.log_of(mode)) as process:
+            code = process.wait(seconds)
+        if code:
+            raise RuntimeError(f"ended with {code}")
+        found: dict[str, Any] = json.loads(record.read_text())
+        return found | ({"server_start_seconds": self._start_seconds} if mode.startswith("server") else {})
+
+    def log_of(self, mode: str) -> Path:
+        path: Path = self.options.out.with_suffix(f".{mode}.log")
+        return path
+
+    def report(self, mode: str, error: Exception) -> str:
+        """What went wrong, with the ends of the logs; a server that may have to do with it is ended."""
+        logs = [self.log_of(mode), *([self._server_log] if mode.startswith("server") and self._server_log else [])]
+        ends = [f"---- the end of {log.name}\n{tail(log)}" for log in logs if log.exists()]
+        self._stop_server()
+        return "\n".join([f"{type(error).__name__}: {str(error)[:TAIL]}", *ends])
+
+    # ---- the server
+
+    def _need_server(self, mode: str) -> None:
+        if self._server_log is not None:
+            return
+        begun = time.monotonic()
+        self._server_log = self.options.out.with_suffix(f".{mode}.vllm-serve.log")
+        if self.options.tiny:
+            from tests.rollout.vllm_doubles import serving
+
+            self.options.port = self._servers.enter_context(serving(self.options.model)).port
+        else:
+            self._start_server(self._server_log)
+        self._start_seconds = round(time.monotonic() - begun, 2)
+
+    def _start_server(self, log: Path) -> None:
+        from gruppo.rollout.vllm.client import VLLMClient
+        from gruppo.rollout.vllm.serve import parser, server_command
+
+        port = str(self.options.port)
+        command = server_command(parser().parse_args([str(self.options.model), "--port", port]))
+        variables = environment("colocate", self.options) | command.environment
+        # The server has a process for the engine, which this variable would put into the one that answers.
+        variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        variables.setdefault("VLLM_HOST_IP", "127.0.0.1")  # a machine without a network has no other address
+        paths = [variables["PYTHONPATH"], str(self._place_of_ray(variables))]
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        process = self._servers.enter_context(started(command.arguments, variables, log))
+
+        def check() -> None:
+            if process.poll() is not None:
+                raise RuntimeError(f"the server ended with {process.returncode}")
+
+        client = VLLMClient(f"http://127.0.0.1:{port}", request_timeout=60)
+        client.wait_until_up(self.left(self.options.start), check)
+
+    def _place_of_ray(self, variables: dict[str, str]) -> Path:
+        """A folder, with an empty module where Ray is missing: vLLM's IPC transfer imports it without a use for it."""
+        place = self.folder / "ray"
+        place.mkdir(exist_ok=True)
+        found = subprocess.run([sys.executable, "-c", "import ray"], env=variables, capture_output=True, check=False)
+        if found.returncode:
+            (place / "ray.py").touch()
+        return place
+
+    def _stop_server(self) -> None:
+        self._servers.close()
+        self._server_log = self._start_seconds = None
+
+
+@contextmanager
+def started(command: list[str], variables: dict[str, str], log: Path) -> Any:
+    """A process with a log; afterwards it is ended, and whatever it started with it."""
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=variables, stdout=out, stderr=out, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+        with suppress(ProcessLookupError):  # an engine may outlive the process that started it, with its memory
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def tail(log: Path) -> str:
+    """The end of a log, without lines that a server writes by the hundred when all is well."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(line for line in lines if not any(usual in line for usual in USUAL))[-TAIL:]
+
+
+def environment(mode: str, options: argparse.Namespace) -> dict[str, str]:
+    """A process's variables; vLLM's packages are shown to those that run it."""
+    if mode not in WITH_VLLM:
+        return dict(os.environ)
+    paths = [str(options.vllm_site or ""), os.environ.get("PYTHONPATH", "")]
+    return {**rollout_vllm.ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def vllm_version(options: argparse.Namespace) -> str:
+    """Of the package that the modes use; it is imported in their processes only."""
+    code = "import importlib.metadata as m; print(m.version('vllm'))"
+    variables = environment("colocate", options)
+    found = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "none"
