@@ -170,7 +170,7 @@ def length_collapse(length: float, first: float) -> Finding | None:
     return Finding(
         "length_collapse",
         f"Completions have {length:.1f} tokens on average; the run began with {first:.0f}. Look at some of them: most "
-        "likely the reward can be had by saying nearly nothing, or a penalty on length outweighs it.",
+        "likely nearly empty answers get the reward, or a penalty on length outweighs it.",
         {"length": length, "first": first},
     )
 

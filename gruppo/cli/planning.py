@@ -36,7 +36,7 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> tuple[Model, An
         close = nearest(name, PRESETS)
         raise ConfigError(
             f"model={name!r} is no shape ({', '.join(PRESETS)}), no folder with a config.json, and no model that can "
-            f"be had from the hub: {str(error).splitlines()[0]}{close}"
+            f"be loaded from the hub: {str(error).splitlines()[0]}{close}"
         ) from error
     try:
         return read_model(config, name), config

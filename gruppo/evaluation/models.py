@@ -14,18 +14,17 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig
 
 from gruppo.errors import ConfigError
+from gruppo.evaluation.weights import find_weights
 from gruppo.policy import loading
 from gruppo.policy.unwrap import inner_model
 from gruppo.rollout import builtin
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.hf import TransformersBackend
-from gruppo.runs.checkpoints import checkpoints, newest_good
 
 __all__ = ["Backend", "Subject", "load_subject", "make_backend", "weights_fingerprint"]
 
 Backend = Literal["auto", "builtin", "transformers", "vllm"]
 
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "model*.safetensors.index.json")
 VALUES_AT_ONCE = 1 << 24
 VLLM_ROWS, VLLM_MEMORY = 512, 0.5  # sequences at once; share of the GPU, on which the model itself lies as well
 
@@ -57,8 +56,8 @@ def load_subject(
 ) -> Subject:
     """Load a model by name or folder, or take an object as it is.
 
-    A folder may hold a model, an adapter, or a training run: then its final model is taken, else the newest checkpoint
-    that is whole. `dtype="auto"` is bfloat16 on a GPU and float32 on a CPU.
+    A folder may hold a model, an adapter, or a training run: then its final model is taken, else its newest checkpoint
+    that is whole (`find_weights`). `dtype="auto"` is bfloat16 on a GPU and float32 on a CPU.
     """
     if not isinstance(model, str | Path):
         if tokenizer is None:
@@ -80,24 +79,6 @@ def load_subject(
         what = "could not be loaded" if Path(source).is_dir() else "is no folder, and could not be loaded by name"
         raise ConfigError(f"{str(model)!r} {what}: {error}") from error
     return Subject(_short_name(model, source), str(source), loaded, _checked(tokenizer, loaded), _dtype_of(loaded))
-
-
-def find_weights(model: str | Path) -> str:
-    """The folder that holds the weights: the one given, or a run's final model or newest whole checkpoint."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return str(model)
-    if (folder / "adapter_config.json").exists() or any(next(folder.glob(each), None) for each in WEIGHTS):
-        return str(folder)
-    if not checkpoints(folder):
-        raise ConfigError(
-            f"{folder} holds neither a model (config.json and weights), nor an adapter, nor checkpoints of a run."
-        )
-    choice = newest_good(folder)
-    if choice.path is None:
-        found = "; ".join(f"{path.name}: {reasons[0]}" for path, reasons in choice.rejected)
-        raise ConfigError(f"No checkpoint of {folder} is whole: {found}")
-    return str(choice.path)
 
 
 def _load(source: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:

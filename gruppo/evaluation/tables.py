@@ -4,8 +4,8 @@
     columns_of        the columns they need: the paper's four beside its rows, then any others
     markdown, latex   the table: your rows last in each section, below the paper's
 
-A number that is not of a whole set, or not top-1, has a mark and a footnote, and is not set in bold. MATH-500 is a
-column of its own and is there only if asked for.
+A number that is not of a whole set, not top-1, or asked in another way than others of its row has a mark and a
+footnote, and is not set in bold. MATH-500 is a column of its own and is there only if asked for.
 """
 
 import re
@@ -18,6 +18,7 @@ from typing import Any
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.paper_results import PAPER_BENCHMARKS, PAPER_RESULTS, Cell, TableRow
 from gruppo.evaluation.types import Mode
+from gruppo.evaluation.unlike import unlike_the_others
 
 __all__ = ["Cell", "TableRow", "columns_of", "latex", "markdown", "rows_of"]
 
@@ -45,7 +46,8 @@ REFERENCES = (
 def rows_of(results: Mapping[str, Any]) -> list[TableRow]:
     """The rows of a results.json: top-1 of the greedy passes, and a second row for the paper's grading if it was used.
 
-    A benchmark that was only sampled has the mean over its samples, with a note that it is not top-1.
+    A benchmark that was only sampled has the mean over its samples, with a note that it is not top-1. Where benchmarks
+    were asked in different ways, each has a note that says how.
 
     Example:
         rows_of({"model": "m", "mode": "cot", "benchmarks": {"gsm8k": {"greedy": summary}}})[0].cells["gsm8k"].value
@@ -54,8 +56,13 @@ def rows_of(results: Mapping[str, Any]) -> list[TableRow]:
         model, mode, benchmarks = results["model"], results["mode"], results["benchmarks"]
         shown = {name: each.get("greedy") or each.get("sampled") for name, each in benchmarks.items()}
         passes = {name: summary for name, summary in shown.items() if summary}
-        ours = {name: _cell(summary, summary) for name, summary in passes.items()}
-        papers = {name: _cell(summary, summary["paper"]) for name, summary in passes.items() if summary.get("paper")}
+        notes = unlike_the_others(passes)
+        ours = {name: _cell(summary, summary, notes[name]) for name, summary in passes.items()}
+        papers = {
+            name: _cell(summary, summary["paper"], notes[name])
+            for name, summary in passes.items()
+            if summary.get("paper")
+        }
     except KeyError as error:
         raise DataError(f"The results have no {error}; give the contents of a results.json.") from None
     size = results.get("size")
@@ -79,18 +86,13 @@ def columns_of(rows: Iterable[TableRow], *, references: bool = True) -> tuple[st
     return tuple(name for name in dict.fromkeys([*PAPER_BENCHMARKS, *own]) if references or name in own)
 
 
-def _cell(summary: Mapping[str, Any], graded: Mapping[str, Any]) -> Cell:
+def _cell(summary: Mapping[str, Any], graded: Mapping[str, Any], unlike: str) -> Cell:
     value, interval = graded["accuracy"], graded["interval"]
     return Cell(
         None if value is None else 100 * value,
-        note=_note(summary),
+        note="; ".join(said for said in (_about_samples(summary), _about_size(summary), unlike) if said),
         interval=None if interval is None else (100 * interval[0], 100 * interval[1]),
     )
-
-
-def _note(summary: Mapping[str, Any]) -> str:
-    """What is to be said of a pass that was sampled, or did not see the whole set."""
-    return "; ".join(said for said in (_about_samples(summary), _about_size(summary)) if said)
 
 
 def _about_samples(summary: Mapping[str, Any]) -> str:

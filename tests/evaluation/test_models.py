@@ -8,39 +8,11 @@ import pytest
 import torch
 
 from gruppo.errors import ConfigError
-from gruppo.evaluation.models import decoding_config, find_weights, load_subject, make_backend, weights_fingerprint
-from gruppo.runs.checkpoints import publish, stage
+from gruppo.evaluation.models import decoding_config, load_subject, make_backend, weights_fingerprint
 from gruppo.types import SampleRequest
 from tests.evaluation.demo import model, save_model, tokenizer
 from tests.rollout.vllm_doubles import saved_model
 from tests.rollout.vllm_package import FakeLLM, fake_vllm
-
-
-def checkpoint(run: Path, name: str) -> Path:
-    run.mkdir(exist_ok=True)
-    staged = stage(run, name)
-    save_model(staged)
-    return publish(staged, {})
-
-
-def test_a_run_is_its_newest_whole_checkpoint(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    old, new = checkpoint(run, "checkpoint-2"), checkpoint(run, "checkpoint-10")
-    assert find_weights(run) == str(new)
-    (new / "model.safetensors").write_bytes(b"cut")
-    assert find_weights(run) == str(old)
-    assert load_subject(run).name == "run/checkpoint-2"
-    (old / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"No checkpoint of .*run is whole: checkpoint-10: .*; checkpoint-2: "):
-        find_weights(run)
-
-
-def test_the_final_model_of_a_run_comes_first(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    checkpoint(run, "checkpoint-2")
-    save_model(run)
-    assert find_weights(run) == str(run)
-    assert load_subject(run).name == "run"
 
 
 def test_an_adapter_is_merged(tmp_path: Path) -> None:

@@ -210,6 +210,15 @@ def test_other_weights_are_not_mixed(data: Path, tmp_path: Path) -> None:
         evaluate(changed, data, output_dir=tmp_path)
 
 
+def test_two_ways_of_asking_in_one_table_are_told(demo: Any, data: Path, tmp_path: Path) -> None:
+    evaluate(demo, data, output_dir=tmp_path, max_new_tokens=8)
+    few = replace(DEMO, name="few", title="Few", file="few.jsonl")
+    table = evaluate(demo, data, few, output_dir=tmp_path, rendering="plain").markdown()
+    assert r"Asked with rendering=plain, max\_new\_tokens=40." in table
+    assert r"Asked with rendering=chat, max\_new\_tokens=8." in table
+    assert "Asked" not in evaluate(demo, data, few, output_dir=tmp_path / "alone").markdown()
+
+
 def test_other_ends_of_a_completion_are_not_mixed(data: Path, tmp_path: Path) -> None:
     changed = model()
     evaluate(changed, data, output_dir=tmp_path)

@@ -362,6 +362,46 @@ def test_500_problems_of_math_are_not_the_whole_of_it():
     assert "<sup>a</sup> 500 of 5000 problems." in text
 
 
+ASKED = {"rendering": "chat", "max_new_tokens": 512, "stop_ids": [2], "grader": "gruppo 1", "temperature": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "notes"),
+    [
+        ({}, {"prompt": "other", "grading": {"tolerance": 1}}, ("", "")),
+        ({}, {"grader": "gruppo 1, math-verify 2"}, ("", "")),
+        ({}, {"grader": "gruppo 2, math-verify 2"}, ("asked with grader gruppo=1", "asked with grader gruppo=2")),
+        ({}, {"stop_ids": [2, 7]}, ("asked with stop_ids=[2]", "asked with stop_ids=[2, 7]")),
+        (
+            {"max_new_tokens": 8},
+            {"rendering": "plain"},
+            ("asked with rendering=chat, max_new_tokens=8", "asked with rendering=plain, max_new_tokens=512"),
+        ),
+    ],
+)
+def test_one_row_of_two_ways_of_asking_says_so(first, second, notes):
+    passes = {
+        name: {"title": name, "greedy": summary("10", 2, paper="11") | {"settings": ASKED | change}}
+        for name, change in (("gsm8k", first), ("cmath", second))
+    }
+    for row in rows_of(results(**passes)):  # ours, and by the paper's grading
+        assert tuple(row.cells[name].note for name in ("gsm8k", "cmath")) == notes
+    text = markdown(rows_of(results(**passes)))
+    assert ("**50.0**" in text) is not any(notes)
+
+
+def test_settings_of_samples_are_compared_among_samples():
+    hot, cold = (sampled("10", 2) | {"settings": ASKED | {"temperature": value}} for value in (1.0, 0.7))
+    greedy = summary("10", 2) | {"settings": ASKED}
+    passes = {"a": {"greedy": greedy}, "b": {"sampled": hot}, "c": {"sampled": cold}}
+    (row,) = rows_of(results(**passes))
+    assert [row.cells[name].note.rpartition("; ")[2] for name in "abc"] == [
+        "",
+        "asked with temperature=1.0",
+        "asked with temperature=0.7",
+    ]
+
+
 def sampled(values, rows, **more):
     """What a pass of two samples would be summarised as."""
     return {**summary(values, rows, **more), "avg": {"2": 0.5}, "pass": {"1": 0.5, "2": 0.5}}

@@ -1,0 +1,43 @@
+"""Passes of one row of a table that were asked or graded in different ways: what each must say of itself.
+
+A folder takes further benchmarks with other settings than before, and all of them stand in one row.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["unlike_the_others"]
+
+# The same for all of a row (weights, dtype, mode), of each benchmark its own (prompt, grading), or without influence
+# on the number (paper: a second grade beside it).
+NOT_COMPARED = frozenset({"weights", "dtype", "mode", "prompt", "grading", "paper"})
+OF_SAMPLES = frozenset(
+    {"samples", "temperature", "top_p", "seed"}
+)  # a greedy pass has them too, and they mean nothing
+
+
+def unlike_the_others(passes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """For each benchmark the settings in which the passes differ, with its own values; "" where all are alike.
+
+    A setting that a pass does not name, as one of an earlier version, is not compared.
+
+    Example:
+        unlike_the_others({"gsm8k": greedy_with_512_tokens, "cmath": greedy_with_64_tokens})
+        == {"gsm8k": "asked with max_new_tokens=512", "cmath": "asked with max_new_tokens=64"}
+    """
+    settings = {name: dict(_compared(summary)) for name, summary in passes.items()}
+    keys = dict.fromkeys(key for each in settings.values() for key in each)
+    # As texts: a list, as of stop ids, has no hash.
+    differing = [key for key in keys if len({str(each[key]) for each in settings.values() if key in each}) > 1]
+    said = {name: [f"{key}={each[key]}" for key in differing if key in each] for name, each in settings.items()}
+    return {name: f"asked with {', '.join(values)}" if values else "" for name, values in said.items()}
+
+
+def _compared(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in (summary.get("settings") or {}).items():
+        if key == "grader":  # "gruppo 0.1.0, math-verify 0.8.0": what compares formulas is not needed for numbers
+            for part in value.split(", "):
+                package, _, number = part.partition(" ")
+                yield f"grader {package}", number
+        elif key not in NOT_COMPARED and not (key in OF_SAMPLES and "pass" not in summary):
+            yield key, value
