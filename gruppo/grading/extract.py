@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from gruppo.grading.numbers import numbers_in, parse_number
-from gruppo.grading.text import plain_text
+from gruppo.grading.text import JOINT, close_joints, join_thousands, plain_text, without_emphasis
 from gruppo.grading.types import Answer, Ladder, Rule
 
 __all__ = ["box_contents", "boxes_of_the_last_line", "extract", "extract_gold", "is_grade_school", "last_box"]
@@ -40,6 +40,9 @@ CLAUSE = re.compile(r",(?![0-9]{3})|(?<!\\)\(")
 ANOTHER = re.compile(r"^\s*(?:and\b|和)|\bor\b|或", re.IGNORECASE)
 PHRASE = re.compile(r" (?:after|for|from|in|within) (?=[0-9$])")  # "7 eggs are left after 3 days"
 HEADLINE = re.compile(r"\s{0,20}[0-9.]{1,10} [A-Z][a-z]")
+THIN_THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:\\,[0-9]{3})+(?![0-9])")
+# In a text, "in 3 200 came" may be two numbers; but none begins with a zero.
+BLANK_THOUSANDS = re.compile(r"(?<![0-9.,/])[1-9][0-9]{0,2}(?: [0-9]{3}){0,4} 0[0-9]{2}(?: [0-9]{3}){0,4}(?![0-9/])")
 LABEL = re.compile(r"[^\W\d][^:=]{0,60}: (?=\S)")  # "Percent error: 4"
 
 
@@ -196,13 +199,19 @@ def _sentence(text: str, ladder: Ladder) -> str | None:
         start = lead.end() if lead else end
         line = text[start : start + 1000]
         stop = SENTENCE_END.search(line)
-        span = (line[: stop.start()] if stop else line).strip(" *")
+        span = _closed(line[: stop.start()] if stop else line, lead[0] if lead else "").strip(" *")
         if span and not ladder.literal:
             return _math_in(span)
         # "Let me check if the answer is right." announces nothing.
         if span and next(numbers_in(_without_math_signs(span)), None) is not None:
             return _literal_in(span, ladder)
     return None
+
+
+def _closed(span: str, lead: str) -> str:
+    """A sentence without the stars that close what was opened right before it, as in "The answer is **18** eggs"."""
+    stars = len(lead) - len(lead.rstrip("*"))
+    return re.sub(rf"(?<=[^\s*])\*{{{stars}}}(?![*0-9A-Za-z(\\])", "", span, count=1) if stars else span
 
 
 def _literal_in(span: str, ladder: Ladder) -> str:
@@ -255,8 +264,10 @@ def _last_number(text: str) -> str | None:
 
 
 def _without_math_signs(text: str) -> str:
-    """Fractions as a/b, and no sign between a minus and its number."""
-    text = re.sub(r"\\[dtc]?frac\s?\{(-?[0-9.]{1,50})\}\s?\{([0-9.]{1,50})\}", r" \1/\2", text)
-    return re.sub(r"\\?[$*]|\\[()\[\]!,]|\{,\}", lambda found: "," if found[0] == "{,}" else "", text).replace(
-        "\\%", "%"
-    )
+    """Fractions as a/b, no sign between a minus and its number, and thousands in one piece."""
+    text = without_emphasis(text)
+    text = re.sub(r" ?\\[dtc]?frac\s?\{(-?[0-9.]{1,50})\}\s?\{([0-9.]{1,50})\}", r" \1/\2 ", text)
+    text = THIN_THOUSANDS.sub(lambda found: found[0].replace("\\,", ""), text)
+    text = BLANK_THOUSANDS.sub(lambda found: join_thousands(found[0]), text)
+    text = re.sub(r"\\?\$|\\[()\[\]!,]", JOINT, text.replace("{,}", ","))
+    return close_joints(text).replace("\\%", "%")

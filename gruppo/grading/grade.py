@@ -3,7 +3,7 @@
 1. the normalised texts are equal
 2. both are literal numbers: equal, or closer than the tolerance
 3. sets that want a literal number stop here
-4. a gold with a colon (a time, a ratio) is compared as text only
+4. a gold with a colon (a time, a ratio), and numbers with nothing between them, are compared as text only
 5. math-verify compares the formulas
 """
 
@@ -15,7 +15,7 @@ from gruppo.errors import ConfigError
 from gruppo.grading.extract import boxes_of_the_last_line, extract, extract_gold
 from gruppo.grading.numbers import parse_number, same_number
 from gruppo.grading.symbolic import compare_formulas
-from gruppo.grading.text import plain_text, tidy
+from gruppo.grading.text import WRAPPER, plain_text, tidy
 from gruppo.grading.types import Answer, AnswersMode, Grade, Ladder, Rule, Rung, find_ladder
 
 __all__ = ["compare", "find_answer", "grade", "grade_answer", "normalise"]
@@ -24,6 +24,18 @@ LONGEST = 2000  # characters of an answer that are compared as text
 
 MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 DAY_FIRST = re.compile(rf"([0-9]{{1,2}})(?:st|nd|rd|th)?(?: of)? ({MONTHS})", re.IGNORECASE)
+
+MIXED = re.compile(r"(?<![0-9.,/^_])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9./])")
+# Not after an exponent or an index: 2^3 5 is a product.
+NEIGHBOURS = re.compile(r"(?<![\^_0-9.])(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?: +|['\"]+)\.?[0-9]")
+LOOSE_BRACES = re.compile(r"(?<![\^_}\]A-Za-z])\{ ?([0-9.]+) ?\}")
+# Text that is no unit: it offers another number, takes the number back, or goes on with it.
+NOT_DROPPED = re.compile(
+    r"(?<![A-Za-z^0-9])[0-9]|\b(?:or|than|plus|minus|squared|cubed|factorial|divided|multiplied|not|never|wrong|"
+    r"incorrect|half|halves|thirds?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|"
+    r"thousandths?|hundred|thousand|[mbtr]+illion|two|three|four|five|six|seven|eight|nine|ten)\b",
+    re.IGNORECASE,
+)
 
 
 def normalise(answer: str, ladder: Ladder) -> str:
@@ -37,11 +49,15 @@ def normalise(answer: str, ladder: Ladder) -> str:
     if number is not None:
         return number.text
     text = tidy(plain_text(answer[:LONGEST]))
-    text = DAY_FIRST.sub(r"\2 \1", text)
+    text = _braced(DAY_FIRST.sub(r"\2 \1", text))
+    return re.sub(r"(?<![0-9.]) | (?![0-9.])", "", text)  # 1 3 is not 13
+
+
+def _braced(text: str) -> str:
+    """Braces around what fractions and roots of single digits take: as in LaTeX, \\frac134 is a third, and a 4."""
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
     text = re.sub(r"\\(frac|sqrt) ?([0-9])", r"\\\1{\2}", text)
-    text = re.sub(r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}", text)
-    return text.replace(" ", "")
+    return re.sub(r"(\\frac ?\{[^{}]*\}) ?([0-9])", r"\1{\2}", text)
 
 
 def compare(gold: str, answer: str, ladder: Ladder) -> tuple[bool, Rung]:
@@ -64,12 +80,24 @@ def compare(gold: str, answer: str, ladder: Ladder) -> tuple[bool, Rung]:
         return False, Rung.STRING
     gold_formula = _formula(gold) if gold_number is None else _escaped(gold_number.text)
     formula = _formula(answer) if number is None else _escaped(number.text)
+    if _has_neighbours(gold_formula) or _has_neighbours(formula):
+        return False, Rung.STRING
     return compare_formulas(gold_formula, formula, ladder.seconds)
 
 
 def _formula(answer: str) -> str:
-    """LaTeX for math-verify, with its wrappers: it knows `\\text` and units itself."""
-    return _escaped(tidy(plain_text(answer[:LONGEST]), unwrap=False))
+    """LaTeX for math-verify, with its wrappers: it knows `\\text` and units itself, and drops them."""
+    text = tidy(plain_text(answer[:LONGEST]), unwrap=False)
+    text = WRAPPER.sub(lambda found: f" {found[1]} " if NOT_DROPPED.search(found[1]) else found[0], text)
+    return _escaped(_braced(MIXED.sub(r"\1\\frac{\2}{\3}", text)))
+
+
+def _has_neighbours(formula: str) -> bool:
+    """Whether two numbers stand side by side: math-verify reads 1 3 as 4, 1'3 as 13 and 5 1/2 as 3."""
+    text = tidy(formula)
+    for _ in range(2):
+        text = LOOSE_BRACES.sub(r" \1 ", text)
+    return NEIGHBOURS.search(text) is not None
 
 
 def _escaped(formula: str) -> str:

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from gruppo.grading.text import CJK, plain_text, tidy
+from gruppo.grading.text import CJK, plain_text, slashed, tidy
 
 __all__ = ["Number", "numbers_in", "parse_number", "same_number"]
 
 LONGEST = 300  # characters; a longer run of digits is compared as text
 
-WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+# Thousands do not begin with a zero: 0,500 is a decimal of other countries, and none of ours.
+WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 DECIMAL = rf"(?:{WHOLE}(?:\.[0-9]+)?|\.[0-9]+)"
-SPACED = r"[0-9]{1,3}(?: [0-9]{3})+(?![0-9])(?:\.[0-9]+)?"
-POWER = r"(?:[eE][+-]?[0-9]{1,3}(?![0-9])| ?(?:×|\\times|\\cdot) ?10\^(?:\{-?[0-9]{1,3}\}|[0-9]))"
+POWER = r"(?:[eE][+-]?[0-9]{1,3}(?![0-9])| ?(?:×|\*|\\times|\\cdot) ?10\^(?:\{-?[0-9]{1,3}\}|[0-9]))"
 MIXED = rf"[0-9]+ [0-9]+/[0-9]+|{DECIMAL}/{DECIMAL}(?![/0-9])"
 MANY = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "万": 4, "亿": 8}
 TIMES = r"(?: ?(?:(?:hundred|thousand|million|billion|trillion)(?![A-Za-z])|[万亿]))?"
@@ -24,12 +24,13 @@ ABOUT = r"(?:(?:\\approx|≈|大?约|about|approximately) ?)?"
 LEADING = re.compile(
     rf"(?P<assigned>(?:(?:[A-Za-z](?:_?[A-Za-z0-9])?|[A-Za-z{CJK} ]{{1,40}}?) ?(?:=|\\approx|≈)|=) ?)?{ABOUT}"
     r"(?P<sign>[+-]?) ?(?:[€£¥₹]|USD?|RMB|CNY)? ?(?P<sign2>-?) ?"
-    rf"(?:(?P<ratio>{MIXED})|(?P<decimal>{SPACED}|{DECIMAL})(?P<power>{POWER})?)(?P<times>{TIMES})(?P<rest>.*)",
+    rf"(?:(?P<ratio>{MIXED})|(?P<decimal>{DECIMAL})(?P<power>{POWER})?)(?P<times>{TIMES})(?P<rest>.*)",
     re.DOTALL,
 )
-# Not inside a word, an index or an exponent, and not the tail of another number.
+# Not inside a word, an index or an exponent, and neither the head nor the tail of a longer number, such as 3.4.5.
 IN_TEXT = re.compile(
-    rf"(?<![A-Za-z0-9_.^])(?<![_^]\{{)-?(?:{MIXED}|{DECIMAL}(?:[eE][+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?){TIMES}(?: ?%)?"
+    rf"(?<![A-Za-z0-9_.^])(?<![_^]\{{)-?(?:0,[0-9]+|{MIXED}|{DECIMAL}(?:[eE][+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?)"
+    rf"(?!\.?[0-9]){TIMES}(?: ?%)?"
 )
 
 OPERAND = re.compile(r"[0-9A-Za-z)\]}]$|[0-9)\]}] $")
@@ -91,7 +92,7 @@ def parse_number(text: str, *, units: bool = True, algebra: bool = False) -> Num
 
 @lru_cache(maxsize=4096)  # one comparison asks up to five times, and the completions of a group give the same answers
 def _parse_number(text: str, units: bool, algebra: bool) -> Number | None:
-    found = LEADING.fullmatch(tidy(plain_text(text)))
+    found = LEADING.fullmatch(slashed(tidy(plain_text(text))))
     if found is None or (found["sign"] and found["sign2"]) or (algebra and found["assigned"]):
         return None
     percent, rest = _split_percent(found["rest"])
@@ -116,7 +117,7 @@ def _magnitude(ratio: str | None, decimal: str | None, power: str | None) -> Fra
         upper, lower = (Fraction(part.replace(",", "")) for part in fraction.split("/"))
         return Fraction(whole or 0) + upper / lower if lower else None
     assert decimal is not None
-    value = Fraction(re.sub("[, ]", "", decimal))
+    value = Fraction(decimal.replace(",", ""))
     if power is None:
         return value
     if power[0] in "eE":
