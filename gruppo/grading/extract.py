@@ -43,6 +43,11 @@ HEADLINE = re.compile(r"\s{0,20}[0-9.]{1,10} [A-Z][a-z]")
 THIN_THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:\\,[0-9]{3})+(?![0-9])")
 # In a text, "in 3 200 came" may be two numbers; but none begins with a zero.
 BLANK_THOUSANDS = re.compile(r"(?<![0-9.,/])[1-9][0-9]{0,2}(?: [0-9]{3}){0,4} 0[0-9]{2}(?: [0-9]{3}){0,4}(?![0-9/])")
+# "The answer is not 18", "is negative 18", "is 18 or twenty"
+TAKEN_BACK = re.compile(
+    r"(?:\b(?:not|never|minus|negative|(?:less|more|fewer|greater) than)|n['’]t|不是|不到|零下) ?$", re.IGNORECASE
+)
+OFFERED = re.compile(r" ?(?:or\b|或)", re.IGNORECASE)
 LABEL = re.compile(r"[^\W\d][^:=]{0,60}: (?=\S)")  # "Percent error: 4"
 
 
@@ -223,9 +228,11 @@ def _literal_in(span: str, ladder: Ladder) -> str:
         for candidate in (whole, result):
             if parse_number(candidate, units=ladder.units) is not None:
                 return candidate.strip()
-        within = list(numbers_in(_without_math_signs(result)))
+        readable = _without_math_signs(result)
+        within = list(numbers_in(readable))
         if len(within) == 1:
-            return within[0]
+            before, _, behind = readable.partition(within[0])
+            return span if TAKEN_BACK.search(before) or OFFERED.match(behind) else within[0]
     return span
 
 

@@ -13,7 +13,7 @@ from typing import get_args
 
 from gruppo.errors import ConfigError
 from gruppo.grading.extract import boxes_of_the_last_line, extract, extract_gold
-from gruppo.grading.numbers import parse_number, same_number
+from gruppo.grading.numbers import SHORT_UNITS, parse_number, same_number
 from gruppo.grading.symbolic import compare_formulas
 from gruppo.grading.text import WRAPPER, plain_text, tidy
 from gruppo.grading.types import Answer, AnswersMode, Grade, Ladder, Rule, Rung, find_ladder
@@ -29,6 +29,7 @@ MIXED = re.compile(r"(?<![0-9.,/^_])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9./])")
 # Not after an exponent or an index: 2^3 5 is a product.
 NEIGHBOURS = re.compile(r"(?<![\^_0-9.])(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?: +|['\"]+)\.?[0-9]")
 LOOSE_BRACES = re.compile(r"(?<![\^_}\]A-Za-z])\{ ?([0-9.]+) ?\}")
+LAST_LETTERS = re.compile(r"(?:(?<=[0-9})\]])|(?<=[0-9A-Za-z})\]] ))[A-Za-z]{1,2}$")
 # Text that is no unit: it offers another number, takes the number back, or goes on with it.
 NOT_DROPPED = re.compile(
     r"(?<![A-Za-z^0-9])[0-9]|\b(?:or|than|plus|minus|squared|cubed|factorial|divided|multiplied|not|never|wrong|"
@@ -89,7 +90,10 @@ def _formula(answer: str) -> str:
     """LaTeX for math-verify, with its wrappers: it knows `\\text` and units itself, and drops them."""
     text = tidy(plain_text(answer[:LONGEST]), unwrap=False)
     text = WRAPPER.sub(lambda found: f" {found[1]} " if NOT_DROPPED.search(found[1]) else found[0], text)
-    return _escaped(_braced(MIXED.sub(r"\1\\frac{\2}{\3}", text)))
+    text = _braced(MIXED.sub(r"\1\\frac{\2}{\3}", text))
+    if (last := LAST_LETTERS.search(text)) and not SHORT_UNITS.fullmatch(last[0]) and "\\in " not in text:
+        text += "^{1}"  # math-verify takes h, t, ab and the like for units at the end, and reads 2ab as 2
+    return _escaped(text)
 
 
 def _has_neighbours(formula: str) -> bool:

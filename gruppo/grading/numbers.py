@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from gruppo.grading.text import CJK, plain_text, slashed, tidy
 
-__all__ = ["Number", "numbers_in", "parse_number", "same_number"]
+__all__ = ["SHORT_UNITS", "Number", "numbers_in", "parse_number", "same_number"]
 
 LONGEST = 300  # characters; a longer run of digits is compared as text
 
@@ -27,17 +27,19 @@ LEADING = re.compile(
     rf"(?:(?P<ratio>{MIXED})|(?P<decimal>{DECIMAL})(?P<power>{POWER})?)(?P<times>{TIMES})(?P<rest>.*)",
     re.DOTALL,
 )
-# Not inside a word, an index or an exponent, and neither the head nor the tail of a longer number, such as 3.4.5.
+# Not inside a word, an index or an exponent, not the base of one, nor a part of a longer number such as 3.4.5.
 IN_TEXT = re.compile(
     rf"(?<![A-Za-z0-9_.^])(?<![_^]\{{)-?(?:0,[0-9]+|{MIXED}|{DECIMAL}(?:[eE][+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?)"
-    rf"(?!\.?[0-9]){TIMES}(?: ?%)?"
+    rf"(?!\.?[0-9]|\^\{{?-?[0-9]){TIMES}(?: ?%)?"
 )
 
 OPERAND = re.compile(r"[0-9A-Za-z)\]}]$|[0-9)\]}] $")
 
 CJK_UNIT = re.compile(rf"(?: ?[{CJK}]){{1,8}}(?: ?(?:/|每) ?[{CJK}]{{1,4}})?")
 # These change the amount: 3个半 is 3.5 and 3成 is 30 %. A thousand is one only in a unit such as 千克.
-CJK_AMOUNT = re.compile("[半多几百十万亿成折又负乘除减余比不非]|千(?![克米瓦卡])|加(?!仑)|分之")
+CJK_AMOUNT = re.compile(
+    "[半多几百十万亿成折又负乘除减余比不非或错]|千(?![克米瓦卡])|加(?!仑)|分之|点[零一二三四五六七八九]|的[平立]方"
+)
 CURRENCY = re.compile(" ?[¢€£¥₹]")
 BRACKETED = re.compile(r" ?\( ?([^()]*?) ?\)")
 WORD = r"[A-Za-z]+(?:['’][A-Za-z]*)?\.?(?: ?\^ ?\{?[23]\}?|[23])?"
@@ -49,7 +51,7 @@ NOT_UNITS = re.compile(
     r"twelfths?|hundredths?|thousandths?|millionths?|pi|exp|ln|log|sqrt|sin|cos|tan|cot|csc|arcsin|arccos|arctan|am|pm|"
     r"january|february|march|april|may|june|july|august|september|october|november|december|"
     r"(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|forty|fifty|sixty|seventy|eighty|"
-    r"ninety|hundred|thousand)(?!-))\b",
+    r"ninety|hundreds?|thousands?|millions|lakhs?|crores?|bn)(?!-))\b",
     re.IGNORECASE,
 )
 # Where letters may be variables, these are no units either.

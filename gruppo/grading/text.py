@@ -72,6 +72,7 @@ def plain_text(text: str) -> str:
         text = re.sub(r"百分之\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)", r"\1%", text)
         text = re.sub(r"([0-9]{1,20})又(?=[0-9])", r"\1 ", text)
         text = re.sub(r"([0-9]{1,20})分之([0-9]{1,20})", r"\2/\1", text)
+    text = re.sub("(?<![胜正抱])负 ?(?=[0-9])", "-", text)  # a minus in words; not that of a game, 胜负
     return re.sub(r"([0-9]) ?又 ?(?=[0-9])", r"\1 ", text)
 
 

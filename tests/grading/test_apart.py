@@ -123,6 +123,11 @@ NO_NUMBER = [
     ("①①", "two of them"),
     ("50‰", "a thousandth is not a hundredth"),
     ("5%3", "a remainder"),
+    ("5 thousands", "neither 5 nor quite 5000"),
+    ("5 lakh", "an Indian amount"),
+    ("5元或六元", "two amounts in Chinese"),
+    ("5点五", "a decimal in Chinese words"),
+    ("5的平方", "a power in Chinese words"),
 ]
 
 
@@ -158,6 +163,14 @@ TEXTS = [
     ("so $5 \\frac{1}{2}$", "5 1/2", Rule.LAST_NUMBER, "a mixed number"),
     ("5$6", "6", Rule.LAST_NUMBER, "money"),
     ("7 in version 3.4.5", "7", Rule.LAST_NUMBER, "two points"),
+    ("3 squared, so 5^2", "3", Rule.LAST_NUMBER, "the base of a power is not its value"),
+    ("it turns by 90^\\circ", "90", Rule.LAST_NUMBER, "but degrees are no power"),
+    ("The answer is not 18.", "not 18", Rule.SENTENCE, "taken back"),
+    ("The answer is negative 18.", "negative 18", Rule.SENTENCE, "a sign in words"),
+    ("The answer is less than 18 eggs.", "less than 18 eggs", Rule.SENTENCE, "a bound"),
+    ("The answer is that it is 18 or twenty.", "that it is 18 or twenty", Rule.SENTENCE, "another number in words"),
+    ("答案是负18。", "-18", Rule.SENTENCE, "a minus in Chinese"),
+    ("胜负18场", "18", Rule.LAST_NUMBER, "which is also a lost game"),
     ("so 0,500", "0,500", Rule.LAST_NUMBER, "a decimal comma, which is not read"),
 ]
 
@@ -201,6 +214,14 @@ FORMULAS = [
     ("13", r"13\text{ (not 14)}", False, "nor is a doubt"),
     (r"2\pi", r"2\pi\text{ cm^2}", True, "a power of a unit is one"),
     ("3", r"3\text{ times}", True, "and so is a word"),
+    ("5", "5t", False, "a letter at the end is a variable"),
+    ("2ab", "2", False, "and so are two"),
+    ("2ab", "2ba", True, "in any order"),
+    (r"\frac{1}{2}h", r"\frac12", False, "behind a fraction"),
+    (r"\frac{1}{2}h", "h/2", True, "which may be written so"),
+    (r"2\pi r h", r"2\pi r", False, "behind a blank"),
+    (r"2\pi", r"2\pi cm", True, "but a unit of two letters is a unit"),
+    ("y=5t", "5t-y=0", True, "in an equation"),
 ]
 
 
