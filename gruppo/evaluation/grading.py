@@ -12,7 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cache
+from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.graders import Call, Graders, Lost, Outcome, run_calls
@@ -49,11 +52,20 @@ def grader_version(ladder: Ladder, paper: bool = False) -> str:
     """What grades answers by this ladder: another version may grade the same answer in another way.
 
     Example:
-        grader_version(LADDERS["gsm8k"]) == "gruppo 0.1.0"
-        grader_version(LADDERS["math"]) == "gruppo 0.1.0, math-verify 0.8.0"
+        grader_version(LADDERS["gsm8k"]) == "gruppo 0.1.0-3f2a91c4"
+        grader_version(LADDERS["math"]) == "gruppo 0.1.0-3f2a91c4, math-verify 0.8.0"
     """
-    packages = ["gruppo"] if ladder.literal and not paper else ["gruppo", "math-verify"]
-    return ", ".join(f"{package} {_version(package)}" for package in packages)
+    own = f"gruppo {_version('gruppo')}-{_code()}"
+    return own if ladder.literal and not paper else f"{own}, math-verify {_version('math-verify')}"
+
+
+@cache
+def _code() -> str:
+    """A short name of the code that grades: between two releases their number does not tell its versions apart."""
+    rules = sorted(files("gruppo.grading").iterdir(), key=lambda each: each.name)
+    sources = [each for each in rules if each.name.endswith(".py")]
+    sources += [files("gruppo.evaluation") / name for name in ("grading.py", "paper_grader.py")]
+    return blake2b(b"\0".join(each.read_bytes() for each in sources), digest_size=4).hexdigest()
 
 
 def _version(package: str) -> str:

@@ -2,6 +2,8 @@
 
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gruppo
 from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.graders import Call, Lost, Outcome, run_calls
-from gruppo.evaluation.grading import Graders, grade_attempts, grader_version, require
+from gruppo.evaluation.grading import Graders, _code, grade_attempts, grader_version, require
 from gruppo.evaluation.types import Attempt, Problem, ToolUse
 from gruppo.grading import LADDERS, Answer, Grade, Ladder, Rule, Rung, compare, grade, normalise
 from gruppo.types import StopReason
@@ -107,10 +110,20 @@ def test_an_attempt_at_an_unknown_problem_is_named():
         grade_attempts({"p": Problem("p", "?", ("1",))}, [attempt("1", problem="q")], GSM8K)
 
 
-def test_the_version_of_the_grader_names_what_grades():
-    own, formulas = f"gruppo {version('gruppo')}", f"math-verify {version('math-verify')}"
-    assert grader_version(LADDERS["gsm8k"]) == own
-    assert grader_version(LADDERS["math"]) == grader_version(LADDERS["gsm8k"], paper=True) == f"{own}, {formulas}"
+def test_the_version_of_the_grader_names_what_grades(monkeypatch, tmp_path):
+    own, formulas = grader_version(LADDERS["gsm8k"]), grader_version(LADDERS["math"])
+    assert re.fullmatch(rf"gruppo {re.escape(version('gruppo'))}-[0-9a-f]{{8}}", own)
+    assert formulas == grader_version(LADDERS["gsm8k"], paper=True)
+    assert formulas.startswith(f"{own}, math-verify ")
+    for package in ("grading", "evaluation"):  # a checkout with the same number, in which one line is another
+        shutil.copytree(Path(gruppo.__file__).parent / package, tmp_path / f"gruppo.{package}")
+    monkeypatch.setattr("gruppo.evaluation.grading.files", lambda package: tmp_path / package)
+    assert _code.__wrapped__() == own[-8:], "wherever it lies"
+    for changed in ("gruppo.grading/numbers.py", "gruppo.evaluation/paper_grader.py"):
+        before = _code.__wrapped__()
+        with (tmp_path / changed).open("a") as source:
+            source.write("TOLERANCE = 1\n")
+        assert _code.__wrapped__() != before
 
 
 def test_no_attempts_no_scores():
