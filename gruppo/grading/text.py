@@ -44,7 +44,7 @@ FRACTION = re.compile(rf"\\[dtc]?frac\s*(?:\{{{SIMPLE}\}}|([0-9]))\s*(?:\{{{SIMP
 # Markdown's stars hug what they set off, and do not stand between two operands: 4*2* and **4**2 have none.
 EMPHASIS = re.compile(
     r"(?<![0-9A-Za-z*)\]}])(?<![0-9)\]}] )(?<![0-9][.,])(\*{1,3})(?=[^\s*])([^*\n]{1,300}?)(?<=\S)\1"
-    r"(?![*0-9(\[{\\]|[.,][0-9])"
+    r"(?![*0-9(\[{]|[.,][0-9]|\\(?![%$)\]]|text|mathrm|[,;: ]\\))"
 )
 HALF_EMPHASIS = re.compile(r"^\s*\*+\s*|(?<=[^\s*])\*{2,3}(?=\s+[^\s0-9(*]|[,.;:!?](?![0-9]))|\s?\*{2,3}\s*$")
 # A power as programs write it; one in brackets within brackets, or a tower of them, is left alone.

@@ -75,6 +75,8 @@ ONE_NUMBER = [
     ("** 12 **", 12, "bold, with blanks"),
     ("**12** dollars", 12, "bold before its unit"),
     ("**$12$**", 12, "bold around math signs"),
+    ("**12**\\text{ cm}", 12, "bold before a unit of LaTeX"),
+    ("$**1\\,234**\\;\\text{cm}$", 1234, "and before a space and one"),
     ("**12**元", 12, "bold before a Chinese unit"),
     ("-**12**", -12, "a sign before"),
     ("5 1/2", 5.5, "a mixed number"),
