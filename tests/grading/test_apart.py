@@ -51,10 +51,16 @@ def test_a_number_that_is_set_off_is_not_joined_to_the_next(form, ladder):
 @pytest.mark.parametrize(
     "form", ["so he has {}", "The answer is {}.", "#### {}", "Answer: **{}**", "答案是{}。", "共{}个"]
 )
-@given(st.integers(1, 9999), st.integers(0, 99), st.sampled_from(BETWEEN))
-def test_nor_does_a_text(form, left, right, between):
-    for ladder in ("gsm8k", "cmath"):
-        assert not grade(form.format(f"{left}{between}{right}"), f"{left}{right}", ladder).correct
+@pytest.mark.parametrize("ladder", ["gsm8k", "cmath"])
+def test_nor_does_a_text(form, ladder):
+    pairs = [("1", "3"), ("6", "9"), ("12", "34"), ("1", "23"), ("100", "0"), ("1234", "5")]
+    joined = [
+        (left, between, right)
+        for left, right in pairs
+        for between in BETWEEN
+        if grade(form.format(f"{left}{between}{right}"), f"{left}{right}", ladder).correct
+    ]
+    assert joined == []
 
 
 # text, value, why
