@@ -67,6 +67,7 @@ def rows() -> dict[str, str]:
         "learn_smollm2_trl": raced(results["learn_smollm2_grpo"], results["learn_smollm2_trl"]),
         "soak": soaked(results["soak"]),
         "view": looked_at(results["view"]),
+        "replay": f"equal to the logged losses to {replayed(results['replay']):.0e}",
         "import_time": imported(results["import_time"]["fastest_seconds"]),
         "recording": "{record:.1%} and {audit:.1%} of it".format(**results["recording"]["cases"]["demo"]["share"]),
     }
@@ -107,6 +108,11 @@ def raced(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
         f"{mine['seconds_per_update']:.2f} s an update, {times:.0f} × faster ({mine['updates']} updates in "
         f"{mine['train_seconds']:.0f} s)"
     )
+
+
+def replayed(result: dict[str, Any]) -> float:
+    """The largest difference of a loss between a run and its replay."""
+    return float(max(run["loss"] for run in (result["demo"], *result["runs"].values())))
 
 
 def imported(seconds: dict[str, float]) -> str:
@@ -280,18 +286,33 @@ def fill_performance_page(text: str) -> str:
     return re.sub(r"^The arithmetic of this update is .*?$", lambda _: update_limit(result), text, flags=re.MULTILINE)
 
 
-def fill(text: str) -> str:
-    """The README with the result cells replaced."""
+def fill_cells(text: str) -> tuple[str, set[str]]:
+    """A page with the result cells that it has replaced, and the files that they come from."""
+    found: set[str] = set()
     for name, cell in rows().items():
         pattern = rf"^(\| [^|]+ \| )[^|]+( \| \[{name}\.json\])"
-        text, count = re.subn(pattern, lambda found, cell=cell: found[1] + cell + found[2], text, flags=re.MULTILINE)
-        if count != 1:
-            raise SystemExit(f"README.md has {count} rows for {name}.json")
-    return fill_steps(text)
+        text, count = re.subn(pattern, lambda row, cell=cell: row[1] + cell + row[2], text, flags=re.MULTILINE)
+        if count > 1:
+            raise SystemExit(f"{count} rows for {name}.json on one page")
+        found |= {name} if count else set()
+    return text, found
+
+
+def fill(text: str) -> str:
+    """The README with the result cells and the table of steps replaced."""
+    return fill_steps(fill_cells(text)[0])
+
+
+def fill_measured_page(text: str) -> str:
+    """docs/measured.md, which has a row for every file."""
+    text, found = fill_cells(text)
+    if missing := set(rows()) - found:
+        raise SystemExit(f"docs/measured.md has no row for {', '.join(sorted(missing))}")
+    return text.replace("](docs/", "](")
 
 
 if __name__ == "__main__":
     pages = {"README.md": fill, "docs/engine.md": fill_engine_page, "docs/performance.md": fill_performance_page}
-    pages["docs/view.md"] = fill_view_page
+    pages |= {"docs/view.md": fill_view_page, "docs/measured.md": fill_measured_page}
     for page, filled in pages.items():
         (ROOT / page).write_text(filled((ROOT / page).read_text()))

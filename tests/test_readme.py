@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.readme import fill, fill_engine_page, fill_performance_page, fill_view_page
+from benchmarks.readme import (
+    fill,
+    fill_cells,
+    fill_engine_page,
+    fill_measured_page,
+    fill_performance_page,
+    fill_view_page,
+)
 from gruppo.demo import EXAMPLE
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -13,6 +20,14 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 def test_the_table_holds_the_committed_results() -> None:
     assert fill(README) == README, "run `python benchmarks/readme.py`"
+    assert len(fill_cells(README)[1]) >= 5
+
+
+def test_the_page_of_measurements_has_a_row_for_every_file() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "measured.md").read_text()
+    assert fill_measured_page(page) == page, "run `python benchmarks/readme.py`"
+    with pytest.raises(SystemExit, match=r"no row for soak"):
+        fill_measured_page(page.replace("[soak.json]", "[gone.json]"))
 
 
 def test_the_engine_page_shows_the_committed_profile() -> None:
