@@ -25,6 +25,7 @@ STEPS = {
 STEP_ENGINES = {
     "gruppo": "gruppo",
     "trl": "TRL 1.16",
+    "trl-kept": "TRL 1.16, no gradient checkpointing",
     "trl-liger": "TRL 1.16 + liger-kernel",
     "trl-vllm": "TRL 1.16 + vLLM 0.24",
 }

@@ -39,7 +39,7 @@ class Case:
     warm_up: int = 1  # steps that are not counted: compilation, graph capture, optimizer state
     rounds: int = 2  # timed steps of gruppo
     rounds_peers: int = 1  # and of the others, which take long
-    engines: tuple[str, ...] = ("gruppo", "trl", "trl-liger", "trl-vllm")
+    engines: tuple[str, ...] = ("gruppo", "trl", "trl-kept", "trl-liger", "trl-vllm")
 
     def describe(self) -> dict[str, Any]:
         """What a result file says about the case."""

@@ -209,6 +209,8 @@ def watch_trl(clock: Stopwatch, trainer: Any) -> None:
 ENGINES = {
     "gruppo": Engine("gruppo", watch_gruppo, parts=parts_of_gruppo, plans=plans_of_gruppo),
     "trl": Engine("trl", watch_trl, packages=("trl",)),
+    # TRL computes activations twice unless told not to; here there is memory enough.
+    "trl-kept": Engine("trl", watch_trl, {"gradient_checkpointing": False}, packages=("trl",)),
     "trl-liger": Engine("trl", watch_trl, {"use_liger_kernel": True}, packages=("trl", "liger-kernel")),
     "trl-vllm": Engine("trl", watch_trl, {"use_vllm": True, "vllm_mode": "colocate"}, packages=("trl", "vllm")),
 }
