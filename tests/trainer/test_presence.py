@@ -257,7 +257,7 @@ def test_slow_is_not_dead(tmp_path: Path) -> None:
     [
         ({"act": "kill", "victim": 1, "elsewhere": True}, "died, or its host did: nothing was heard of it for"),
         ({"act": "kill", "victim": 0, "store": "tcp"}, "process 0"),
-        ({"act": "raise", "victim": 0, "store": "tcp"}, "process 0 failed: "),
+        ({"act": "raise", "victim": 0, "store": "tcp"}, "On process 0: RewardError: The reward 'reward' failed"),
         ({"act": "sleep", "victim": 1, "seconds": 60.0, "ddp_timeout": 8}, "process 1"),
     ],
 )
