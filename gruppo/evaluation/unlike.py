@@ -11,9 +11,8 @@ __all__ = ["unlike_the_others"]
 # The same for all of a row (weights, dtype, mode), of each benchmark its own (prompt, grading), or without influence
 # on the number (paper: a second grade beside it).
 NOT_COMPARED = frozenset({"weights", "dtype", "mode", "prompt", "grading", "paper"})
-OF_SAMPLES = frozenset(
-    {"samples", "temperature", "top_p", "seed"}
-)  # a greedy pass has them too, and they mean nothing
+# A greedy pass has these too, and there they mean nothing.
+OF_SAMPLES = frozenset({"samples", "temperature", "top_p", "seed"})
 
 
 def unlike_the_others(passes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
