@@ -43,6 +43,6 @@ def test_the_number_is_the_measured_one() -> None:
     runs = [measured["demo"], *measured["runs"].values()]
     said = f"{max(run['loss'] for run in runs):.0e}"
     assert f"no loss is further than {said} from the logged one" in PAGE
-    assert f"equal to the logged losses to {said}" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"equal to the logged losses to {said}" in (ROOT / "docs" / "measured.md").read_text(encoding="utf-8")
     assert max(run["advantage"] for run in runs) == 0
     assert len(measured["runs"]) == 12
