@@ -44,8 +44,8 @@ ALLOWED_FOR_TYPES = {"data": {"config"}}
 
 # The trainer itself is a chain; each link knows those before it.
 CHAIN = (
-    *("reporting", "feeding", "logprobs", "rewarding", "sampling", "overlapping", "collecting", "routing"),
-    *("remembering", "updating", "watching", "checkpointing", "resuming", "core", "grpo", "rloo"),
+    *("reporting", "feeding", "logprobs", "sampling", "collecting", "updating", "watching", "checkpointing"),
+    *("resuming", "core", "grpo", "rloo"),
 )
 
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "urllib", "urllib3", "websockets"}

@@ -47,12 +47,16 @@ from gruppo.trainer.entropy import EntropyControl
 from gruppo.trainer.ledger import make_ledger
 from gruppo.trainer.metrics import MetricStore
 from gruppo.trainer.names import KnownNames
+from gruppo.trainer.overlapping import RolloutsAhead
 from gruppo.trainer.planning import UpdatePlanner
 from gruppo.trainer.presence import presence_of
 from gruppo.trainer.profiling import Stopwatch, Timings
+from gruppo.trainer.remembering import UpdateMemory
 from gruppo.trainer.resuming import Resuming
+from gruppo.trainer.rewarding import Rewards
 from gruppo.trainer.sampling import RolloutUnderWay
 from gruppo.trainer.stopping import Stopper
+from gruppo.trainer.tool_turns import make_tool_loop
 from gruppo.trainer.unused import Parts, check_unused
 from gruppo.types import TrainBatch
 
@@ -159,10 +163,17 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.stopper = Stopper(enabled=args.save_on_signal, alone=self.accelerator.num_processes == 1)
         self.presence = presence_of(args, lambda: self.state.global_step + 1, lambda: self.stopper.waited)
         self.audits = Audits(args.audit, args.max_bad_updates, self._note_finding)
-        self._make_rewards(rewards)
-        check_unused(
-            args, Parts(self.toolset is not None, self.reward_runner.has_workers, self.reward_runner.has_async)
+        self.rewards = Rewards(
+            *rewards,
+            args=args,
+            accelerator=self.accelerator,
+            sharding=self.sharding,
+            presence=self.presence,
+            timer=self.timer,
         )
+        self.add_callback(self.rewards.breaker)
+        runner = self.rewards.runner
+        check_unused(args, Parts(self.toolset is not None, runner.has_workers, runner.has_async))
         self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
         checks.check_router_loss(self)
         self.packed = packing.packed_policy(self)
@@ -177,6 +188,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             lambda: self.backend.release(),
             agree=(lambda plan: spreading.agreed(self.accelerator, plan)) if self.sharding.spread else None,
         )
+        self._memory = UpdateMemory()
         self.ledger = make_ledger(self.accelerator, self.model, autocast_dtype(self.accelerator.mixed_precision))
         self._hub_uploads = None
         if self.accelerator.is_main_process and getattr(args, "log_completions_hub_repo", None):
@@ -186,7 +198,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         set_seed(args.seed, device_specific=True)  # processes sample different completions
 
     def _make_sampler(self, rollout_func: Any) -> None:
-        args, self._under_way = self.args, RolloutUnderWay()
+        args, self._under_way, self._ahead = self.args, RolloutUnderWay(), RolloutsAhead(self.args)
         if rollout_func is None:
             self.custom_rollout = None
         else:
@@ -214,7 +226,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             checks.warn_biased_sampling(self)
         self.backend.pause = self.stopper.check
         self.backend.clock = lambda: self.state.global_step
-        self.tool_loop = self._make_tool_loop()
+        self.tool_loop = make_tool_loop(self, lambda count: self._summed([count])[0])
         spreading.reject_together(self)
 
     def _note_finding(self, finding: Any) -> None:
@@ -237,7 +249,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.ledger.forget()
         self._parity_checked_at = None
         self._epoch_iterator = None
-        self.reward_breaker.reset()
+        self.rewards.breaker.reset()
         self.audits.reset()
         self._random_state_due = kwargs.get("resume_from_checkpoint")
         if self._random_state_due is not None:
@@ -271,7 +283,8 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._load_rng_state(self._random_state_due)  # a loader that skips may have drawn a number
         with self.stopper.abandonable():
             batches = [self._next_micro_batch(step, i) for i, step in enumerate(steps)]
-        self._batches_at_hand, self._loss_at_hand, self._remembered = batches, 0.0, ()
+        self._batches_at_hand, self._loss_at_hand = batches, 0.0
+        self._memory.forget()
         size = None
         if batches:
             rows = [TrainBatch.from_dict(batch) for batch in batches]

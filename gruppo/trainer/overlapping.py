@@ -1,131 +1,86 @@
-"""Generations that a server samples while updates run (`async_rollouts=1`); see `ahead.py` for the order of things."""
+"""The generation that a server samples while updates run (`async_rollouts=1`); `ahead.py` has the order of things."""
 
 import logging
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from gruppo.errors import ConfigError, RolloutError
-from gruppo.rollout.base import group_requests
+from gruppo.errors import RolloutError
 from gruppo.rollout.vllm.inflight import InFlight
-from gruppo.trainer.ahead import most_updates_of, next_generation
-from gruppo.trainer.metrics import any_process
-from gruppo.trainer.sampling import Sampling
-from gruppo.types import Completion, SampleRequest, TrainBatch
+from gruppo.trainer.ahead import most_updates_of, pack_flight
+from gruppo.trainer.state import RunState
+from gruppo.types import SampleRequest
 
 logger = logging.getLogger(__name__)
 
+Pause = Callable[[], None]  # called now and then while one waits; may raise
 
-class Overlapping(Sampling):
-    """The part of the trainer that asks for the next generation before it is needed."""
 
-    _ahead: InFlight | None = None  # asked for, and not yet trained on
-    _batches_at_hand: Sequence[dict[str, Any]] = ()  # of the update under way, as they were cut
+class RolloutsAhead:
+    """What was asked for before it is needed, and is not yet trained on: one generation at most.
 
-    def _rows_at_hand(self) -> list[TrainBatch]:
-        """The micro-batches of the update under way, less what a subclass has put into them."""
-        return [TrainBatch.from_dict(batch) for batch in self._batches_at_hand if "completion_mask" in batch]
+    `most_updates` may come between sampling a generation and training on it; 0 if none is asked for ahead.
 
-    # ---- weights
+    Example:
+        ahead.flight = backend.begin(requests)      # the server samples, the trainer trains
+        ahead.wait(pause)                           # before the server gets other weights
+        flight = ahead.take(requests, now, pause)   # when they are due; None if they must be sampled now
+    """
 
-    def _refresh_sampler(self) -> None:
-        """Before a generation, on all processes: whoever samples from a copy of the weights gets those of now."""
-        if not self.backend.has_own_weights:
-            return
-        if self._ahead is not None:
-            start = time.perf_counter()
-            with self.timer("wait_for_rollouts"):
-                self._ahead.settle(self.backend.pause)
-            if self.mode == "train":
-                self.metrics.add("train", {"rollout/wait_seconds": time.perf_counter() - start})
-        with self.timer("sync_weights"):
-            self.backend.refresh()
+    def __init__(self, args: Any) -> None:
+        self.enabled = bool(args.async_rollouts)
+        micro_steps, accumulation = args.micro_steps_per_generation, args.gradient_accumulation_steps
+        self.most_updates = most_updates_of(micro_steps, accumulation) if self.enabled else 0
+        self.flight: InFlight | None = None
 
-    # ---- asking
+    def wait(self, pause: Pause) -> None:
+        if self.flight is not None:
+            self.flight.settle(pause)
 
-    def _ask_ahead(self) -> None:
-        """Ask for the generation after the one at hand, whose own samples are there, from the weights of now."""
-        if not self.args.async_rollouts or self.mode != "train" or self._place is None or self._ahead is not None:
-            return
-        if (place := self._next_place()) is None:
-            return
-        rows = self.rows_ahead(*place)
-        prompts = self.prompt_encoder(rows, tokenize=self._tokenize_prompts)
-        key = self._noise_of((self._place[0], *place))
-        own = self._rows_in_batch(len(rows))
-        ids = [list(prompt.ids) for prompt in prompts]
-        requests = group_requests(ids, group_size=self.group_size, first_row=own.start, key=key)
-        self._ahead = self.backend.begin(requests)
-        self.metrics.add("train", self.backend.metrics())
-
-    def _next_place(self) -> tuple[int, int] | None:
-        assert self._place is not None
-        if self._stream is None:
-            raise ConfigError(
-                f"async_rollouts={self.args.async_rollouts} needs the trainer's own order of prompts, but "
-                f"{type(self).__name__} brings a loader of rows. Set async_rollouts=0."
-            )
-        _, epoch, generation = self._place
-        return next_generation(
-            epoch,
-            generation,
-            per_epoch=self._stream.generations,
-            micro_steps=self.args.micro_steps_per_generation,
-            accumulation=self.args.gradient_accumulation_steps,
-            updates_left=self.state.max_steps - self.state.global_step,
-        )
-
-    # ---- taking
-
-    def _draw(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """What was asked for ahead, if it is what is asked for now; else the backend's, from the weights of now."""
-        flight = self._ahead
-        if flight is None or self.mode != "train" or self._place is None or self._under_way.attempt:
-            return super()._draw(requests)
-        flight.settle(self.backend.pause)
-        self._ahead = None
+    def take(self, requests: Sequence[SampleRequest], now: int, pause: Pause) -> InFlight | None:
+        """What was asked for ahead, if it is what is asked for after `now` updates; it is gone in any case."""
+        self.wait(pause)
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return None
         if flight.requests != list(requests):
             logger.warning(
                 "Other prompts are due than were asked for ahead, as after an epoch that was ended early: the "
                 "completions are thrown away, and these are sampled from the weights of now."
             )
-            return super()._draw(requests)
-        if (completions := flight.take()) is None:
+            return None
+        if flight.take() is None:
             logger.warning(
                 f"The server {flight.lost}: the generation that was asked for ahead is lost, and sampled once more "
                 "from the weights of now."
             )
-            return super()._draw(requests)
-        self._check_age(flight)
-        self._under_way.seconds_ahead += flight.seconds
-        return [replace(completion, sampled_at=flight.sampled_at) for completion in completions]
+            return None
+        self._check_age(now - flight.sampled_at)
+        return flight
 
-    def _check_age(self, flight: InFlight) -> None:
-        age, most = self.state.global_step - flight.sampled_at, self._most_updates
-        if not 0 <= age <= most:
+    def _check_age(self, age: int) -> None:
+        if not 0 <= age <= self.most_updates:
             raise RolloutError(
-                f"The completions that are due are of weights {age} updates old; with async_rollouts="
-                f"{self.args.async_rollouts} that must be {most} at most. Resume from the last checkpoint."
+                f"The completions that are due are of weights {age} updates old; with async_rollouts=1 that must be "
+                f"{self.most_updates} at most. Resume from the last checkpoint."
             )
 
-    @property
-    def _most_updates(self) -> int:
-        """Updates that may come between sampling a generation and training on it; 0 if it is not asked for ahead."""
-        if not self.args.async_rollouts:
-            return 0
-        return most_updates_of(self.args.micro_steps_per_generation, self.args.gradient_accumulation_steps)
-
-    def _holds_older_rows(self) -> bool:
-        """Whether rows of the update were sampled from weights before those that scored them."""
-        if not self.args.async_rollouts:
-            return False
-        rows = self._rows_at_hand()
-        older = [b.sampled_at < b.scored_at for b in rows if b.sampled_at is not None and b.scored_at is not None]
-        return any_process(self.accelerator, any(bool(part.any()) for part in older))
-
-    def _drop_ahead(self) -> None:
+    def drop(self) -> None:
         """At the end of a run: nobody will train on it."""
-        flight, self._ahead = self._ahead, None
+        flight, self.flight = self.flight, None
         if flight is not None:
             flight.drop()
+
+
+def with_flight(state: RunState, flight: InFlight | None, pause: Pause) -> RunState:
+    """The state of a run with the generation that was asked for ahead, which is waited for.
+
+    One that failed is left out: a resumed run samples it from its own weights.
+    """
+    if flight is None:
+        return state
+    flight.settle(pause)
+    packed = pack_flight(flight)
+    if packed is None:
+        logger.warning("The generation that was asked for ahead has failed: the checkpoint is without it.")
+        return state
+    return RunState(state.values | packed.values, state.tensors | packed.tensors)

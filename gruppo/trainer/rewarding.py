@@ -1,22 +1,23 @@
-"""From rollouts to rewards of all processes."""
+"""The rewards of a run: who is asked, what they weigh and say beside numbers, and when their failures end it."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
-from gruppo.data.copying import copy_of
 from gruppo.errors import RewardError
+from gruppo.policy.sharding import Sharding
 from gruppo.rewards.outcomes import Steps
 from gruppo.rewards.resolve import function_name, is_reward_model, unique_names
 from gruppo.rewards.runner import RewardInputs, RewardRunner, RewardSettings, Scores
 from gruppo.trainer.breaker import RewardBreaker, RewardCounts, kinds_from_values
-from gruppo.trainer.logprobs import LogProbs
 from gruppo.trainer.metrics import gather_rows, raised_together
+from gruppo.trainer.presence import Presence
 from gruppo.trainer.spreading import prepare_reward_model
 from gruppo.types import Rollout
 
@@ -31,6 +32,12 @@ class Notes:
     columns: dict[str, list[Any]] = field(default_factory=dict)  # `log_extra`
     metrics: dict[str, list[float]] = field(default_factory=dict)  # `log_metric`
 
+    def kinds_of(self, values_NR: Tensor) -> Tensor:
+        """What each of these numbers is; where a subclass has rewards of its own, only they themselves can tell."""
+        if self.kinds_NR is None or self.kinds_NR.shape != values_NR.shape:
+            return kinds_from_values(values_NR)
+        return self.kinds_NR
+
 
 @dataclass(frozen=True)
 class Rewarded:
@@ -41,99 +48,76 @@ class Rewarded:
     notes: Notes
 
 
-class Rewarding(LogProbs):
-    """The part of the trainer that asks the rewards."""
+def reward_settings(args: Any) -> RewardSettings:
+    return RewardSettings(
+        timeout=args.reward_timeout,
+        sample_timeout=args.reward_sample_timeout,
+        workers=args.reward_workers,
+        memory_gb=args.reward_memory_gb,
+        concurrency=args.reward_concurrency,
+        retries=args.reward_retries,
+        on_error=args.reward_on_error,
+        worker_env=args.worker_env,
+    )
 
-    reward_processing_classes: list[Any]
-    reward_runner: RewardRunner
-    reward_func_names: list[str]
-    reward_weights: Tensor
-    reward_counts: RewardCounts
-    reward_breaker: RewardBreaker
-    _notes: Notes  # of the call of `reward` under way
 
-    def _make_rewards(self, rewards: tuple[list[Any], list[Any], Tensor]) -> None:
-        """The runner, and what watches it."""
-        args = self.args
-        functions, self.reward_processing_classes, weights = rewards
-        self._notes = Notes()
-        self.reward_func_names = unique_names([function_name(f) for f in functions])
-        self.reward_weights = weights.to(self.accelerator.device)
-        self.reward_runner = RewardRunner(
-            [
-                prepare_reward_model(self.accelerator, self.sharding, f.eval()) if is_reward_model(f) else f
-                for f in functions
-            ],
-            self.reward_func_names,
-            self.reward_processing_classes,
-            device=self.accelerator.device,
-            settings=RewardSettings(
-                timeout=args.reward_timeout,
-                sample_timeout=args.reward_sample_timeout,
-                workers=args.reward_workers,
-                memory_gb=args.reward_memory_gb,
-                concurrency=args.reward_concurrency,
-                retries=args.reward_retries,
-                on_error=args.reward_on_error,
-                worker_env=args.worker_env,
-            ),
+class Rewards:
+    """The reward functions and models of a run, with their weights and books.
+
+    `runner` calls them, `counts` what became of each call for the logs, `breaker` is the callback that stops a run
+    whose rewards fail.
+
+    Example, as the trainer asks them:
+        notes = rewards.begin(len(rollouts))
+        values_NR = rewards.ask(RewardInputs(rows, prompts, completions, ids), state)
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Any],
+        processing_classes: list[Any],
+        weights: Tensor,
+        *,
+        args: Any,
+        accelerator: Accelerator,
+        sharding: Sharding,
+        presence: Presence,
+        timer: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self.accelerator, self.presence, self.timer = accelerator, presence, timer
+        self.processing_classes = processing_classes
+        self.names = unique_names([function_name(function) for function in functions])
+        self.weights = weights.to(accelerator.device)
+        self.runner = RewardRunner(
+            [prepare_reward_model(accelerator, sharding, f.eval()) if is_reward_model(f) else f for f in functions],
+            self.names,
+            processing_classes,
+            device=accelerator.device,
+            settings=reward_settings(args),
             chat_template_kwargs=args.chat_template_kwargs,
-            timer=self.timer,
+            timer=timer,
         )
-        self.reward_counts = RewardCounts(self.reward_func_names)
-        self.reward_breaker = RewardBreaker(args.max_reward_failure_rate)
-        self.add_callback(self.reward_breaker)
+        self.counts = RewardCounts(self.names)
+        self.breaker = RewardBreaker(args.max_reward_failure_rate)
+        self._notes = Notes()
 
-    def reward(self, rollouts: Sequence[Rollout]) -> Rewarded:
-        """What the rewards say of rollouts."""
-        notes = self._notes = Notes(len(rollouts))
-        rewards_NR = self._calculate_rewards(
-            # Copies: rows of a group share theirs, and a reward may change what it gets.
-            [{**copy_of(dict(rollout.prompt.row)), **rollout.extra} for rollout in rollouts],
-            [copy_of(rollout.prompt.text) for rollout in rollouts],
-            [copy_of(rollout.output) for rollout in rollouts],
-            [list(rollout.completion.ids) for rollout in rollouts],
-        )
-        kinds_NR = notes.kinds_NR
-        if kinds_NR is None or kinds_NR.shape != rewards_NR.shape:
-            kinds_NR = kinds_from_values(rewards_NR)  # a subclass has rewards of its own
-        if self.mode == "train":
-            self._raise_if_hopeless(kinds_NR, rollouts)
-        return Rewarded(rewards_NR, kinds_NR, notes)
+    def begin(self, completions: int) -> Notes:
+        """Before so many completions of this process are asked about: where what is said beside numbers will be."""
+        self._notes = Notes(completions)
+        return self._notes
 
-    def _raise_if_hopeless(self, kinds_NR: Tensor, rollouts: Sequence[Rollout]) -> None:
-        """The end of a run in whose first generation a reward failed everywhere; all processes know, and agree."""
-        reward = self.reward_breaker.hopeless(kinds_NR)
-        if reward is None:
-            return
-        name, conversation = self.reward_func_names[reward], bool(rollouts) and not isinstance(rollouts[0].output, str)
-        form = "lists of messages, whose text is completion[0]['content']" if conversation else "strings"
-        raise RewardError(
-            f"There is nothing to learn from: the reward '{name}' failed on all {len(kinds_NR)} completions of the "
-            f"first generation. {self.reward_runner.latest_failures.get(name, '')}\n"
-            f"Completions of these prompts are {form}. Fix the reward: gruppo.check_reward(fn, rows) tries one "
-            "without a run. max_reward_failure_rate=None goes on whatever rewards do."
-        )
-
-    # ---- a hook of TRL's trainers: name and shapes are theirs
-
-    def _calculate_rewards(
-        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
-    ) -> Tensor:
-        """Hook: rewards (N, R) gathered from all processes, NaN where a function abstained or failed."""
-        none = torch.zeros(0, len(self.reward_func_names), device=self.accelerator.device)
+    def ask(self, inputs: RewardInputs, state: Any) -> Tensor:
+        """Rewards (N, R) gathered from all processes, NaN where a function abstained or failed."""
+        none = torch.zeros(0, len(self.names), device=self.accelerator.device)
         scores = Scores(none, none.to(torch.int8), None)
-        together = nullcontext() if self.reward_runner.in_step else raised_together(self.accelerator, RewardError)
+        together = nullcontext() if self.runner.in_step else raised_together(self.accelerator, RewardError)
         with together, self.timer("_calculate_rewards"), self.presence.during("asking the rewards"):
-            if prompts:  # else all replacements of this round are on other processes
-                scores = self.reward_runner.score(
-                    RewardInputs(inputs, prompts, completions, completion_ids_list),
-                    trainer_state=self.state,
-                    log_extra=self._log_completion_extra,
-                    log_metric=self._log_metric,
+            if inputs.prompts:  # else all replacements of this round are on other processes
+                scores = self.runner.score(
+                    inputs, trainer_state=state, log_extra=self._log_extra, log_metric=self._log_metric
                 )
             else:
-                self.reward_runner.keep_up()
+                self.runner.keep_up()
         self._notes.steps = scores.steps
         # No process tells another that a reward failed: it is part of what all of them gather.
         self._notes.kinds_NR = gather_rows(self.accelerator, scores.kinds_BR)
@@ -141,10 +125,10 @@ class Rewarding(LogProbs):
 
     # ---- what rewards may call
 
-    def _log_completion_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Given to reward functions as `log_extra`: a further column of the completions table."""
+    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """A further column of the completions table."""
         values = list(values)
-        if column in ("step", "prompt", "completion", "advantage", *self.reward_func_names):
+        if column in ("step", "prompt", "completion", "advantage", *self.names):
             raise RewardError(f"log_extra({column!r}): the table of completions has a column of that name already.")
         if len(values) != self._notes.completions:
             raise RewardError(
@@ -154,16 +138,28 @@ class Rewarding(LogProbs):
         self._notes.columns[column] = values
 
     def _log_metric(self, name: str, value: float) -> None:
-        """Given to reward functions as `log_metric`: a further metric, averaged over processes."""
+        """A further metric, averaged over processes."""
         self._notes.metrics.setdefault(name, []).append(float(value))
 
     # ---- the end
 
-    def _raise_if_rewards_failed(self) -> None:
-        """The end of a run that the breaker stopped, or would have."""
-        breaker = self.reward_breaker
-        if breaker.stopped_at is not None:
-            folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{breaker.stopped_at}"
-            raise RewardError(breaker.message(str(folder)))
-        if breaker.exceeded(ended=True):  # ended by what spoke up after the breaker: an evaluation, say
-            raise RewardError(breaker.message(None))
+    def raise_if_hopeless(self, kinds_NR: Tensor, rollouts: Sequence[Rollout]) -> None:
+        """The end of a run in whose first generation a reward failed everywhere; all processes know, and agree."""
+        reward = self.breaker.hopeless(kinds_NR)
+        if reward is None:
+            return
+        name, conversation = self.names[reward], bool(rollouts) and not isinstance(rollouts[0].output, str)
+        form = "lists of messages, whose text is completion[0]['content']" if conversation else "strings"
+        raise RewardError(
+            f"There is nothing to learn from: the reward '{name}' failed on all {len(kinds_NR)} completions of the "
+            f"first generation. {self.runner.latest_failures.get(name, '')}\n"
+            f"Completions of these prompts are {form}. Fix the reward: gruppo.check_reward(fn, rows) tries one "
+            "without a run. max_reward_failure_rate=None goes on whatever rewards do."
+        )
+
+    def raise_if_failed(self, run: Path) -> None:
+        """The end of a run, in this folder, that the breaker stopped, or would have."""
+        if self.breaker.stopped_at is not None:
+            raise RewardError(self.breaker.message(str(run / f"checkpoint-{self.breaker.stopped_at}")))
+        if self.breaker.exceeded(ended=True):  # ended by what spoke up after the breaker: an evaluation, say
+            raise RewardError(self.breaker.message(None))
