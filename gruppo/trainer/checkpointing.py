@@ -29,11 +29,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from gruppo.errors import AuditError
 from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.runs import checkpoints
-from gruppo.trainer.ahead import unpack_flight
-from gruppo.trainer.machine import environment_of
-from gruppo.trainer.metrics import any_process
-from gruppo.trainer.overlapping import with_flight
-from gruppo.trainer.state import RandomState, RunState, gather_states, give_states, pack_queue, unpack_queue
+from gruppo.trainer.books.metrics import any_process
+from gruppo.trainer.resume.machine import environment_of
+from gruppo.trainer.resume.state import RandomState, RunState, gather_states, give_states, pack_queue, unpack_queue
+from gruppo.trainer.rollouts.ahead import unpack_flight
+from gruppo.trainer.rollouts.overlapping import with_flight
 from gruppo.trainer.watching import Watching
 
 logger = logging.getLogger(__name__)

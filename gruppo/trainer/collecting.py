@@ -18,15 +18,15 @@ from gruppo.policy.loading import vocabulary_size
 from gruppo.policy.modes import weights_version
 from gruppo.rewards.outcomes import Kind
 from gruppo.rewards.runner import RewardInputs
-from gruppo.trainer.checks import biased_sampling
-from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rows_scored
-from gruppo.trainer.recording import recorded_rows
-from gruppo.trainer.resampling import Generation, groups_without_spread, resampling_metrics
-from gruppo.trainer.rewarding import Rewarded, Rewards
+from gruppo.trainer.books.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rows_scored
+from gruppo.trainer.construct.checks import biased_sampling
+from gruppo.trainer.construct.tooling import tool_metrics
+from gruppo.trainer.rollouts.recording import recorded_rows
+from gruppo.trainer.rollouts.resampling import Generation, groups_without_spread, resampling_metrics
+from gruppo.trainer.rollouts.rewarding import Rewarded, Rewards
+from gruppo.trainer.rollouts.supervision import StepTable, with_steps
+from gruppo.trainer.rollouts.tool_turns import failed_resets
 from gruppo.trainer.sampling import Sampling
-from gruppo.trainer.supervision import StepTable, with_steps
-from gruppo.trainer.tool_turns import failed_resets
-from gruppo.trainer.tooling import tool_metrics
 from gruppo.types import Rollout, TrainBatch
 
 Row = Mapping[str, Any]

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from gruppo.data.sampler import RepeatSampler, eval_loader, micro_step_loader, split_for_rank
 from gruppo.data.streams import IterableStream, PromptCursor, PromptStream, SampledStream
 from gruppo.errors import ConfigError
-from gruppo.trainer.ahead import next_generation
 from gruppo.trainer.reporting import Reporting
+from gruppo.trainer.rollouts.ahead import next_generation
 
 
 class Feeding(Reporting):

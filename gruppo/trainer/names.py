@@ -7,9 +7,9 @@ from torch import Tensor
 
 from gruppo.algo.loss import LossSettings
 from gruppo.errors import ConfigError
-from gruppo.trainer.completions import CompletionLog
-from gruppo.trainer.metrics import Metrics, MetricStore
-from gruppo.trainer.rewarding import Rewards
+from gruppo.trainer.books.metrics import Metrics, MetricStore
+from gruppo.trainer.display.completions import CompletionLog
+from gruppo.trainer.rollouts.rewarding import Rewards
 
 
 class KnownNames:

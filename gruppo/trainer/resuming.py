@@ -18,13 +18,13 @@ from gruppo.runs.identity import position_run
 from gruppo.runs.lock import RunLock
 from gruppo.runs.record import RunRecorder, recorded_run
 from gruppo.runs.secrets import without_secrets
+from gruppo.trainer.books.metrics import from_main
 from gruppo.trainer.checkpointing import REFERENCE, Checkpointing
-from gruppo.trainer.machine import environment_of
-from gruppo.trainer.metrics import from_main
-from gruppo.trainer.recording import tokenizer_text
-from gruppo.trainer.settings import changed, common, keeps_the_queue, settings_of
-from gruppo.trainer.state import RunState
-from gruppo.trainer.stopping import STOPPED, STOPPED_UNSAVED, StopRequested
+from gruppo.trainer.resume.machine import environment_of
+from gruppo.trainer.resume.settings import changed, common, keeps_the_queue, settings_of
+from gruppo.trainer.resume.state import RunState
+from gruppo.trainer.resume.stopping import STOPPED, STOPPED_UNSAVED, StopRequested
+from gruppo.trainer.rollouts.recording import tokenizer_text
 
 logger = logging.getLogger(__name__)
 

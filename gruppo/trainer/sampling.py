@@ -16,11 +16,11 @@ from gruppo.rollout.base import RolloutBackend, group_requests, stop_strings
 from gruppo.rollout.custom import CustomRollout
 from gruppo.tools.loop import Episode, ToolLoop, Turn
 from gruppo.tools.toolset import Started, Toolset
-from gruppo.trainer.ledger import Ledger
+from gruppo.trainer.books.ledger import Ledger
 from gruppo.trainer.logprobs import LogProbs
-from gruppo.trainer.overlapping import RolloutsAhead
-from gruppo.trainer.resampling import runs
-from gruppo.trainer.tool_turns import count_tools
+from gruppo.trainer.rollouts.overlapping import RolloutsAhead
+from gruppo.trainer.rollouts.resampling import runs
+from gruppo.trainer.rollouts.tool_turns import count_tools
 from gruppo.types import Completion, Prompt, Rollout, SampleRequest, StopReason
 
 Row = Mapping[str, Any]

@@ -27,15 +27,15 @@ from gruppo.plan import UpdatePlan
 from gruppo.policy.inplace import without_collection
 from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.unwrap import inner_model, is_noisy
-from gruppo.trainer.balancing import Work, exchange_rows, straggler_report
+from gruppo.trainer.books.metrics import any_process, gather_rows, value_stat
+from gruppo.trainer.books.profiling import Stopwatch
 from gruppo.trainer.collecting import Collecting
-from gruppo.trainer.drift import Sums, drift_stats
 from gruppo.trainer.logprobs import LogpsAndLoss
-from gruppo.trainer.metrics import any_process, gather_rows, value_stat
-from gruppo.trainer.profiling import Stopwatch
-from gruppo.trainer.remembering import Remembered, UpdateMemory
-from gruppo.trainer.routing import share_of_micro_batch, share_of_pack
-from gruppo.trainer.update_rows import Update, enter_padded
+from gruppo.trainer.processes.balancing import Work, exchange_rows, straggler_report
+from gruppo.trainer.update.drift import Sums, drift_stats
+from gruppo.trainer.update.remembering import Remembered, UpdateMemory
+from gruppo.trainer.update.routing import share_of_micro_batch, share_of_pack
+from gruppo.trainer.update.update_rows import Update, enter_padded
 from gruppo.types import TrainBatch
 
 

@@ -19,8 +19,8 @@ from torch.autograd.graph import increment_version
 from gruppo.algo.loss import UpdateSize
 from gruppo.audit.findings import heard
 from gruppo.runs import checkpoints
-from gruppo.trainer.drift import Sums, drift_of_update, mean_of
-from gruppo.trainer.metrics import any_process
+from gruppo.trainer.books.metrics import any_process
+from gruppo.trainer.update.drift import Sums, drift_of_update, mean_of
 from gruppo.trainer.updating import Updating
 from gruppo.types import TrainBatch
 

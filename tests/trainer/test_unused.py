@@ -8,7 +8,7 @@ import pytest
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig
 from gruppo.errors import ConfigError
-from gruppo.trainer.unused import TABLE, Parts, check_unused
+from gruppo.trainer.construct.unused import TABLE, Parts, check_unused
 from tests.helpers import base_args, length_reward, prompts, tiny_model, tiny_tokenizer
 
 ALL = Parts(tools=True, workers=True, async_rewards=True)

@@ -11,8 +11,8 @@ from gruppo.errors import RewardError
 from gruppo.tools.calls import reason, without_tokens
 from gruppo.tools.loop import LONGEST_TOKEN, Episode, ToolLoop
 from gruppo.tools.suffix import SuffixTokens
-from gruppo.trainer.metrics import gather_rows
-from gruppo.trainer.tooling import reject_shared_engines
+from gruppo.trainer.books.metrics import gather_rows
+from gruppo.trainer.construct.tooling import reject_shared_engines
 from gruppo.types import Message, Rollout, StopReason
 
 

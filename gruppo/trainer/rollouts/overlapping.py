@@ -6,8 +6,8 @@ from typing import Any
 
 from gruppo.errors import RolloutError
 from gruppo.rollout.vllm.inflight import InFlight
-from gruppo.trainer.ahead import most_updates_of, pack_flight
-from gruppo.trainer.state import RunState
+from gruppo.trainer.resume.state import RunState
+from gruppo.trainer.rollouts.ahead import most_updates_of, pack_flight
 from gruppo.types import SampleRequest
 
 logger = logging.getLogger(__name__)
