@@ -17,8 +17,8 @@ import torch.multiprocessing
 
 from benchmarks.common import provenance
 from gruppo.algo.loss import UpdateSize
-from gruppo.trainer.balancing import Work, max_over_mean
-from gruppo.trainer.update_rows import Update
+from gruppo.trainer.processes.balancing import Work, max_over_mean
+from gruppo.trainer.update.update_rows import Update
 from gruppo.types import TrainBatch
 
 PROMPTS, COMPLETIONS, PROMPT_TOKENS, LONGEST = 16, 16, 200, 1024

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from gruppo.trainer.callbacks import BEMACallback as BEMACallback
     from gruppo.trainer.callbacks import RichProgressCallback as RichProgressCallback
     from gruppo.trainer.callbacks import SyncRefModelCallback as SyncRefModelCallback
-    from gruppo.trainer.completion_callbacks import LogCompletionsCallback as LogCompletionsCallback
-    from gruppo.trainer.completion_callbacks import WeaveCallback as WeaveCallback
+    from gruppo.trainer.display.completion_callbacks import LogCompletionsCallback as LogCompletionsCallback
+    from gruppo.trainer.display.completion_callbacks import WeaveCallback as WeaveCallback
+    from gruppo.trainer.display.progress import LiveProgressCallback as LiveProgressCallback
     from gruppo.trainer.grpo import GRPOTrainer as GRPOTrainer
-    from gruppo.trainer.progress import LiveProgressCallback as LiveProgressCallback
     from gruppo.trainer.rloo import RLOOTrainer as RLOOTrainer
 
     __version__: str
@@ -53,11 +53,11 @@ _HOME = {
     "TrlParser": "gruppo.cli.parser",
     "get_dataset": "gruppo.data.mixture",
     "SyncRefModelCallback": "gruppo.trainer.callbacks",
-    "LogCompletionsCallback": "gruppo.trainer.completion_callbacks",
+    "LogCompletionsCallback": "gruppo.trainer.display.completion_callbacks",
     "RichProgressCallback": "gruppo.trainer.callbacks",
-    "LiveProgressCallback": "gruppo.trainer.progress",
+    "LiveProgressCallback": "gruppo.trainer.display.progress",
     "BEMACallback": "gruppo.trainer.callbacks",
-    "WeaveCallback": "gruppo.trainer.completion_callbacks",
+    "WeaveCallback": "gruppo.trainer.display.completion_callbacks",
     "apply_chat_template": "gruppo.data.chat",
     "maybe_apply_chat_template": "gruppo.data.chat",
     "is_conversational": "gruppo.data.chat",

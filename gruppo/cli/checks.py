@@ -52,7 +52,7 @@ class Parts:
 
 def fields(run: Run, findings: Findings) -> None:
     """The settings fit together."""
-    from gruppo.trainer import checks
+    from gruppo.trainer.construct import checks
 
     config = run.config
     check_launch(run)
@@ -87,7 +87,7 @@ def rewards(parts: Parts, findings: Findings) -> None:
 
 def tools(parts: Parts, findings: Findings) -> None:
     """Tools and environments can be made, and described to a model."""
-    from gruppo.trainer import tooling
+    from gruppo.trainer.construct import tooling
 
     with findings.about("tools"):
         found = loading.load_tools(parts.run)
@@ -105,8 +105,8 @@ def tools(parts: Parts, findings: Findings) -> None:
 
 def dataset(parts: Parts, findings: Findings) -> None:
     """The rows can be loaded and hold prompts."""
-    from gruppo.trainer import checks, tooling
-    from gruppo.trainer.benchmarking import load_benchmarks
+    from gruppo.trainer.construct import checks, tooling
+    from gruppo.trainer.construct.benchmarks import load_benchmarks
 
     run = parts.run
     with findings.about("dataset", TypeError):
@@ -197,7 +197,7 @@ def prompts(parts: Parts, findings: Findings) -> None:
     """The model and its tokenizer are there, and the template shows the prompts."""
     from gruppo.data.probing import inner_tokenizer
     from gruppo.policy.loading import load_processing_class
-    from gruppo.trainer import preparing
+    from gruppo.trainer.construct import preparing
 
     with findings.about("model", OSError, ValueError):
         described = loading.check_model_is_there(parts.run)
@@ -330,9 +330,9 @@ def _compare(parts: Parts, findings: Findings) -> None:
     from gruppo.policy.modes import autocast_dtype
     from gruppo.policy.packed import PackedPolicy
     from gruppo.policy.support import batch_of, why_not_packed
-    from gruppo.trainer.entropy import EntropyControl
-    from gruppo.trainer.parity import check_parity
-    from gruppo.trainer.preparing import prepare_policy
+    from gruppo.trainer.construct.preparing import prepare_policy
+    from gruppo.trainer.update.entropy import EntropyControl
+    from gruppo.trainer.update.parity import check_parity
 
     run, config = parts.run, parts.run.config
     policy = load_policy(run.model, config, get_quantization_config(run.model_args))

@@ -27,7 +27,7 @@ from gruppo.errors import (
     RunLockedError,
     SandboxError,
 )
-from gruppo.trainer.stopping import STOPPED, STOPPED_UNSAVED
+from gruppo.trainer.resume.stopping import STOPPED, STOPPED_UNSAVED
 
 __all__ = ["main"]
 
@@ -233,7 +233,7 @@ def _finish(trainer: Any) -> None:
 
 def finished(trainer: Any, seconds: float, made: int) -> str:
     """The end of a run that made so many updates since it was started or went on."""
-    from gruppo.trainer.progress import duration
+    from gruppo.trainer.display.progress import duration
 
     folder, step = trainer.args.output_dir, trainer.state.global_step
     recorded = "" if trainer.args.record == "off" else f" Look at it: gruppo view {shlex.quote(folder)}"

@@ -14,7 +14,7 @@ from gruppo.plan.terms import Phase, Term, plain, product
 # As in gruppo.kernels.head: logits in a block at most, and columns at least.
 _HEAD_LOGITS = {"cuda": 64 * 2**20, "cpu": 2**20}
 _HEAD_COLUMNS, _HEAD_ALIGNED = 1024, 128
-# As in gruppo.trainer.parity: completion tokens of a row, and free memory that a wide copy of the model asks for.
+# As in trainer/update/parity.py: completion tokens of a row, and free memory that a wide copy of the model asks for.
 _PARITY_TOKENS, _PARITY_COPIES = 256, 2.5
 
 

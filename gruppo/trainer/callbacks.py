@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.utils import logging
 
 from gruppo.errors import ConfigError
-from gruppo.trainer.completion_callbacks import LogCompletionsCallback, WeaveCallback
+from gruppo.trainer.display.completion_callbacks import LogCompletionsCallback, WeaveCallback
 
 __all__ = [
     "BEMACallback",

@@ -29,10 +29,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from gruppo.errors import AuditError
 from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.runs import checkpoints
-from gruppo.trainer.ahead import pack_flight, unpack_flight
-from gruppo.trainer.machine import environment_of
-from gruppo.trainer.metrics import any_process
-from gruppo.trainer.state import RandomState, RunState, gather_states, give_states, pack_queue, unpack_queue
+from gruppo.trainer.books.metrics import any_process
+from gruppo.trainer.resume.machine import environment_of
+from gruppo.trainer.resume.state import RandomState, RunState, gather_states, give_states, pack_queue, unpack_queue
+from gruppo.trainer.rollouts.ahead import unpack_flight
+from gruppo.trainer.rollouts.overlapping import with_flight
 from gruppo.trainer.watching import Watching
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,8 @@ class Checkpointing(Watching):
             "update_plan": self.planner,
             "entropy": self.entropy_control,
             "metrics": self.metrics,
-            "reward_counts": self.reward_counts,
-            "reward_breaker": self.reward_breaker,
+            "reward_counts": self.rewards.counts,
+            "reward_breaker": self.rewards.breaker,
             "audits": self.audits,
         }
         return parts if self._cursor is None else parts | {"prompts": self._cursor}
@@ -106,7 +107,7 @@ class Checkpointing(Watching):
             },
             "queue": None if queue is None else queue.values["queue"],
         }
-        tensors = {"loss": self._tr_loss.detach().clone(), "reward_weights": self.reward_weights}
+        tensors = {"loss": self._tr_loss.detach().clone(), "reward_weights": self.rewards.weights}
         tensors |= self.audits.tensors()  # the device need not be waited for
         return RunState(values, tensors if queue is None else tensors | queue.tensors)
 
@@ -121,12 +122,12 @@ class Checkpointing(Watching):
         for name, value in loop["generation"].items():
             if getattr(config, name, None) != value:
                 setattr(config, name, value)
-        self.reward_weights = state.tensors["reward_weights"].to(self.reward_weights)
+        self.rewards.weights = state.tensors["reward_weights"].to(self.rewards.weights)
         self._parity_checked_at = loop["parity_checked_at"]
         self.reuses_engine_logps = loop["reuses_engine_logps"]
         if state.values["queue"] is not None:
             self._queue = unpack_queue(state, self.accelerator.device)
-        self._ahead = unpack_flight(state)
+        self._ahead.flight = unpack_flight(state)
         self._restore_counts(state)
 
     def _restore_part(self, state: RunState) -> None:
@@ -155,7 +156,7 @@ class Checkpointing(Watching):
         if self._random is not None:
             position = None if self.recorder is None else self.recorder.position()
             counts = self.state.num_input_tokens_seen, self.current_flos
-            self._boundary = Boundary(self.run_state(), self._random, position, *counts, self._ahead)
+            self._boundary = Boundary(self.run_state(), self._random, position, *counts, self._ahead.flight)
 
     def _note_random_state(self) -> None:
         """After an update and all that follows it, but before the loader of a new epoch draws a number."""
@@ -237,8 +238,8 @@ class Checkpointing(Watching):
             self._save_scaler(str(folder))
             self._save_rng_state(str(folder))
             at = self._abandoned
-            state, ahead = (self.run_state(), self._ahead) if at is None else (at.state, at.ahead)
-            self._with_flight(state, ahead).save(folder, self.accelerator.process_index)
+            state, ahead = (self.run_state(), self._ahead.flight) if at is None else (at.state, at.ahead)
+            with_flight(state, ahead, self.backend.pause).save(folder, self.accelerator.process_index)
         position = None if self.recorder is None else self.recorder.sync()
         self._position = position if self._abandoned is None else self._abandoned.position
         if not self.args.should_save:
@@ -251,20 +252,6 @@ class Checkpointing(Watching):
         self.create_model_card(output_dir=folder)
         self._collect_callback_states()
         self.state.save_to_json(str(folder / "trainer_state.json"))
-
-    def _with_flight(self, state: RunState, ahead: InFlight | None) -> RunState:
-        """The state with the generation that was asked for ahead, which is waited for.
-
-        One that failed is left out: a resumed run samples it from its own weights.
-        """
-        if ahead is None:
-            return state
-        ahead.settle(self.backend.pause)
-        packed = pack_flight(ahead)
-        if packed is None:
-            logger.warning("The generation that was asked for ahead has failed: the checkpoint is without it.")
-            return state
-        return RunState(state.values | packed.values, state.tensors | packed.tensors)
 
     def _about(self) -> dict[str, Any]:
         """What the manifest says of the run."""
@@ -357,7 +344,7 @@ class Checkpointing(Watching):
         """Whether a signal reached any process, too many updates in a row were skipped, or rewards failed."""
         if self.stopper.enabled and any_process(self.accelerator, self.stopper.requested is not None):
             self.stopper.request()  # all stop together, whichever of them it reached
-        failed = self.reward_breaker.stopped_at is not None
+        failed = self.rewards.breaker.stopped_at is not None
         return self.stopper.requested is not None or self.audits.bad_updates.should_stop or failed
 
     def _record_plan(self) -> None:

@@ -12,30 +12,35 @@ from gruppo.algo.advantages import Advantages, combine_rewards, frac_zero_std
 from gruppo.algo.masks import drop_rows
 from gruppo.config.recipe import estimate_advantages
 from gruppo.data.collate import collate
+from gruppo.data.copying import copy_of
 from gruppo.errors import RewardError
 from gruppo.policy.loading import vocabulary_size
 from gruppo.policy.modes import weights_version
 from gruppo.rewards.outcomes import Kind
-from gruppo.trainer.checks import biased_sampling
-from gruppo.trainer.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rows_scored
-from gruppo.trainer.overlapping import Overlapping
-from gruppo.trainer.recording import recorded_rows
-from gruppo.trainer.resampling import Generation, groups_without_spread, resampling_metrics
-from gruppo.trainer.supervision import StepTable, with_steps
-from gruppo.trainer.tooling import tool_metrics
+from gruppo.rewards.runner import RewardInputs
+from gruppo.trainer.books.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rows_scored
+from gruppo.trainer.construct.checks import biased_sampling
+from gruppo.trainer.construct.tooling import tool_metrics
+from gruppo.trainer.rollouts.recording import recorded_rows
+from gruppo.trainer.rollouts.resampling import Generation, groups_without_spread, resampling_metrics
+from gruppo.trainer.rollouts.rewarding import Rewarded, Rewards
+from gruppo.trainer.rollouts.supervision import StepTable, with_steps
+from gruppo.trainer.rollouts.tool_turns import failed_resets
+from gruppo.trainer.sampling import Sampling
 from gruppo.types import Rollout, TrainBatch
 
 Row = Mapping[str, Any]
 
 
-class Collecting(Overlapping):
+class Collecting(Sampling):
     """The part of the trainer that collects."""
 
+    rewards: Rewards
     _sampling_anew = False  # a generation that was counted before the run was resumed inside it
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
         """Rewards of whole groups, of all processes, to advantages, as the config has it; subclasses may differ."""
-        return estimate_advantages(self.args, self.recipe, rewards_NR, self.reward_weights, group_size, kl_penalty_N)
+        return estimate_advantages(self.args, self.recipe, rewards_NR, self.rewards.weights, group_size, kl_penalty_N)
 
     @torch.no_grad()
     def collect(self, rows: Sequence[Row]) -> TrainBatch:
@@ -101,7 +106,7 @@ class Collecting(Overlapping):
                 generation,
                 batch,
                 rewards_N,
-                self.reward_func_names,
+                self.rewards.names,
                 update=self.state.global_step,
                 split="train" if self.mode == "train" else self._eval_prefix,
                 group_size=self.group_size,
@@ -126,7 +131,7 @@ class Collecting(Overlapping):
         lengths_NC = self._count_tokens(rollouts)
         found, tools = self.reward(rollouts), dict(self._under_way.tool_counts)
         rewards_NR, kinds_NR, notes = found.values_NR, found.kinds_NR, found.notes
-        if (failed_N := self._failed_resets(rollouts)) is not None:  # whatever such a row was scored with
+        if (failed_N := failed_resets(self, rollouts)) is not None:  # whatever such a row was scored with
             rewards_NR = rewards_NR.masked_fill(failed_N, torch.nan)
             kinds_NR = kinds_NR.masked_fill(failed_N, Kind.FAILURE)
             tools |= {"resets": len(failed_N), "failed_resets": int(failed_N.sum())}
@@ -146,6 +151,31 @@ class Collecting(Overlapping):
             rounds=[attempt] * len(rows),
         )
 
+    def reward(self, rollouts: Sequence[Rollout]) -> Rewarded:
+        """What the rewards say of rollouts."""
+        notes = self.rewards.begin(len(rollouts))
+        values_NR = self._calculate_rewards(
+            # Copies: rows of a group share theirs, and a reward may change what it gets.
+            [{**copy_of(dict(rollout.prompt.row)), **rollout.extra} for rollout in rollouts],
+            [copy_of(rollout.prompt.text) for rollout in rollouts],
+            [copy_of(rollout.output) for rollout in rollouts],
+            [list(rollout.completion.ids) for rollout in rollouts],
+        )
+        kinds_NR = notes.kinds_of(values_NR)
+        if self.mode == "train":
+            self.rewards.raise_if_hopeless(kinds_NR, rollouts)
+        return Rewarded(values_NR, kinds_NR, notes)
+
+    # ---- a hook of TRL's trainers: name and shapes are theirs
+
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
+    ) -> Tensor:
+        """Hook: rewards (N, R) gathered from all processes, NaN where a function abstained or failed."""
+        return self.rewards.ask(RewardInputs(inputs, prompts, completions, completion_ids_list), self.state)
+
+    # ---- groups without spread
+
     def _replace_groups_without_spread(self, generation: Generation) -> None:
         """Sample the next prompts in their place. All processes know all rewards, and so agree on the groups."""
         size = self.group_size
@@ -160,20 +190,20 @@ class Collecting(Overlapping):
             fresh = self._sample_and_score(self.take_prompts(groups, places), places, attempt)
             generation.replace(groups, [place - own.start for place in places], fresh, size)
             groups = self._groups_without_spread(generation)
-        self.metrics.add("train", resampling_metrics(generation, len(groups), self.reward_weights, size))
+        self.metrics.add("train", resampling_metrics(generation, len(groups), self.rewards.weights, size))
         if self.epochs_consumed is not None:
             self.metrics.values["train"]["dynamic_sampling/epoch"] = [self.epochs_consumed]
 
     def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
         """What the config compares the rows of a group by: the weighted sum of the rewards, or what is made of it."""
-        found = estimate_advantages(self.args, self.recipe, rewards_NR, self.reward_weights, group_size)
+        found = estimate_advantages(self.args, self.recipe, rewards_NR, self.rewards.weights, group_size)
         return found.rewards_B if found.compared_B is None else found.compared_B
 
     def _groups_without_spread(self, generation: Generation) -> list[int]:
         steps, size = self._steps(generation), self.group_size
         if steps is None:
             return groups_without_spread(self.compared_rewards(generation.rewards_NR, size), size)
-        return steps.groups_without_spread(generation.rewards_NR, self.reward_weights, size)
+        return steps.groups_without_spread(generation.rewards_NR, self.rewards.weights, size)
 
     # ---- advantages
 
@@ -192,11 +222,11 @@ class Collecting(Overlapping):
         own_B = own_rows(self.accelerator, advantages.advantages_B, len(mask_BT)).float()
         if steps is None:
             return advantages, own_B
-        own, weights_R = self._rows_in_batch(len(mask_BT)), self.reward_weights.tolist()
+        own, weights_R = self._rows_in_batch(len(mask_BT)), self.rewards.weights.tolist()
         own_BT = steps.advantages(weights_R, size, self.recipe.scale, own, mask_BT.shape[1]).to(own_B)
         own_BT += own_B[:, None]
         mean_N = gather_rows(self.accelerator, (own_BT * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1))
-        rewards_N = combine_rewards(rewards_NR, self.reward_weights)
+        rewards_N = combine_rewards(rewards_NR, self.rewards.weights)
         return with_steps(advantages, rewards_N, mean_N, steps.spread_P(weights_R, size)), own_BT
 
     def _steps(self, generation: Generation) -> StepTable | None:
@@ -207,7 +237,7 @@ class Collecting(Overlapping):
         lengths = [len(rollout.completion.ids) for rollout in generation.rollouts]
         steps = StepTable.gather(self.accelerator, generation.steps, values_BR, lengths)
         if steps is not None and getattr(self.args, "multi_objective_aggregation", "") == "normalize_then_sum":
-            names = ", ".join(self.reward_func_names[reward] for reward in steps.by_reward)
+            names = ", ".join(self.rewards.names[reward] for reward in steps.by_reward)
             raise RewardError(
                 f"{names} returned rewards of steps, which multi_objective_aggregation='normalize_then_sum' has no "
                 "formula for. Use 'sum_then_normalize', or return their sum."
@@ -276,12 +306,12 @@ class Collecting(Overlapping):
         self.metrics.values[self.mode]["num_tokens"] = [self.state.num_input_tokens_seen]
 
     def _log_rewards(self, generation: Generation, advantages: Advantages) -> None:
-        names, rollouts, rewards_NR = self.reward_func_names, generation.rollouts, generation.rewards_NR
+        names, rollouts, rewards_NR = self.rewards.names, generation.rollouts, generation.rewards_NR
         metrics = reward_metrics(names, rewards_NR, advantages.rewards_B, frac_zero_std(advantages.std_B))
         self.metrics.add(self.mode, metrics, rows_scored(names, rewards_NR, advantages.rewards_B))
-        self.reward_counts.add(self.metrics, self.mode, generation.counted_kinds_NR)
+        self.rewards.counts.add(self.metrics, self.mode, generation.counted_kinds_NR)
         if self.mode == "train":
-            self.reward_breaker.note(generation.counted_kinds_NR)
+            self.rewards.breaker.note(generation.counted_kinds_NR)
         numbers, columns = self._gather_user_logs(generation)
         means = {name: sum(values) / len(values) for name, values in numbers.items()}
         self.metrics.add(self.mode, means, {name: len(values) for name, values in numbers.items()})

@@ -17,10 +17,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
-from zlib import crc32
 
 import torch
 from accelerate.utils import set_seed
@@ -39,21 +37,27 @@ from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.hf import generation_config
 from gruppo.rollout.select import choose_backend
-from gruppo.trainer import arguments, checks, hooks, packing, preparing, spreading, tooling
-from gruppo.trainer.auditing import Audits
-from gruppo.trainer.benchmarking import Benchmarking, load_benchmarks
-from gruppo.trainer.completions import CompletionLog, start_hub_uploads
-from gruppo.trainer.entropy import EntropyControl
-from gruppo.trainer.ledger import make_ledger
-from gruppo.trainer.metrics import MetricStore
+from gruppo.trainer import hooks
+from gruppo.trainer.books.auditing import Audits
+from gruppo.trainer.books.ledger import make_ledger
+from gruppo.trainer.books.metrics import MetricStore
+from gruppo.trainer.books.profiling import Stopwatch, Timings
+from gruppo.trainer.construct import arguments, checks, packing, preparing, tooling
+from gruppo.trainer.construct.benchmarks import load_benchmarks
+from gruppo.trainer.construct.unused import Parts, check_unused
+from gruppo.trainer.display.completions import CompletionLog, start_hub_uploads
+from gruppo.trainer.evaluating import Evaluating
 from gruppo.trainer.names import KnownNames
-from gruppo.trainer.planning import UpdatePlanner
-from gruppo.trainer.presence import presence_of
-from gruppo.trainer.profiling import Stopwatch, Timings
-from gruppo.trainer.resuming import Resuming
+from gruppo.trainer.processes import spreading
+from gruppo.trainer.processes.presence import presence_of
+from gruppo.trainer.resume.stopping import Stopper
+from gruppo.trainer.rollouts.overlapping import RolloutsAhead
+from gruppo.trainer.rollouts.rewarding import Rewards
+from gruppo.trainer.rollouts.tool_turns import make_tool_loop
 from gruppo.trainer.sampling import RolloutUnderWay
-from gruppo.trainer.stopping import Stopper
-from gruppo.trainer.unused import Parts, check_unused
+from gruppo.trainer.update.entropy import EntropyControl
+from gruppo.trainer.update.planning import UpdatePlanner
+from gruppo.trainer.update.remembering import UpdateMemory
 from gruppo.types import TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -67,7 +71,7 @@ def _never_called(*args: Any, **kwargs: Any) -> Tensor:
     raise AssertionError("compute_loss is overridden, so no compute_loss_func is ever called")
 
 
-class PolicyTrainer(KnownNames, Benchmarking, Resuming):
+class PolicyTrainer(KnownNames, Evaluating):
     """Samples groups, scores them and updates the policy; GRPOTrainer and RLOOTrainer fill in the recipe."""
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the size of the whole update
@@ -159,10 +163,17 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.stopper = Stopper(enabled=args.save_on_signal, alone=self.accelerator.num_processes == 1)
         self.presence = presence_of(args, lambda: self.state.global_step + 1, lambda: self.stopper.waited)
         self.audits = Audits(args.audit, args.max_bad_updates, self._note_finding)
-        self._make_rewards(rewards)
-        check_unused(
-            args, Parts(self.toolset is not None, self.reward_runner.has_workers, self.reward_runner.has_async)
+        self.rewards = Rewards(
+            *rewards,
+            args=args,
+            accelerator=self.accelerator,
+            sharding=self.sharding,
+            presence=self.presence,
+            timer=self.timer,
         )
+        self.add_callback(self.rewards.breaker)
+        runner = self.rewards.runner
+        check_unused(args, Parts(self.toolset is not None, runner.has_workers, runner.has_async))
         self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
         checks.check_router_loss(self)
         self.packed = packing.packed_policy(self)
@@ -177,6 +188,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             lambda: self.backend.release(),
             agree=(lambda plan: spreading.agreed(self.accelerator, plan)) if self.sharding.spread else None,
         )
+        self._memory = UpdateMemory()
         self.ledger = make_ledger(self.accelerator, self.model, autocast_dtype(self.accelerator.mixed_precision))
         self._hub_uploads = None
         if self.accelerator.is_main_process and getattr(args, "log_completions_hub_repo", None):
@@ -186,7 +198,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         set_seed(args.seed, device_specific=True)  # processes sample different completions
 
     def _make_sampler(self, rollout_func: Any) -> None:
-        args, self._under_way = self.args, RolloutUnderWay()
+        args, self._under_way, self._ahead = self.args, RolloutUnderWay(), RolloutsAhead(self.args)
         if rollout_func is None:
             self.custom_rollout = None
         else:
@@ -214,7 +226,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
             checks.warn_biased_sampling(self)
         self.backend.pause = self.stopper.check
         self.backend.clock = lambda: self.state.global_step
-        self.tool_loop = self._make_tool_loop()
+        self.tool_loop = make_tool_loop(self, lambda count: self._summed([count])[0])
         spreading.reject_together(self)
 
     def _note_finding(self, finding: Any) -> None:
@@ -237,7 +249,7 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self.ledger.forget()
         self._parity_checked_at = None
         self._epoch_iterator = None
-        self.reward_breaker.reset()
+        self.rewards.breaker.reset()
         self.audits.reset()
         self._random_state_due = kwargs.get("resume_from_checkpoint")
         if self._random_state_due is not None:
@@ -271,7 +283,8 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
         self._load_rng_state(self._random_state_due)  # a loader that skips may have drawn a number
         with self.stopper.abandonable():
             batches = [self._next_micro_batch(step, i) for i, step in enumerate(steps)]
-        self._batches_at_hand, self._loss_at_hand, self._remembered = batches, 0.0, ()
+        self._batches_at_hand, self._loss_at_hand = batches, 0.0
+        self._memory.forget()
         size = None
         if batches:
             rows = [TrainBatch.from_dict(batch) for batch in batches]
@@ -336,52 +349,3 @@ class PolicyTrainer(KnownNames, Benchmarking, Resuming):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Hook: rows to the dict of tensors that the loss reads."""
         return self.collect(inputs).to_dict()
-
-    # ---- evaluation
-
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
-        """Trainer's, in a run. The one before the first update (`skip_scheduler`) a resumed run has behind it."""
-        if skip_scheduler and self._random_state_due is not None:
-            return {}
-        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-
-    @contextmanager
-    def _in_mode(self, mode: str) -> Iterator[None]:
-        previous, self.mode = self.mode, mode
-        try:
-            yield
-        finally:
-            self.mode = previous
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self.presence.watching(), self._in_mode("eval"):
-            return super().evaluate(*args, **kwargs)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's loop, with the metrics of the sampled completions beside its loss."""
-        prefix = self._eval_prefix = kwargs.get("metric_key_prefix", "eval")
-        self.completion_logs["eval"] = CompletionLog(self.args.generation_batch_size)
-        self.metrics.take("eval")  # of an evaluation that an exception ended
-        self._batches_evaluated, self._rows_evaluated, self._loss_evaluated = 0, 0, 0.0
-        output = super().evaluation_loop(*args, **kwargs)
-        output.metrics.update({f"{prefix}_{key}": value for key, value in self.metrics.take("eval").items()})
-        if self._rows_evaluated:
-            # Trainer takes every batch for a full one; the last may have fewer rows.
-            output.metrics[f"{prefix}_loss"] = self._loss_evaluated / self._rows_evaluated
-        return output._replace(num_samples=self._rows_evaluated)
-
-    @torch.no_grad()
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor, None, None]:
-        with self._in_mode("eval"):
-            place = (self.state.global_step, crc32(self._eval_prefix.encode()), self._batches_evaluated)
-            self._batches_evaluated += 1
-            with self._at(place):
-                tensors = self._prepare_inputs(self._generate_and_score_completions(inputs))
-            loss = self.compute_loss(model, tensors)
-            rows = int(self._size.rows)
-            self._rows_evaluated += rows
-            self._loss_evaluated += rows * self.accelerator.reduce(loss.detach(), reduction="mean").item()
-            self.metrics.flush("eval")
-        return loss.detach(), None, None

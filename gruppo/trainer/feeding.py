@@ -11,6 +11,7 @@ from gruppo.data.sampler import RepeatSampler, eval_loader, micro_step_loader, s
 from gruppo.data.streams import IterableStream, PromptCursor, PromptStream, SampledStream
 from gruppo.errors import ConfigError
 from gruppo.trainer.reporting import Reporting
+from gruppo.trainer.rollouts.ahead import next_generation
 
 
 class Feeding(Reporting):
@@ -42,6 +43,22 @@ class Feeding(Reporting):
             return stream.rows(epoch, generation)
         places = split_for_rank(range(args.generation_batch_size), args.process_index, args.world_size)
         return self._cursor.peek(range(stream.prompts), places)
+
+    def place_after(self, epoch: int, generation: int) -> tuple[int, int] | None:
+        """Epoch and number of the generation after this one; None if the run ends before it."""
+        if self._stream is None:
+            raise ConfigError(
+                f"async_rollouts={self.args.async_rollouts} needs the trainer's own order of prompts, but "
+                f"{type(self).__name__} brings a loader of rows. Set async_rollouts=0."
+            )
+        return next_generation(
+            epoch,
+            generation,
+            per_epoch=self._stream.generations,
+            micro_steps=self.args.micro_steps_per_generation,
+            accumulation=self.args.gradient_accumulation_steps,
+            updates_left=self.state.max_steps - self.state.global_step,
+        )
 
     def _first_position(self, generation: int) -> int:
         """Of a generation of the current epoch, in the sequence that the prompts of all epochs make."""

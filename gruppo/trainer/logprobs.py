@@ -20,11 +20,11 @@ from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import PackedRows, Packer, idle_pack
 from gruppo.policy.routing import Routing
 from gruppo.policy.sharding import reshard
+from gruppo.trainer.books.metrics import gather_rows, ratio_metrics
+from gruppo.trainer.books.profiling import profiling_context
 from gruppo.trainer.feeding import Feeding
-from gruppo.trainer.metrics import gather_rows, ratio_metrics
-from gruppo.trainer.parity import check_parity, enforce
-from gruppo.trainer.profiling import profiling_context
-from gruppo.trainer.spreading import can_check_parity
+from gruppo.trainer.processes.spreading import can_check_parity
+from gruppo.trainer.update.parity import check_parity, enforce
 from gruppo.types import TrainBatch
 
 T = TypeVar("T")

@@ -3,11 +3,13 @@
 from collections import deque
 from typing import Any
 
+from torch import Tensor
+
 from gruppo.algo.loss import LossSettings
 from gruppo.errors import ConfigError
-from gruppo.rewards.runner import RewardRunner
-from gruppo.trainer.completions import CompletionLog
-from gruppo.trainer.metrics import Metrics, MetricStore
+from gruppo.trainer.books.metrics import Metrics, MetricStore
+from gruppo.trainer.display.completions import CompletionLog
+from gruppo.trainer.rollouts.rewarding import Rewards
 
 
 class KnownNames:
@@ -22,7 +24,7 @@ class KnownNames:
     _step: int
     _changed: dict[str, float]
     backend: Any
-    reward_runner: RewardRunner
+    rewards: Rewards
 
     def make_loss_settings(self) -> LossSettings:
         raise NotImplementedError
@@ -80,16 +82,33 @@ class KnownNames:
     @property
     def reward_funcs(self) -> list[Any]:
         """The reward functions; a list of the same length may take their place."""
-        return list(self.reward_runner.functions)
+        return list(self.rewards.runner.functions)
 
     @reward_funcs.setter
     def reward_funcs(self, functions: list[Any]) -> None:
-        if len(functions) != len(self.reward_runner.names):
+        if len(functions) != len(self.rewards.runner.names):
             raise ConfigError(
-                f"{len(functions)} reward functions cannot take the place of {len(self.reward_runner.names)}: "
+                f"{len(functions)} reward functions cannot take the place of {len(self.rewards.runner.names)}: "
                 "weights, metrics and tables have one entry per function. Make a new trainer."
             )
-        self.reward_runner.functions = list(functions)
+        self.rewards.runner.functions = list(functions)
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        return self.rewards.names
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        return self.rewards.processing_classes
+
+    @property
+    def reward_weights(self) -> Tensor:
+        """One for each reward; a callback may change them during a run."""
+        return self.rewards.weights
+
+    @reward_weights.setter
+    def reward_weights(self, weights: Tensor) -> None:
+        self.rewards.weights = weights
 
     @property
     def num_generations(self) -> int:

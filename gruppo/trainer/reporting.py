@@ -13,20 +13,20 @@ from gruppo.policy.loading import model_name as name_of
 from gruppo.policy.sharding import Sharding, shape_of
 from gruppo.rollout.base import RolloutBackend
 from gruppo.runs.record import RunRecorder
-from gruppo.trainer.auditing import Audits
-from gruppo.trainer.card import model_card
-from gruppo.trainer.completions import (
+from gruppo.trainer.books.auditing import Audits
+from gruppo.trainer.books.metrics import MetricStore
+from gruppo.trainer.display.card import model_card
+from gruppo.trainer.display.completions import (
     CompletionLog,
     log_to_trackers,
     print_prompt_completions_sample,
     write_parquet,
 )
-from gruppo.trainer.entropy import EntropyControl
-from gruppo.trainer.metrics import MetricStore
-from gruppo.trainer.planning import UpdatePlanner
-from gruppo.trainer.presence import Presence
-from gruppo.trainer.progress import LiveProgressCallback, take_over
-from gruppo.trainer.stopping import Stopper
+from gruppo.trainer.display.progress import LiveProgressCallback, take_over
+from gruppo.trainer.processes.presence import Presence
+from gruppo.trainer.resume.stopping import Stopper
+from gruppo.trainer.update.entropy import EntropyControl
+from gruppo.trainer.update.planning import UpdatePlanner
 
 
 class Reporting(Trainer):

@@ -18,13 +18,13 @@ from gruppo.runs.identity import position_run
 from gruppo.runs.lock import RunLock
 from gruppo.runs.record import RunRecorder, recorded_run
 from gruppo.runs.secrets import without_secrets
+from gruppo.trainer.books.metrics import from_main
 from gruppo.trainer.checkpointing import REFERENCE, Checkpointing
-from gruppo.trainer.machine import environment_of
-from gruppo.trainer.metrics import from_main
-from gruppo.trainer.recording import tokenizer_text
-from gruppo.trainer.settings import changed, common, keeps_the_queue, settings_of
-from gruppo.trainer.state import RunState
-from gruppo.trainer.stopping import STOPPED, STOPPED_UNSAVED, StopRequested
+from gruppo.trainer.resume.machine import environment_of
+from gruppo.trainer.resume.settings import changed, common, keeps_the_queue, settings_of
+from gruppo.trainer.resume.state import RunState
+from gruppo.trainer.resume.stopping import STOPPED, STOPPED_UNSAVED, StopRequested
+from gruppo.trainer.rollouts.recording import tokenizer_text
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Resuming(Checkpointing):
             finally:
                 self.close_displays()
                 self._boundary = None
-                self._drop_ahead()
+                self._ahead.drop()
             self._raise_reason_to_stop()
             self.record_event("finished")
         return output
@@ -97,7 +97,7 @@ class Resuming(Checkpointing):
         if self.audits.bad_updates.should_stop:
             self.record_event("stopped", bad_updates=self.audits.bad_updates.in_a_row)
             raise AuditError(self.audits.why_stopped(str(folder)))
-        self._raise_if_rewards_failed()
+        self.rewards.raise_if_failed(Path(self._get_output_dir(trial=None)))
 
     def _raise_stopped(self, name: str, folder: Path) -> None:
         """Exit, with a code that says whether nothing was lost."""
@@ -266,7 +266,7 @@ class Resuming(Checkpointing):
         policy = self.accelerator.unwrap_model(self.model)
         tools = sorted(getattr(tool, "__name__", str(tool)) for tool in self.tools)
         return settings_of(
-            self.args, policy, self.train_dataset, self.reward_func_names, tools, self.accelerator.num_processes
+            self.args, policy, self.train_dataset, self.rewards.names, tools, self.accelerator.num_processes
         )
 
     # ---- the record

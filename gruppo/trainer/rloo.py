@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gruppo.config.rloo import RLOOConfig
-from gruppo.trainer.arguments import explains_unknown_arguments
+from gruppo.trainer.construct.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
 
 

@@ -7,24 +7,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gruppo.algo.masks import is_truncated
 from gruppo.data.prompts import Encoded, PromptEncoder, reject_images
-from gruppo.data.responses import decode, parse_response, without_end
-from gruppo.errors import RewardError, RolloutError
+from gruppo.data.responses import decode
+from gruppo.errors import RolloutError
 from gruppo.rollout.base import RolloutBackend, group_requests, stop_strings
 from gruppo.rollout.custom import CustomRollout
-from gruppo.tools.calls import reason, without_tokens
-from gruppo.tools.loop import LONGEST_TOKEN, Episode, ToolLoop, Turn
-from gruppo.tools.suffix import SuffixTokens
+from gruppo.tools.loop import Episode, ToolLoop, Turn
 from gruppo.tools.toolset import Started, Toolset
-from gruppo.trainer.ledger import Ledger
-from gruppo.trainer.metrics import gather_rows
-from gruppo.trainer.resampling import runs
-from gruppo.trainer.rewarding import Rewarding
-from gruppo.trainer.tooling import reject_shared_engines
-from gruppo.types import Completion, Message, Prompt, Rollout, SampleRequest, StopReason
+from gruppo.trainer.books.ledger import Ledger
+from gruppo.trainer.logprobs import LogProbs
+from gruppo.trainer.rollouts.overlapping import RolloutsAhead
+from gruppo.trainer.rollouts.resampling import runs
+from gruppo.trainer.rollouts.tool_turns import count_tools
+from gruppo.types import Completion, Prompt, Rollout, SampleRequest, StopReason
 
 Row = Mapping[str, Any]
 
@@ -49,7 +46,7 @@ class RolloutUnderWay:
     tool_counts: Mapping[str, float] = field(default_factory=dict)  # what tools did, on all processes
 
 
-class Sampling(Rewarding):
+class Sampling(LogProbs):
     """The part of the trainer that samples."""
 
     prompt_encoder: PromptEncoder
@@ -63,6 +60,7 @@ class Sampling(Rewarding):
     _place: tuple[int, ...] | None = None  # run, epoch and generation; evaluation: update, set and batch
     _asked_elsewhere = 0  # rollouts outside of both, a callback's, say
     _under_way: RolloutUnderWay
+    _ahead: RolloutsAhead
 
     @property
     def group_size(self) -> int:
@@ -178,7 +176,14 @@ class Sampling(Rewarding):
         return [replace(completion, logps=None) for completion in completions]
 
     def _draw(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        return self.backend.sample(requests)
+        """What was asked for ahead, if it is what is asked for now; else the backend's, from the weights of now."""
+        flight, under_way = None, self._under_way
+        if self.mode == "train" and self._place is not None and not under_way.attempt:
+            flight = self._ahead.take(requests, self.state.global_step, self.backend.pause)
+        if flight is None:
+            return self.backend.sample(requests)
+        under_way.seconds_ahead += flight.seconds
+        return [replace(completion, sampled_at=flight.sampled_at) for completion in flight.take() or []]
 
     def _from_copy(self, completions: list[Completion]) -> list[Completion]:
         """Log-probs of a copy of the policy become those of the sampler in the loss.
@@ -235,6 +240,38 @@ class Sampling(Rewarding):
             return StopReason.STOP_STRING if any(string in text for string in strings) else StopReason.LENGTH
         return StopReason.LENGTH
 
+    # ---- a sampler with weights of its own
+
+    def _refresh_sampler(self) -> None:
+        """Before a generation, on all processes: whoever samples from a copy of the weights gets those of now."""
+        if not self.backend.has_own_weights:
+            return
+        if self._ahead.flight is not None:
+            start = time.perf_counter()
+            with self.timer("wait_for_rollouts"):
+                self._ahead.wait(self.backend.pause)
+            if self.mode == "train":
+                self.metrics.add("train", {"rollout/wait_seconds": time.perf_counter() - start})
+        with self.timer("sync_weights"):
+            self.backend.refresh()
+
+    def _ask_ahead(self) -> None:
+        """Ask for the generation after the one at hand, whose own samples are there, from the weights of now."""
+        ahead = self._ahead
+        if not ahead.enabled or self.mode != "train" or self._place is None or ahead.flight is not None:
+            return
+        if (place := self.place_after(*self._place[1:])) is None:
+            return
+        rows = self.rows_ahead(*place)
+        prompts = self.prompt_encoder(rows, tokenize=self._tokenize_prompts)
+        key = self._noise_of((self._place[0], *place))
+        own = self._rows_in_batch(len(rows))
+        ids = [list(prompt.ids) for prompt in prompts]
+        ahead.flight = self.backend.begin(
+            group_requests(ids, group_size=self.group_size, first_row=own.start, key=key)
+        )
+        self.metrics.add("train", self.backend.metrics())
+
     # ---- hooks of TRL's trainers: names and shapes are theirs
 
     def _tokenize_prompts(self, prompts: list[Any], tools: Any = None) -> Encoded:
@@ -271,44 +308,12 @@ class Sampling(Rewarding):
 
     # ---- tools
 
-    def _make_tool_loop(self) -> ToolLoop | None:
-        if self.toolset is None or not self.toolset.functions:
-            return None
-        reject_shared_engines(self.args)
-        encoder = self.prompt_encoder
-        room = [length for length in (encoder.context_length, self.backend.context_length) if length is not None]
-        suffix = SuffixTokens(self.processing_class, encoder.chat_template, encoder.chat_template_kwargs)
-        images = self._tokenizer.convert_ids_to_tokens(sorted(encoder.placeholders))
-        return ToolLoop(
-            self._read_turn,
-            lambda names, messages, ended: suffix.suffix(names, without_tokens(messages, images), ended),
-            self.toolset.executor,
-            budget=self.args.max_completion_length,
-            context_length=min(room, default=None),
-            max_rounds=self.args.max_tool_calling_iterations,
-            total=lambda count: self._summed([count])[0],
-            longest_token=max(LONGEST_TOKEN, suffix.longest_token),
-        )
-
     def _summed(self, numbers: Sequence[int]) -> list[int]:
         """Each number added up over all processes."""
         local = torch.tensor(list(numbers), device=self.accelerator.device)
         with self.presence.waiting():
             summed: list[int] = self.accelerator.reduce(local, reduction="sum").tolist()
         return summed
-
-    def _read_turn(self, episode: Episode) -> Message:
-        """The message of an episode's last turn."""
-        ids, turn = episode.ids, episode.turns[-1]
-        before = ids[: len(ids) - len(turn.ids)]
-        schemas = [tool.schema for tool in episode.tools.values()]
-        spoken = without_end(turn.ids, self.eos_token_ids) if turn.stop is StopReason.EOS else list(turn.ids)
-        message = parse_response(self._tokenizer, spoken, before, schemas)
-        if not turn.stop.ended and any("error" in call for call in message.get("tool_calls") or []):
-            # Half a call that was cut off is text: nobody is to answer it.
-            text = self._tokenizer.decode(turn.ids, skip_special_tokens=True)
-            return {"role": "assistant", "content": text}
-        return message
 
     def _use_tools(
         self, loop: ToolLoop, prompts: Sequence[Prompt], completions: Sequence[Completion], started: Started
@@ -321,41 +326,10 @@ class Sampling(Rewarding):
         with self.presence.during("running tools"):
             loop.run(episodes, self._next_turn)
         self._under_way.turn = None
-        self._under_way.tool_counts = self._count_tools(loop, episodes)
+        self._under_way.tool_counts = count_tools(loop, episodes, self.accelerator, self._summed)
         return [episode.completion for episode in episodes], [episode.messages for episode in episodes]
 
     def _next_turn(self, turn: Turn) -> list[Completion]:
         self._under_way.turn, self._under_way.requests_made = turn, 0
         with self.presence.during("sampling"):
             return self._sample(turn.prompt_ids)
-
-    def _count_tools(self, loop: ToolLoop, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Calls, failures, turns and seconds, of all processes."""
-        samples, calls, failures, turns = self._summed(
-            [
-                len(episodes),
-                sum(episode.calls for episode in episodes),
-                sum(episode.failures for episode in episodes),
-                sum(len(episode.turns) for episode in episodes),
-            ]
-        )
-        seconds = self.accelerator.gather(torch.tensor([loop.seconds], device=self.accelerator.device)).max().item()
-        return {"samples": samples, "calls": calls, "failures": failures, "turns": turns, "seconds": seconds}
-
-    def _failed_resets(self, rollouts: Sequence[Rollout]) -> Tensor | None:
-        """Bool (N, 1): rows of all processes whose environment could not begin; None where there are none to begin."""
-        if self.toolset is None or self.toolset.environments is None:
-            return None
-        environments = self.toolset.environments
-        failed = environments.unstarted
-        flags = [id(rollout.extra["environments"]) in failed for rollout in rollouts]
-        local = torch.tensor(flags, dtype=torch.bool, device=self.accelerator.device).view(-1, 1)
-        failed_N = gather_rows(self.accelerator, local)
-        if self.args.reward_on_error == "raise" and failed_N.any():
-            error = environments.failed_reset
-            said = "on another process." if error is None else f"with {type(error).__name__}: {reason(error)}"
-            raise RewardError(
-                f"The reset of {int(failed_N.sum())} of {len(failed_N)} environments failed, {said} With "
-                "reward_on_error='abstain' their completions are left out instead."
-            ) from error
-        return failed_N

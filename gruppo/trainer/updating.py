@@ -10,12 +10,10 @@ Packed rows, the fast path, all in the update's last micro-step:
 Padded rows, the slow twin and what hooks of subclasses work with: `compute_loss`, one micro-batch at a time.
 """
 
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,22 +21,22 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gruppo.algo.loss import LossInputs, LossOutput, Max, Mean, Stat, UpdateSize, policy_loss
+from gruppo.algo.loss import LossInputs, LossOutput, Stat, UpdateSize, policy_loss
 from gruppo.algo.masks import entropy_threshold, top_entropy_mask
 from gruppo.plan import UpdatePlan
 from gruppo.policy.inplace import without_collection
 from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.unwrap import inner_model, is_noisy
-from gruppo.trainer.balancing import Work, exchange_rows, straggler_report
+from gruppo.trainer.books.metrics import any_process, gather_rows, value_stat
+from gruppo.trainer.books.profiling import Stopwatch
+from gruppo.trainer.collecting import Collecting
 from gruppo.trainer.logprobs import LogpsAndLoss
-from gruppo.trainer.metrics import any_process, gather_rows, value_stat
-from gruppo.trainer.profiling import Stopwatch
-from gruppo.trainer.remembering import Remembering
-from gruppo.trainer.update_rows import Update, enter_padded
+from gruppo.trainer.processes.balancing import Work, exchange_rows, straggler_report
+from gruppo.trainer.update.drift import Sums, drift_stats
+from gruppo.trainer.update.remembering import Remembered, UpdateMemory
+from gruppo.trainer.update.routing import share_of_micro_batch, share_of_pack
+from gruppo.trainer.update.update_rows import Update, enter_padded
 from gruppo.types import TrainBatch
-
-DRIFT = "sampling/sampling_logp_difference"
-DRIFT_RATIO = "_sampling_ratio"  # not logged
 
 
 def _required(tensor: Tensor | None) -> Tensor:
@@ -46,7 +44,7 @@ def _required(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-class Updating(Remembering):
+class Updating(Collecting):
     """The part of the trainer that computes the loss."""
 
     _size: UpdateSize  # of the update under way
@@ -55,7 +53,12 @@ class Updating(Remembering):
     _sending_gradients = False
     _stopwatch: Stopwatch  # of the update's own work, up to where the others are waited for
     _costs: Sequence[int] = ()  # tokens that each process had to run, before rows were exchanged
-    _means_at_hand: Mapping[str, float | None] = MappingProxyType({})  # of the update that just ended
+
+    _memory: UpdateMemory
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        return self.router_aux_loss_coef != 0
 
     @property
     def entropy_share(self) -> float:
@@ -172,8 +175,11 @@ class Updating(Remembering):
             micro_batch_chosen=self._chosen_tokens(update, micro_batch, rows),
         )
         output = self._policy_loss(update.batch.rows(rows), logps_bT, entropy_bT, threshold, size)
+        loss = output.loss
+        if routing is not None and micro_batch is not None:
+            loss = loss + share_of_pack(routing, update, micro_batch, self.router_aux_loss_coef)
         # The size is that of all processes, but DDP averages their gradients.
-        return self._with_router_share(output.loss, update, micro_batch, routing) * self.accelerator.num_processes
+        return loss * self.accelerator.num_processes
 
     def _set_threshold(self, update: Update, micro_batch: int) -> None:
         part = update.micro_batches[micro_batch]
@@ -315,10 +321,30 @@ class Updating(Remembering):
             size,
         )
 
+    def _with_router_loss(self, loss: Tensor, router_loss: Tensor | None) -> Tensor:
+        """The loss of a micro-batch, with its load-balancing loss, which is logged."""
+        if router_loss is None:
+            return loss
+        self.metrics.defer({"aux_loss": value_stat(router_loss)})
+        return loss + share_of_micro_batch(router_loss, self.router_aux_loss_coef, self._size)
+
+    def _remember(
+        self, loss: Tensor, logps_BT: Tensor, entropy_BT: Tensor, threshold: Tensor | None, ran_B: Tensor | None = None
+    ) -> None:
+        """Keep what was computed about the next micro-batch; `threshold` is that of entropies."""
+        if self.recorder is None or self.args.record != "all":
+            return
+        counts = self.entropy_control.enabled or threshold is not None
+        entropies = entropy_BT.detach() if counts else None
+        coef = self.entropy_control.active_coef
+        self._memory.keep(Remembered(loss.detach(), logps_BT.detach(), entropies, coef, ran_B))
+
     def _defer_stats(
         self, batch: TrainBatch, logps_BT: Tensor, output: LossOutput, ran_B: Tensor | None = None
     ) -> None:
-        self.metrics.defer(output.stats | self._entropy_stats(output) | self._sampler_drift(batch, logps_BT, ran_B))
+        old_BT = None if self.reuses_engine_logps else batch.old_per_token_logps
+        drift = drift_stats(batch, logps_BT, old_BT, ran_B, self.state.global_step)
+        self.metrics.defer(output.stats | self._entropy_stats(output) | drift)
 
     def _entropy_threshold(self, entropy_BT: Tensor, mask_BT: Tensor) -> Tensor | None:
         """The entropy above which tokens of this micro-batch, over all processes, carry policy loss."""
@@ -336,53 +362,11 @@ class Updating(Remembering):
         scale = self.accelerator.num_processes if per_tokens else self._size.micro_batches
         return {"policy_loss": value_stat(output.policy_loss * scale), "_chosen_entropy": output.chosen_entropy}
 
-    def _sampler_drift(self, batch: TrainBatch, logps_BT: Tensor, ran_B: Tensor | None) -> dict[str, Stat]:
-        """How far the sampler's own log-probs are from the trainer's at the same weights, where those are known."""
-        sampled_BT = batch.engine_logps if batch.sampling_per_token_logps is None else batch.sampling_per_token_logps
-        if sampled_BT is None:
-            return {}
-        old_BT = None if self.reuses_engine_logps else batch.old_per_token_logps
-        trained_BT = logps_BT.detach() if old_BT is None else old_BT
-        signed_BT = trained_BT - sampled_BT
-        drift_BT = signed_BT.abs()
-        counts_BT = batch.loss_mask_BT.bool() & ~drift_BT.isnan()
-        if old_BT is None and ran_B is not None:
-            counts_BT &= ran_B[:, None]
-        if old_BT is None and batch.sampled_at is not None:  # since then the policy has moved, not the sampler
-            counts_BT &= (batch.sampled_at == self.state.global_step)[:, None]
-        drift = torch.where(counts_BT, drift_BT, 0.0)
-        tokens = counts_BT.sum().to(drift.dtype)
-        return {  # without a wait for the device: there may be many micro-batches
-            f"{DRIFT}/mean": Mean(drift.sum(), tokens),
-            DRIFT_RATIO: Mean(torch.where(counts_BT, signed_BT, -torch.inf).exp().sum(), tokens),
-            f"{DRIFT}/max": Max(torch.where(counts_BT, drift, torch.nan)),
-        }
+    def _end_of_update(self) -> Sums:
+        """Agree on the metrics of the update, and let the entropy controller act on them.
 
-    def _audited_means(self, means: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float | None]:
-        """Of the update's loss tokens: entropy, and the differences between the sampler's log-probs and the trainer's.
-
-        None where there are no such tokens.
+        Returns the sums behind the means of its micro-batches.
         """
-
-        def mean(key: str) -> float | None:
-            total, tokens = (sum(part) for part in zip(*means.get(key, [(0.0, 0.0)]), strict=True))
-            return total / tokens if tokens else None
-
-        shaped = self.backend.has_own_weights and self.backend.filters(self.temperature)
-        if shaped or self._holds_older_rows():
-            # Its log-probs are of what it samples from, with top-k and the like, or of older weights: they differ by
-            # more than rounding.
-            return {"entropy": mean("entropy"), "drift_mean": None, "drift_max": None, "drift_ratio": None}
-        known = self.metrics.values["train"].get(f"{DRIFT}/max")
-        return {
-            "entropy": mean("entropy"),
-            "drift_mean": mean(f"{DRIFT}/mean"),
-            "drift_max": known[-1] if known and not math.isnan(known[-1]) else None,
-            "drift_ratio": mean(DRIFT_RATIO),
-        }
-
-    def _end_of_update(self) -> None:
-        """Agree on the metrics of the update, and let the entropy controller act on them."""
         start = time.perf_counter()
         means = self.metrics.flush("train")  # waits for the device
         waited = time.perf_counter() - start
@@ -391,7 +375,7 @@ class Updating(Remembering):
             self.metrics.add("train", straggler_report(self, self._costs))
         self.metrics.add("train", self.ledger.metrics() | {"step_time": self._update_seconds + waited})
         self._update_seconds = self._pass_seconds = 0.0
-        self._means_at_hand = self._audited_means(means)
         if self.entropy_control.enabled:
             self.entropy_control.update(means.get("_chosen_entropy", []))
             self.metrics.add("train", {"entropy_coef": self.entropy_control.coef})
+        return means

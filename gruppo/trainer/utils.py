@@ -6,7 +6,7 @@ from gruppo.data.collate import pad, shuffle_sequence_dict, split_tensor_dict
 from gruppo.data.sampler import RepeatSampler
 from gruppo.policy.adapters import use_adapter
 from gruppo.policy.loading import disable_dropout_in_model
-from gruppo.trainer.completions import print_prompt_completions_sample
+from gruppo.trainer.display.completions import print_prompt_completions_sample
 
 __all__ = [
     "RepeatSampler",

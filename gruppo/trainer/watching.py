@@ -3,8 +3,10 @@
 import json
 import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from torch.autograd.graph import increment_version
 from gruppo.algo.loss import UpdateSize
 from gruppo.audit.findings import heard
 from gruppo.runs import checkpoints
-from gruppo.trainer.metrics import any_process
+from gruppo.trainer.books.metrics import any_process
+from gruppo.trainer.update.drift import Sums, drift_of_update, mean_of
 from gruppo.trainer.updating import Updating
 from gruppo.types import TrainBatch
 
@@ -30,7 +33,9 @@ LOSS_TOKENS = "loss_tokens"  # of a micro-batch when it was cut, to be compared 
 class Watching(Updating):
     """The part of the trainer that audits updates."""
 
+    _batches_at_hand: Sequence[dict[str, Any]] = ()  # of the update under way, as they were cut
     _loss_at_hand: Tensor | float = 0.0
+    _means_at_hand: Mapping[str, float | None] = MappingProxyType({})
     _grad_norm = math.nan
     _update_ended = False
     _run_id: str  # "" without a record
@@ -129,10 +134,56 @@ class Watching(Updating):
 
     # ---- updates that happened
 
-    def _end_of_update(self) -> None:
-        super()._end_of_update()
+    def _rows_at_hand(self) -> list[TrainBatch]:
+        """The micro-batches of the update under way, less what a subclass has put into them."""
+        return [TrainBatch.from_dict(batch) for batch in self._batches_at_hand if "completion_mask" in batch]
+
+    def _end_of_update(self) -> Sums:
+        sums = super()._end_of_update()
+        self._means_at_hand = self._audited_means(sums)
         self._record_update()
         self._update_ended = True
+        return sums
+
+    def _audited_means(self, sums: Sums) -> dict[str, float | None]:
+        """Of the update's loss tokens: entropy, and how far the sampler's log-probs are from the trainer's."""
+        shaped = self.backend.has_own_weights and self.backend.filters(self.temperature)
+        if shaped or self._holds_older_rows():
+            # Its log-probs are of what it samples from, with top-k and the like, or of older weights: they differ by
+            # more than rounding.
+            drift: dict[str, float | None] = dict.fromkeys(("drift_mean", "drift_max", "drift_ratio"))
+        else:
+            drift = drift_of_update(sums, self.metrics.values["train"])
+        return {"entropy": mean_of(sums, "entropy"), **drift}
+
+    def _holds_older_rows(self) -> bool:
+        """Whether rows of the update were sampled from weights before those that scored them."""
+        if not self._ahead.enabled:
+            return False
+        rows = self._rows_at_hand()
+        older = [b.sampled_at < b.scored_at for b in rows if b.sampled_at is not None and b.scored_at is not None]
+        return any_process(self.accelerator, any(bool(part.any()) for part in older))
+
+    def _record_update(self) -> None:
+        """Write down the rows of the update."""
+        if self.recorder is None or self.args.record != "all":
+            return
+        start = time.perf_counter()
+        batches, rows = self._rows_at_hand(), None
+        if batches:
+            settings, size = self.loss_settings, self._size
+            facts = {
+                "update_rows": int(size.rows),
+                "update_tokens": int(size.tokens),
+                "update_micro_batches": int(size.micro_batches),
+                "beta": self.beta,
+                "epsilon_low": settings.epsilon_low,
+                "epsilon_high": settings.epsilon_high,
+            }
+            samplers = self.corrects_sampler or settings.off_policy_mask_threshold is not None
+            rows = self._memory.take(batches, facts, samplers=samplers)
+        self.recorder.update(self.state.global_step + 1, rows)
+        self._record_seconds += time.perf_counter() - start
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self._update_ended:  # it is called at the end of an epoch, too
@@ -207,7 +258,7 @@ class Watching(Updating):
     def _allowed_age(self) -> int:
         """Updates that one generation reaches into, at most, and those that it was sampled ahead of them."""
         served = math.ceil(self.args.micro_steps_per_generation / self.args.gradient_accumulation_steps)
-        return served + self._most_updates
+        return served + self._ahead.most_updates
 
 
 def _loss_tokens(tensors: dict[str, Any]) -> Tensor:

@@ -13,7 +13,7 @@ from gruppo.errors import ConfigError
 from gruppo.policy.adapters import add_adapter, add_reference_adapter, prepare_adapters, reference_policy
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.support import why_not_packed
-from gruppo.trainer.preparing import reject_frozen
+from gruppo.trainer.construct.preparing import reject_frozen
 from gruppo.types import SampleRequest
 from tests.engine.models import build
 from tests.engine.test_models import generate, greedy, prompts

@@ -202,10 +202,10 @@ def test_a_variable_that_is_not_set_is_a_warning(caplog: pytest.LogCaptureFixtur
 def test_a_trainer_passes_the_names_on(tmp_path: Any) -> None:
     trainer = make(tmp_path, rewards=needs_key, reward_timeout=60.0, worker_env=["OPENAI_API_KEY"])
     try:
-        assert trainer.reward_runner.settings.bounds.variables == ("OPENAI_API_KEY",)
-        assert trainer.reward_runner.score(BATCH).values_BR.tolist() == [[11.0]] * 2
+        assert trainer.rewards.runner.settings.bounds.variables == ("OPENAI_API_KEY",)
+        assert trainer.rewards.runner.score(BATCH).values_BR.tolist() == [[11.0]] * 2
     finally:
-        trainer.reward_runner.close()
+        trainer.rewards.runner.close()
 
 
 # ---- code that a model wrote

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gruppo.trainer import attendance
+from gruppo.trainer.processes import attendance
 from tests import zero
 from tests.helpers import length_reward
 from tests.trainer.scripted import make_trainer, scripted_rollout

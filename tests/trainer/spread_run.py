@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from gruppo import GRPOConfig, GRPOTrainer
 from gruppo.errors import ConfigError
-from gruppo.trainer import spreading
+from gruppo.trainer.processes import spreading
 from tests.helpers import base_args, in_double, length_reward, prompts, tiny_model, tiny_tokenizer
 from tests.spread import FSDP2, as_on_gpus, weights_of
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from gruppo.errors import ConfigError
 from gruppo.rewards.models import load_reward_model
-from gruppo.trainer.arguments import INSTEAD, columns_of
+from gruppo.trainer.construct.arguments import INSTEAD, columns_of
 from gruppo.trainer.grpo import GRPOTrainer
 from gruppo.trainer.rloo import RLOOTrainer
 from tests.helpers import length_reward, prompts

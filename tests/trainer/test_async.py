@@ -23,8 +23,8 @@ from gruppo.rollout.vllm import transfer
 from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.rollout.vllm.requests import Answer
 from gruppo.runs.checkpoints import problems
-from gruppo.trainer.ahead import most_updates_of, next_generation, pack_flight, unpack_flight
-from gruppo.trainer.state import RunState
+from gruppo.trainer.resume.state import RunState
+from gruppo.trainer.rollouts.ahead import most_updates_of, next_generation, pack_flight, unpack_flight
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import base_args, length_reward, prompts, timeless
 from tests.processes import run_together
@@ -317,7 +317,7 @@ def test_samples_that_are_too_old_are_refused(folder: Path, tmp_path: Path, doub
         def _refresh_sampler(self) -> None:
             super()._refresh_sampler()
             if self.state.global_step == 2:
-                self._ahead.sampled_at -= 1  # type: ignore[union-attr]
+                self._ahead.flight.sampled_at -= 1  # type: ignore[union-attr]
 
     trainer = trainer_of(folder, tmp_path, double, kind=Forgets)
     with pytest.raises(RolloutError, match="of weights 2 updates old; with async_rollouts=1 that must be 1 at most"):
@@ -385,7 +385,7 @@ def test_a_run_that_is_stopped_leaves_no_request_and_no_thread(folder: Path, tmp
     start = time.monotonic()
     trainer.train()
     assert time.monotonic() - start < 15, "what nobody wants is not waited for"
-    assert trainer._ahead is None
+    assert trainer._ahead.flight is None
     assert no_thread_is_left(before)
 
 

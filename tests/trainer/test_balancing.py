@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gruppo.trainer.balancing import Move, max_over_mean, plan_moves, spread_of, units_of
-from gruppo.trainer.profiling import Stopwatch
+from gruppo.trainer.books.profiling import Stopwatch
+from gruppo.trainer.processes.balancing import Move, max_over_mean, plan_moves, spread_of, units_of
 from gruppo.types import TrainBatch
 from tests.processes import run_together
 from tests.trainer.scripted import relative_difference

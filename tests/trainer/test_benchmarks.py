@@ -22,7 +22,7 @@ from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.settings import TrainingSettings
 from gruppo.evaluation.training import METRICS, TrainingBenchmarks
 from gruppo.runs.read import Run
-from gruppo.trainer import benchmarking
+from gruppo.trainer.construct import benchmarks
 from gruppo.types import Completion
 from tests.evaluation.demo import tokenizer
 from tests.helpers import timeless
@@ -359,7 +359,7 @@ def test_a_run_with_tools_is_asked_without_them(tmp_path: Path, folder: Path) ->
 def test_the_trainer_loads_nothing_without_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gruppo.evaluation.training", None)  # type: ignore[arg-type]
     assert make(tmp_path).benchmarks is None
-    assert not hasattr(benchmarking, "TrainingBenchmarks")
+    assert not hasattr(benchmarks, "TrainingBenchmarks")
     with pytest.raises(ImportError):
         make(tmp_path, eval_benchmarks=["gsm8k"])
 
@@ -423,7 +423,7 @@ def test_a_damaged_row_is_found_at_construction(tmp_path: Path) -> None:
 def test_benchmarks_that_never_run_are_warned_about(
     tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger=benchmarking.__name__):
+    with caplog.at_level(logging.WARNING, logger=benchmarks.__name__):
         make(tmp_path, folder, eval_strategy="no")
         assert "they run only when evaluate() is called" in caplog.text
         caplog.clear()

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import GenerationConfig, TrainerCallback, TrainerControl, TrainerState
 
 from gruppo.errors import ConfigError, DataError
-from gruppo.trainer import completion_callbacks
 from gruppo.trainer.callbacks import (
     BEMACallback,
     LogCompletionsCallback,
@@ -19,6 +18,7 @@ from gruppo.trainer.callbacks import (
     SyncRefModelCallback,
     WeaveCallback,
 )
+from gruppo.trainer.display import completion_callbacks
 from tests.helpers import chats, prompts, tiny_model, tiny_tokenizer
 
 CONTROL = TrainerControl()

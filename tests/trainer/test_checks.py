@@ -7,7 +7,7 @@ import pytest
 
 from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.config.grpo import GRPOConfig
-from gruppo.trainer.checks import warn_combinations
+from gruppo.trainer.construct.checks import warn_combinations
 from tests.helpers import base_args
 from tests.trainer.runs import make
 
@@ -46,18 +46,18 @@ QUIET: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("settings", "message"), WARNED, ids=repr)
 def test_a_combination_that_misleads_is_pointed_out(settings, message, caplog, tmp_path):
-    with caplog.at_level(logging.WARNING, "gruppo.trainer.checks"):
+    with caplog.at_level(logging.WARNING, "gruppo.trainer.construct.checks"):
         make(tmp_path, GRPOTrainer, **settings)
-    said = [record.message for record in caplog.records if record.name == "gruppo.trainer.checks"]
+    said = [record.message for record in caplog.records if record.name == "gruppo.trainer.construct.checks"]
     assert [message in line for line in said] == [True]
 
 
 @pytest.mark.parametrize("settings", QUIET, ids=repr)
 def test_everything_else_is_silent(settings, caplog, tmp_path):
-    with caplog.at_level(logging.WARNING, "gruppo.trainer.checks"):
+    with caplog.at_level(logging.WARNING, "gruppo.trainer.construct.checks"):
         make(tmp_path / "grpo", GRPOTrainer, **settings)
         make(tmp_path / "rloo", RLOOTrainer)
-    assert not [record for record in caplog.records if record.name == "gruppo.trainer.checks"]
+    assert not [record for record in caplog.records if record.name == "gruppo.trainer.construct.checks"]
 
 
 def test_liger_kernels_are_deprecated():

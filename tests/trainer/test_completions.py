@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from gruppo import GRPOTrainer, RLOOTrainer
-from gruppo.trainer.completions import CompletionLog, print_prompt_completions_sample, write_parquet
+from gruppo.trainer.display.completions import CompletionLog, print_prompt_completions_sample, write_parquet
 from tests.helpers import chats, length_reward, prompts
 from tests.trainer.runs import RecordedGRPO, RecordedRLOO, make, run, stored
 

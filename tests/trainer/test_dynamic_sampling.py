@@ -18,7 +18,7 @@ from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.data.sampler import RepeatSampler
 from gruppo.errors import ConfigError
 from gruppo.rollout.base import RolloutBackend, group_requests
-from gruppo.trainer.resampling import Generation, groups_without_spread, put, runs
+from gruppo.trainer.rollouts.resampling import Generation, groups_without_spread, put, runs
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import base_args, prompts, timeless
 from tests.processes import run_together

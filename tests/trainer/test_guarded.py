@@ -13,7 +13,8 @@ from gruppo.kernels import head as head_kernel
 from gruppo.policy import packed as packed_policy
 from gruppo.policy import packing
 from gruppo.rollout.builtin import BuiltinBackend
-from gruppo.trainer import logprobs, parity
+from gruppo.trainer import logprobs
+from gruppo.trainer.update import parity
 from tests.trainer.runs import logs, make, run
 from tests.trainer.scripted import make_trainer
 

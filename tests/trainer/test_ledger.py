@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gruppo.plan import ModelShape, peak_flops
-from gruppo.trainer.ledger import CLASSES, Ledger, countable_shape, keys_seen
+from gruppo.trainer.books.ledger import CLASSES, Ledger, countable_shape, keys_seen
 from tests.helpers import tiny_gpt2, tiny_model
 from tests.trainer.test_metrics import documented_keys
 

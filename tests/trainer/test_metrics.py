@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from gruppo import GRPOTrainer
 from gruppo.rollout.vllm import transfer
-from gruppo.trainer import ledger
+from gruppo.trainer.books import ledger
 from tests.helpers import length_reward, prompts, tiny_model
 from tests.policy.experts import experts
 from tests.rollout.vllm_doubles import saved_model, serving, share_bytes

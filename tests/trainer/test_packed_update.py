@@ -19,7 +19,7 @@ from gruppo.algo.ratios import log_ratio
 from gruppo.plan import UpdatePlan
 from gruppo.policy.packed import ATTENTION_NAME, PackedPolicy
 from gruppo.policy.packing import PackedRows
-from gruppo.trainer import planning
+from gruppo.trainer.update import planning
 from tests.helpers import CHARACTERS, SPECIAL, base_args, length_reward, prompts, tiny_model, tiny_tokenizer
 from tests.policy.twins import ADAPTERS, altered, exact
 from tests.processes import run_together

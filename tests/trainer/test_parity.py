@@ -35,8 +35,8 @@ from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.modes import sampling_mode
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.support import why_not_packed
-from gruppo.trainer import parity
-from gruppo.trainer.parity import Comparison, ParityReport, check_parity, enforce
+from gruppo.trainer.update import parity
+from gruppo.trainer.update.parity import Comparison, ParityReport, check_parity, enforce
 from gruppo.types import TrainBatch
 from tests.engine.models import BUILDERS, VOCABULARY, build
 from tests.helpers import in_double, tiny_model

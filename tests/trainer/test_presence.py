@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from gruppo.errors import ConfigError
-from gruppo.trainer import attendance
-from gruppo.trainer.attendance import Line, Register
-from gruppo.trainer.presence import LOST, Presence, _Watch
-from gruppo.trainer.stopping import STOPPED, STOPPED_UNSAVED
+from gruppo.trainer.processes import attendance
+from gruppo.trainer.processes.attendance import Line, Register
+from gruppo.trainer.processes.presence import LOST, Presence, _Watch
+from gruppo.trainer.resume.stopping import STOPPED, STOPPED_UNSAVED
 from tests.helpers import base_args
 from tests.processes import run_apart
 from tests.zero import needs_deepspeed

@@ -12,7 +12,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerState
 from transformers.utils import logging as hf_logging
 
 from gruppo import GRPOConfig, GRPOTrainer, LiveProgressCallback
-from gruppo.trainer.progress import duration, metrics_line
+from gruppo.trainer.display.progress import duration, metrics_line
 from tests.helpers import base_args, length_reward, prompts, tiny_model, tiny_tokenizer
 
 LOGS = {
@@ -122,7 +122,7 @@ def test_one_process_of_several_shows_it() -> None:
 
 def test_the_time_left_counts_from_where_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr("gruppo.trainer.progress.time.monotonic", lambda: now.seconds)
+    monkeypatch.setattr("gruppo.trainer.display.progress.time.monotonic", lambda: now.seconds)
     callback = LiveProgressCallback(Console(file=io.StringIO()))
     callback.on_train_begin(None, state(20), None)
     assert callback.seconds_left == 0.0

@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 from gruppo.algo.advantages import leave_one_out, normalize_then_sum, sum_then_normalize
 from gruppo.errors import RewardError
 from gruppo.rewards.outcomes import Kind
-from gruppo.trainer.breaker import RewardBreaker, RewardCounts, kinds_from_values
-from gruppo.trainer.metrics import MetricStore
+from gruppo.trainer.books.metrics import MetricStore
+from gruppo.trainer.rollouts.breaker import RewardBreaker, RewardCounts, kinds_from_values
 from tests.helpers import chats, length_reward, prompts
 from tests.processes import run_together
 from tests.rewards.test_worker import gone
@@ -106,7 +106,7 @@ def test_evaluation_counts_too(tmp_path):
     metrics = trainer.evaluate()
     assert metrics["eval_rewards/picky/failures"] == 2.0
     assert metrics["eval_rewards/unscorable"] == 2.0
-    assert trainer.reward_breaker._rows == 0, "it says nothing about the run"
+    assert trainer.rewards.breaker._rows == 0, "it says nothing about the run"
 
 
 def test_a_subclass_with_rewards_of_its_own(tmp_path):
@@ -373,7 +373,7 @@ def test_one_generation_used_many_times_does_not_trip_the_breaker():
 
 def test_workers_end_with_the_trainer(tmp_path):
     trainer = run(tmp_path, reward_timeout=30.0)
-    pids = [worker.process.pid for pool in trainer.reward_runner._pools.values() for worker in pool._workers]
+    pids = [worker.process.pid for pool in trainer.rewards.runner._pools.values() for worker in pool._workers]
     assert len(pids) == 1
     del trainer
     gc.collect()

@@ -12,7 +12,7 @@ from gruppo.audit.weights import WeightProbe
 from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, plan_whole_weights, training_bytes
 from gruppo.policy.sharding import Sharding, WholeWeights, compute_dtype, shape_of, sharding_of
-from gruppo.trainer.spreading import SAVES_WHOLE, agreed, find_sharding, reject_together
+from gruppo.trainer.processes.spreading import SAVES_WHOLE, agreed, find_sharding, reject_together
 from tests.helpers import tiny_model
 
 

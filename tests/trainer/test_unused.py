@@ -8,7 +8,7 @@ import pytest
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig
 from gruppo.errors import ConfigError
-from gruppo.trainer.unused import TABLE, Parts, check_unused
+from gruppo.trainer.construct.unused import TABLE, Parts, check_unused
 from tests.helpers import base_args, length_reward, prompts, tiny_model, tiny_tokenizer
 
 ALL = Parts(tools=True, workers=True, async_rewards=True)
@@ -112,4 +112,4 @@ def test_a_trainer_knows_what_its_run_has(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="reward_workers=2 has no effect"):
         make(reward_workers=2)
-    assert make(reward_workers=2, reward_timeout=5.0).reward_runner.has_workers
+    assert make(reward_workers=2, reward_timeout=5.0).rewards.runner.has_workers

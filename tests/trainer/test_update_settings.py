@@ -14,7 +14,7 @@ from gruppo.errors import ConfigError, ParityError
 from gruppo.policy import packed as packed_policy
 from gruppo.policy.packing import cut_rows
 from gruppo.policy.unwrap import is_noisy
-from gruppo.trainer import packing
+from gruppo.trainer.construct import packing
 from tests.engine.models import build
 from tests.helpers import prompts, tiny_model
 from tests.trainer.runs import RecordedGRPO, logs, make, run

@@ -19,7 +19,7 @@ from gruppo.rollout.vllm import client as client_module
 from gruppo.rollout.vllm import transfer
 from gruppo.rollout.vllm.colocate import VLLMColocateBackend
 from gruppo.rollout.vllm.server import VLLMServerBackend
-from gruppo.trainer.tooling import reject_shared_engines
+from gruppo.trainer.construct.tooling import reject_shared_engines
 from gruppo.types import SampleRequest
 from tests.helpers import base_args, length_reward, prompts
 from tests.processes import run_together

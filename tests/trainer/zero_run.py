@@ -16,7 +16,7 @@ from gruppo import GRPOConfig, GRPOTrainer
 from gruppo.errors import ConfigError
 from gruppo.policy.weights import named_weights
 from gruppo.trainer.callbacks import SyncRefModelCallback
-from gruppo.trainer.spreading import InStep
+from gruppo.trainer.processes.spreading import InStep
 from tests import zero
 from tests.helpers import base_args, prompts, tiny_model, tiny_tokenizer
 from tests.rewards.test_models import classifier
@@ -96,7 +96,7 @@ def by_name(folder: Path) -> None:
     names = {"model": str(folder / "policy"), "reward_funcs": [some_equal, str(folder / "rewards")]}
     named = trainer_of(folder / "named", 2, stage=3, **names, **STEPS)
     assert all(hasattr(weight, "ds_id") for weight in named.model.parameters())
-    assert isinstance(named.reward_runner.functions[1], InStep)
+    assert isinstance(named.rewards.runner.functions[1], InStep)
     named.train()
     given = trainer_of(folder / "given", 2, stage=3, **STEPS)
     given.train()

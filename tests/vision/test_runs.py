@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gruppo.rollout.base import RolloutBackend
-from gruppo.trainer.state import pack_queue, unpack_queue
+from gruppo.trainer.resume.state import pack_queue, unpack_queue
 from gruppo.types import Completion, SampleRequest, StopReason, Vision
 from tests.processes import run_together
 from tests.vision.families import FAMILIES

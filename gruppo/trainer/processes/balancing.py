@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from gruppo.data.collate import trim
-from gruppo.trainer.update_rows import Update
+from gruppo.trainer.update.update_rows import Update
 from gruppo.types import TrainBatch
 
 OWN_WORK = ("sampling", "running tools", "asking the rewards", "computing log-probs")  # beside the update

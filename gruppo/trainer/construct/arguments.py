@@ -16,8 +16,8 @@ from gruppo.config.hints import nearest
 from gruppo.rewards.calling import check_arguments
 from gruppo.rewards.resolve import function_name, is_reward_model, listed_rewards, refuse_shipped_name, unique_names
 from gruppo.rewards.runner import OWN_COLUMNS
-from gruppo.trainer.ahead import refuse_ahead
 from gruppo.trainer.hooks import PADDED_HOOKS, overridden
+from gruppo.trainer.rollouts.ahead import refuse_ahead
 
 P = ParamSpec("P")
 

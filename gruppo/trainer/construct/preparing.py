@@ -15,7 +15,7 @@ from gruppo.policy.inplace import compiled_modules
 from gruppo.policy.quantised import narrow_adapters, reject_full_training
 from gruppo.policy.routing import router_coefficient
 from gruppo.policy.unwrap import forward_arguments, inner_model
-from gruppo.trainer import tooling
+from gruppo.trainer.construct import tooling
 
 
 def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> Any:

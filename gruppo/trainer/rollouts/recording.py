@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gruppo.rewards.outcomes import Kind
 from gruppo.runs.rollouts import RolloutRow, prompt_id
-from gruppo.trainer.resampling import Generation
+from gruppo.trainer.rollouts.resampling import Generation
 from gruppo.types import Completion, Rollout, TrainBatch
 
 

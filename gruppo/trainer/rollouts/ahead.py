@@ -17,7 +17,7 @@ from torch import Tensor
 from gruppo.errors import ConfigError
 from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.trainer.hooks import overridden
-from gruppo.trainer.state import RunState
+from gruppo.trainer.resume.state import RunState
 from gruppo.types import Completion, SampleRequest, StopReason
 
 __all__ = ["most_updates_of", "next_generation", "pack_flight", "refuse_ahead", "unpack_flight"]

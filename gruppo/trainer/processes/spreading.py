@@ -29,7 +29,7 @@ from gruppo.policy.sharding import (
     sharding_of,
 )
 from gruppo.rollout.select import Spread
-from gruppo.trainer.metrics import any_process, from_main
+from gruppo.trainer.books.metrics import any_process, from_main
 
 logger = logging.getLogger(__name__)
 

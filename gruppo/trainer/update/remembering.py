@@ -4,7 +4,6 @@ Only references are kept while the device works. At the end of the update, when 
 values of all rows come from it together.
 """
 
-import time
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -13,9 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gruppo.algo.loss import LossSettings
 from gruppo.runs.updates import UpdateRows
-from gruppo.trainer.routing import RouterLoss
 from gruppo.types import TrainBatch
 
 
@@ -29,51 +26,33 @@ class Remembered(NamedTuple):
     ran_B: Tensor | None  # None: all rows
 
 
-class Remembering(RouterLoss):
-    """The part of the trainer that writes down what an update computed."""
+class UpdateMemory:
+    """What the micro-batches of the update under way computed, in their order.
 
-    loss_settings: LossSettings
-    _remembered: tuple[Remembered, ...] = ()  # of the update under way
+    Example:
+        memory.keep(Remembered(loss, logps_BT, None, 0.0, None))  # for each micro-batch
+        rows = memory.take(batches, facts, samplers=False)        # once, at the end of the update
+    """
 
-    def _remember(
-        self,
-        loss: Tensor,
-        logps_BT: Tensor,
-        entropy_BT: Tensor,
-        threshold: Tensor | None,
-        ran_B: Tensor | None = None,
-    ) -> None:
-        """Keep what was computed about the next micro-batch of the update; `threshold` is that of entropies."""
-        if self.recorder is None or self.args.record != "all":
-            return
-        counts = self.entropy_control.enabled or threshold is not None
-        entropies = entropy_BT.detach() if counts else None
-        coef = self.entropy_control.active_coef
-        piece = Remembered(loss.detach(), logps_BT.detach(), entropies, coef, ran_B)
-        self._remembered = (*self._remembered, piece)
+    def __init__(self) -> None:
+        self._pieces: list[Remembered] = []
 
-    def _record_update(self) -> None:
-        """Write down the rows of the update; without their log-probs where a subclass has a loss of its own."""
-        pieces, self._remembered = self._remembered, ()
-        if self.recorder is None or self.args.record != "all":
-            return
-        start = time.perf_counter()
-        batches = self._rows_at_hand()
-        rows = None
-        if batches and all(batch.generation is not None and batch.place is not None for batch in batches):
-            settings, size = self.loss_settings, self._size
-            facts = {
-                "update_rows": int(size.rows),
-                "update_tokens": int(size.tokens),
-                "update_micro_batches": int(size.micro_batches),
-                "beta": self.beta,
-                "epsilon_low": settings.epsilon_low,
-                "epsilon_high": settings.epsilon_high,
-            }
-            samplers = self.corrects_sampler or settings.off_policy_mask_threshold is not None
-            rows = updated_rows(batches, pieces if len(pieces) == len(batches) else (), facts, samplers=samplers)
-        self.recorder.update(self.state.global_step + 1, rows)
-        self._record_seconds += time.perf_counter() - start
+    def forget(self) -> None:
+        """What an update left that was interrupted."""
+        self._pieces = []
+
+    def keep(self, piece: Remembered) -> None:
+        self._pieces.append(piece)
+
+    def take(self, batches: Sequence[TrainBatch], facts: dict[str, Any], *, samplers: bool) -> UpdateRows | None:
+        """The rows of the update; without their log-probs where a subclass has a loss of its own.
+
+        None if rows are not those of the record: then nothing could be found by them.
+        """
+        pieces, self._pieces = self._pieces, []
+        if any(batch.generation is None or batch.place is None for batch in batches):
+            return None
+        return updated_rows(batches, pieces if len(pieces) == len(batches) else (), facts, samplers=samplers)
 
 
 def updated_rows(

@@ -11,7 +11,7 @@ from gruppo.algo.reduce import UpdateSize
 from gruppo.data.collate import join
 from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.routing import Routing
-from gruppo.trainer.ledger import Ledger
+from gruppo.trainer.books.ledger import Ledger
 from gruppo.types import TrainBatch
 
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, TrainerCallback, TrainerState
 from gruppo.data.chat import is_conversational, maybe_apply_chat_template
 from gruppo.data.templates import inner_tokenizer
 from gruppo.errors import ConfigError, DataError
-from gruppo.trainer.completions import log_to_trackers
+from gruppo.trainer.display.completions import log_to_trackers
 
 __all__ = ["LogCompletionsCallback", "WeaveCallback"]
 

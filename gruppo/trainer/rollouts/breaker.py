@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from gruppo.rewards.outcomes import Kind
 from gruppo.rewards.runner import failed_rows
-from gruppo.trainer.metrics import MetricStore
+from gruppo.trainer.books.metrics import MetricStore
 
 WINDOW = 20  # updates, or more, if so many
 GENERATIONS = 5  # are not among them

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import torch
 
 from gruppo.errors import ProcessLostError
-from gruppo.trainer.attendance import Line, Register
-from gruppo.trainer.stopping import STOPPED_UNSAVED
+from gruppo.trainer.processes.attendance import Line, Register
+from gruppo.trainer.resume.stopping import STOPPED_UNSAVED
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Metrics, where tokens and seconds went, and audits."""

@@ -1,0 +1,143 @@
+"""Evaluation: completions of other prompts, with their loss and rewards, and benchmarks beside them or in their place.
+
+Benchmarks are sampled with the backend of the run and leave no trace in it: generators, budgets and settings of the
+sampler are afterwards what they were, so that the weights of a run do not depend on which benchmarks it has.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from gruppo.trainer.display.completions import CompletionLog
+from gruppo.trainer.resume.state import RandomState
+from gruppo.trainer.resuming import Resuming
+
+if TYPE_CHECKING:
+    from gruppo.evaluation.training import TrainingBenchmarks
+
+
+class Evaluating(Resuming):
+    """The part of the trainer that evaluates."""
+
+    benchmarks: "TrainingBenchmarks | None" = None
+    control: Any
+    _found: dict[str, float] | None = None  # by the benchmarks of the evaluation under way
+    _found_prefix = ""
+    _batches_evaluated = 0  # of the set at hand, as the next two
+    _rows_evaluated = 0
+    _loss_evaluated = 0.0
+
+    def __init__(self, *args: Any, eval_dataset: Any = None, **kwargs: Any):
+        # Trainer insists on a set where there is an eval_strategy. None in a dict of them: benchmarks are no dataset.
+        stand_in = {} if eval_dataset is None and self.benchmarks is not None else eval_dataset
+        super().__init__(*args, eval_dataset=stand_in, **kwargs)
+        self.eval_dataset = eval_dataset
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+        """Trainer's, in a run. The one before the first update (`skip_scheduler`) a resumed run has behind it."""
+        if skip_scheduler and self._random_state_due is not None:
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
+    @contextmanager
+    def _in_mode(self, mode: str) -> Iterator[None]:
+        previous, self.mode = self.mode, mode
+        try:
+            yield
+        finally:
+            self.mode = previous
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        with self.presence.watching(), self._in_mode("eval"):
+            if self.benchmarks is None or self._found is not None:  # one of several sets: they have been run
+                return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            return self._evaluate_with_benchmarks(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's loop, with the metrics of the sampled completions beside its loss."""
+        prefix = self._eval_prefix = kwargs.get("metric_key_prefix", "eval")
+        self.completion_logs["eval"] = CompletionLog(self.args.generation_batch_size)
+        self.metrics.take("eval")  # of an evaluation that an exception ended
+        self._batches_evaluated, self._rows_evaluated, self._loss_evaluated = 0, 0, 0.0
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._found is not None and prefix == self._found_prefix:
+            output.metrics.update(self._found)
+        output.metrics.update({f"{prefix}_{key}": value for key, value in self.metrics.take("eval").items()})
+        if self._rows_evaluated:
+            # Trainer takes every batch for a full one; the last may have fewer rows.
+            output.metrics[f"{prefix}_loss"] = self._loss_evaluated / self._rows_evaluated
+        return output._replace(num_samples=self._rows_evaluated)
+
+    @torch.no_grad()
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, None, None]:
+        with self._in_mode("eval"):
+            place = (self.state.global_step, crc32(self._eval_prefix.encode()), self._batches_evaluated)
+            self._batches_evaluated += 1
+            with self._at(place):
+                tensors = self._prepare_inputs(self._generate_and_score_completions(inputs))
+            loss = self.compute_loss(model, tensors)
+            rows = int(self._size.rows)
+            self._rows_evaluated += rows
+            self._loss_evaluated += rows * self.accelerator.reduce(loss.detach(), reduction="mean").item()
+            self.metrics.flush("eval")
+        return loss.detach(), None, None
+
+    # ---- benchmarks
+
+    def _evaluate_with_benchmarks(
+        self, eval_dataset: Any, ignore_keys: list[str] | None, prefix: str
+    ) -> dict[str, float]:
+        found = self._run_benchmarks(prefix)
+        sets = self.eval_dataset if eval_dataset is None else eval_dataset
+        if sets is None:
+            return self._report(found, prefix)
+        self._found, self._found_prefix = found, prefix
+        try:
+            metrics = super().evaluate(eval_dataset, ignore_keys, prefix)
+        finally:
+            self._found = None
+        # Each of several sets has a log of its own, and so have the benchmarks beside them.
+        return metrics | self._report(found, prefix) if isinstance(sets, dict) else metrics
+
+    def _run_benchmarks(self, prefix: str) -> dict[str, float]:
+        assert self.benchmarks is not None
+        if callable(getattr(self.optimizer, "eval", None)):  # some have other weights until the next update
+            self.optimizer.eval()
+        generators, budgets = RandomState.now(), self.backend.state_dict()
+        try:
+            with self.backend.ready():
+                self.backend.refresh()
+                with self.presence.during("running benchmarks"):
+                    found = self.benchmarks.run(
+                        self.backend,
+                        self.accelerator.process_index,
+                        self.accelerator.num_processes,
+                        self._gather_shares,
+                    )
+        finally:
+            generators.restore()
+            if budgets is not None and self.backend.state_dict() != budgets:
+                self.backend.load_state_dict(budgets)
+                self.backend.release()  # what was made for other budgets
+        return {f"{prefix}_{name}": value for name, value in found.items()}
+
+    def _gather_shares(self, own: list[Any]) -> list[Any]:
+        with self.presence.waiting():
+            shares: list[Any] = gather_object(own)
+        return shares
+
+    def _report(self, found: dict[str, float], prefix: str) -> dict[str, float]:
+        """As Trainer does for a set of prompts."""
+        self._eval_prefix = prefix
+        self.log(found)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
+        return found

@@ -1,0 +1,1 @@
+"""Several processes: who is there, who runs what, and where the weights are."""

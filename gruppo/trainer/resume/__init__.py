@@ -1,0 +1,1 @@
+"""What a checkpoint remembers beside weights, and an orderly end."""

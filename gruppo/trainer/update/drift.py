@@ -1,0 +1,60 @@
+"""How far a sampler's own log-probs are from the trainer's at the same weights."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gruppo.algo.loss import Max, Mean, Stat
+from gruppo.types import TrainBatch
+
+DRIFT = "sampling/sampling_logp_difference"
+_RATIO = "_sampling_ratio"  # not logged
+
+
+def drift_stats(
+    batch: TrainBatch, logps_BT: Tensor, old_BT: Tensor | None, ran_B: Tensor | None, now: int
+) -> dict[str, Stat]:
+    """Of one micro-batch: |ℓ_trainer − ℓ_sampler| and exp(ℓ_trainer − ℓ_sampler), where both are known.
+
+    The trainer's are `old_BT` if there are any, else `logps_BT`: those of the rows that were run (`ran_B`), as long as
+    the policy has seen as many updates (`now`) as when the sampler had it.
+    """
+    sampled_BT = batch.engine_logps if batch.sampling_per_token_logps is None else batch.sampling_per_token_logps
+    if sampled_BT is None:
+        return {}
+    trained_BT = logps_BT.detach() if old_BT is None else old_BT
+    signed_BT = trained_BT - sampled_BT
+    drift_BT = signed_BT.abs()
+    counts_BT = batch.loss_mask_BT.bool() & ~drift_BT.isnan()
+    if old_BT is None and ran_B is not None:
+        counts_BT &= ran_B[:, None]
+    if old_BT is None and batch.sampled_at is not None:  # since then the policy has moved, not the sampler
+        counts_BT &= (batch.sampled_at == now)[:, None]
+    drift = torch.where(counts_BT, drift_BT, 0.0)
+    tokens = counts_BT.sum().to(drift.dtype)
+    return {  # without a wait for the device: there may be many micro-batches
+        f"{DRIFT}/mean": Mean(drift.sum(), tokens),
+        _RATIO: Mean(torch.where(counts_BT, signed_BT, -torch.inf).exp().sum(), tokens),
+        f"{DRIFT}/max": Max(torch.where(counts_BT, drift, torch.nan)),
+    }
+
+
+Sums = Mapping[str, Sequence[tuple[float, float]]]  # numerator and denominator of each micro-batch's mean
+
+
+def mean_of(sums: Sums, key: str) -> float | None:
+    """The mean over the tokens of an update; None where there are none."""
+    total, tokens = (sum(part) for part in zip(*sums.get(key, [(0.0, 0.0)]), strict=True))
+    return total / tokens if tokens else None
+
+
+def drift_of_update(sums: Sums, logged: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    """What audits judge a sampler by."""
+    known = logged.get(f"{DRIFT}/max")
+    return {
+        "drift_mean": mean_of(sums, f"{DRIFT}/mean"),
+        "drift_max": known[-1] if known and not math.isnan(known[-1]) else None,
+        "drift_ratio": mean_of(sums, _RATIO),
+    }
