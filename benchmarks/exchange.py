@@ -18,7 +18,7 @@ import torch.multiprocessing
 from benchmarks.common import provenance
 from gruppo.algo.loss import UpdateSize
 from gruppo.trainer.processes.balancing import Work, max_over_mean
-from gruppo.trainer.update.update_rows import Update
+from gruppo.trainer.update.rows import Update
 from gruppo.types import TrainBatch
 
 PROMPTS, COMPLETIONS, PROMPT_TOKENS, LONGEST = 16, 16, 200, 1024

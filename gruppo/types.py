@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("LAYOUTS", "Completion", "Layout", "Message", "Prompt", "Rollout", "SampleRequest", "Span", "StopReason"),
-    *("TrainBatch", "Vision"),
+    *("Row", "TrainBatch", "Vision", "required"),
 ]
 
 Message = dict[str, Any]
+Row = Mapping[str, Any]  # of a dataset
 
 
 class StopReason(StrEnum):
@@ -256,3 +257,9 @@ LAYOUTS: dict[str, Layout] = {
     "kl_penalty": Layout(Span.NONE, droppable=True),
 }
 """The fields of TrainBatch; whatever cuts, pads or joins rows goes by this table."""
+
+
+def required(tensor: "Tensor | None") -> "Tensor":
+    """A field of a batch that is there by now."""
+    assert tensor is not None
+    return tensor

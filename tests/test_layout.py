@@ -45,7 +45,7 @@ ALLOWED_FOR_TYPES = {"data": {"config"}}
 # The trainer itself is a chain; each link knows those before it.
 CHAIN = (
     *("reporting", "feeding", "logprobs", "sampling", "collecting", "updating", "watching", "checkpointing"),
-    *("resuming", "evaluating", "core", "grpo", "rloo"),
+    *("running", "evaluating", "stepping", "names", "core", "grpo", "rloo"),
 )
 
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "urllib", "urllib3", "websockets"}
@@ -149,6 +149,38 @@ def test_the_links_of_the_trainer_know_those_before_them() -> None:
         assert not found, f"{name(path)} imports {found}"
 
 
+def names_of(link: str) -> tuple[set[str], dict[str, int]]:
+    """What the class of a link defines, declares or sets on itself, and what it uses of itself, with a line."""
+    tree = ast.parse((ROOT / "trainer" / f"{link}.py").read_text(encoding="utf-8"))
+    layer = next(node for node in reversed(tree.body) if isinstance(node, ast.ClassDef))
+    defined, used = set(), {}
+    for node in layer.body:
+        if isinstance(node, ast.FunctionDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+    for node in ast.walk(layer):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            used.setdefault(node.attr, node.lineno)
+            if isinstance(node.ctx, ast.Store):
+                defined.add(node.attr)
+    return defined, used
+
+
+def test_a_link_uses_nothing_that_only_later_ones_have() -> None:
+    known: set[str] = set()
+    of_link = {link: names_of(link) for link in CHAIN}
+    wrong = []
+    for position, link in enumerate(CHAIN):
+        defined, used = of_link[link]
+        known |= defined
+        later = set().union(*(of_link[other][0] for other in CHAIN[position + 1 :])) - known
+        wrong += [f"{link}.py:{line} uses self.{name}" for name, line in used.items() if name in later]
+    assert not wrong
+    assert {"loss_settings", "_queue", "collect"} <= known, "the links are looked into"
+
+
 def test_the_lazy_table_points_at_modules_that_exist() -> None:
     from gruppo import _HOME
 
@@ -188,4 +220,4 @@ def test_files_and_functions_stay_short() -> None:
 def test_these_tests_see_the_whole_library() -> None:
     assert len(FILES) > 60
     everything = [item.module for path in FILES for item in imports(path)]
-    assert "gruppo.trainer.callbacks.SyncRefModelCallback" in everything, "imported inside a function"
+    assert "gruppo.rollout.vllm.colocate.EngineSettings" in everything, "imported inside a function"

@@ -119,7 +119,7 @@ def dataset(parts: Parts, findings: Findings) -> None:
         checks.check_train_dataset(parts.train, run.config, None, images=True)
         checks.check_eval_dataset(evaluation, run.config, None, images=True)
         for part in (parts.train, evaluation):
-            tooling.check_rows(parts.toolset, part)
+            tooling.check_tool_rows(parts.toolset, part)
         load_benchmarks(run.config, evaluation)
         parts.rows = list(islice(iter(parts.train), REWARD_ROWS))
         findings.ok("dataset", _described(parts.train, parts.rows) + _also_evaluated(evaluation))

@@ -27,7 +27,7 @@ from gruppo.errors import (
     RunLockedError,
     SandboxError,
 )
-from gruppo.trainer.resume.stopping import STOPPED, STOPPED_UNSAVED
+from gruppo.trainer.processes.stopping import STOPPED, STOPPED_UNSAVED
 
 __all__ = ["main"]
 

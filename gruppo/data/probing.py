@@ -26,6 +26,12 @@ def inner_tokenizer(processing_class: ProcessingClass) -> Any:
     return processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else processing_class.tokenizer
 
 
+def tokenizer_json(processing_class: ProcessingClass) -> str | None:
+    """What tokenizer.json would hold; None for a tokenizer that has no such form."""
+    backend = getattr(inner_tokenizer(processing_class), "backend_tokenizer", None)
+    return None if backend is None else str(backend.to_str())
+
+
 def render(processing_class: ProcessingClass, messages: list[Message], **options: Any) -> str:
     """The conversation as text."""
     if inner_tokenizer(processing_class) is not processing_class:  # a processor: its templates expect blocks

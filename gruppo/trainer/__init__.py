@@ -12,12 +12,15 @@ trainer itself.
     updating        log-probs and advantages → gradients: the second half
     watching        audits of every update, its record, and updates that must not happen
     checkpointing   what is saved, and when
-    resuming        a run from its first call to its end
+    running         `train`: a run from its first call to its end, and where it goes on
     evaluating      completions of other prompts, and benchmarks
-    core            construction, and where rollouts enter Trainer's loop; beside it `names`, attributes as TRL calls
-                    them; then grpo, rloo
+    stepping        where both halves of a step enter Trainer's loop
+    names           settings and state as TRL calls them
+    core            what a trainer is made of; then grpo, rloo
 
 What need not be a method of the trainer is an object or a function in a folder: `construct/` for what is checked and
-made before a run, `rollouts/` and `update/` for the two halves of a step, `processes/` where there are several,
-`books/` for metrics and ledgers, `resume/` for what a checkpoint remembers, `display/` for what people look at.
+made before a run, `collect/` and `update/` for the two halves of a step, `processes/` where there are several,
+`books/` for metrics and ledgers, `resume/` for what a checkpoint remembers, `display/` for what people look at. Beside
+them are `callbacks.py`, `hooks.py` (which methods a subclass may override, and what that costs) and `utils.py`, which
+has names that users import.
 """

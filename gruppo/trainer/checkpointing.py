@@ -1,11 +1,11 @@
-"""Saving a run and going on with it.
+"""What is saved of a run, and when.
 
 A checkpoint is a folder that is there as a whole or not at all (see `gruppo.runs.checkpoints`). Beside what Trainer
-writes it holds the state of every process (see `state.py`), so that a resumed run does what the straight one would
-have done, bit for bit: the micro-batches that wait, the plans, the counters behind the random numbers, the metrics
-that wait to be logged, and a blended reference.
+writes it holds the state of every process (see `resume/state.py`), so that a resumed run does what the straight one
+would have done, bit for bit: the micro-batches that wait, the plans, the counters behind the random numbers, the
+metrics that wait to be logged, and a blended reference.
 
-    train                   lock the folder, choose and check a checkpoint, listen for signals      (resuming.py)
+    train                   lock the folder, choose and check a checkpoint, listen for signals      (running.py)
     _prepare_for_training   Trainer loads weights, optimizer and schedule; then the states, then the record goes on
     run_state               what one process remembers, taken before every update
     _save_checkpoint        write beside, check in, rename, remove old ones
@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from gruppo.errors import AuditError
 from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.runs import checkpoints
-from gruppo.trainer.books.metrics import any_process
-from gruppo.trainer.resume.machine import environment_of
+from gruppo.trainer.books.machine import environment_of
+from gruppo.trainer.collect.ahead import unpack_flight, with_flight
+from gruppo.trainer.processes.collectives import any_process
 from gruppo.trainer.resume.state import RandomState, RunState, gather_states, give_states, pack_queue, unpack_queue
-from gruppo.trainer.rollouts.ahead import unpack_flight
-from gruppo.trainer.rollouts.overlapping import with_flight
 from gruppo.trainer.watching import Watching
 
 logger = logging.getLogger(__name__)
@@ -55,24 +54,21 @@ class Boundary:
 
 
 class Checkpointing(Watching):
-    """The part of the trainer that saves and resumes."""
+    """The part of the trainer that saves, and remembers what it will be asked for."""
 
     _queue: deque[dict[str, Any]]
-    _earlier_runs: int
-    _changed: dict[str, float]
+    _earlier_runs = 0  # calls of train() before this one
+    _overrides: dict[str, float]  # of settings, by callbacks
     _boundary: Boundary | None = None  # before the update at hand
-    _random: RandomState | None = None  # there; None in the first update after a resume, which need not be saved again
+    _random_at_boundary: RandomState | None = None  # none in the first update after a resume: it is saved already
     _abandoned: Boundary | None = None  # before an update that was abandoned
-    _resumed: RunState | None = None  # of the checkpoint at hand, until its loss is taken over
+    _state_to_finish: RunState | None = None  # of the checkpoint at hand, until its loss is taken over
     _saved_at: int | None = None  # the update after which the last checkpoint was written
     _retry_at: int | None = None  # the update after which to save again, when the disk was full
-    _pause = 1
+    _retry_after = 1  # updates until then; twice as many each time
     _resumed_from: str | None = None
-    _run_id = ""
-    _changes: Sequence[str] = ()  # settings that differ from those of the checkpoint at hand
     _settings_now: dict[str, Any]  # as the run began: a callback may change some
     _plan_recorded = False
-    _random_state_due: str | None = None  # the checkpoint whose random state is still to be restored
     _position: dict[str, Any] | None = None
 
     # ---- what a process remembers
@@ -100,7 +96,7 @@ class Checkpointing(Watching):
                 "last_logged": self._globalstep_last_logged,
                 "earlier_runs": self._earlier_runs,
                 "asked_elsewhere": self._asked_elsewhere,
-                "changed": dict(self._changed),
+                "changed": dict(self._overrides),
                 "generation": _simple(self.backend.config.to_dict()),
                 "parity_checked_at": self._parity_checked_at,
                 "reuses_engine_logps": self.reuses_engine_logps,
@@ -141,26 +137,26 @@ class Checkpointing(Watching):
         """Of the run; the loss follows when Trainer has set it to 0."""
         loop = state.values["loop"]
         self._earlier_runs, self._asked_elsewhere = loop["earlier_runs"], loop["asked_elsewhere"]
-        self._resumed = state
+        self._state_to_finish = state
 
     def _restore_loss(self) -> None:
         """Called before the first update: Trainer has set its sums to 0 by then."""
-        if self._resumed is not None:
-            state, self._resumed = self._resumed, None
+        if (state := self._state_to_finish) is not None:
+            self._state_to_finish = None
             self._tr_loss.copy_(state.tensors["loss"])
             self._total_loss_scalar -= float(self._tr_loss)  # at the end it is the mean over this call's updates
             self._globalstep_last_logged = state.values["loop"]["last_logged"]
 
     def _mark_boundary(self) -> None:
         """Remember the run as it is before an update, where that may be abandoned."""
-        if self._random is not None:
+        if self._random_at_boundary is not None:
             position = None if self.recorder is None else self.recorder.position()
-            counts = self.state.num_input_tokens_seen, self.current_flos
-            self._boundary = Boundary(self.run_state(), self._random, position, *counts, self._ahead.flight)
+            counts = self.state.num_input_tokens_seen, self.current_flos, self._ahead.flight
+            self._boundary = Boundary(self.run_state(), self._random_at_boundary, position, *counts)
 
     def _note_random_state(self) -> None:
         """After an update and all that follows it, but before the loader of a new epoch draws a number."""
-        self._random = RandomState.now() if self._saves_when_interrupted else None
+        self._random_at_boundary = RandomState.now() if self._saves_when_interrupted else None
 
     @property
     def _saves_when_interrupted(self) -> bool:
@@ -220,7 +216,7 @@ class Checkpointing(Watching):
         for part in steps:
             if any_process(self.accelerator, self._disk_is_full(part, run)):
                 return self._put_off(staged)
-        self._saved_at, self._retry_at, self._pause = step, None, 1
+        self._saved_at, self._retry_at, self._retry_after = step, None, 1
         self.record_event("checkpoint", name=name, seconds=round(time.perf_counter() - start, 3))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run / name))
@@ -301,7 +297,8 @@ class Checkpointing(Watching):
         """Training goes on with the last good checkpoint; saving is tried again after a while."""
         if self.args.should_save:
             checkpoints.discard(staged)
-        self._retry_at, self._pause = self.state.global_step + self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        self._retry_at = self.state.global_step + self._retry_after
+        self._retry_after = min(2 * self._retry_after, LONGEST_PAUSE)
         if self.accelerator.is_main_process:
             logger.warning(
                 f"The disk of {self.args.output_dir} is full: the checkpoint of update {self.state.global_step} was "
@@ -313,14 +310,15 @@ class Checkpointing(Watching):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Trainer's, after an update and again at the end of an epoch, with our own reasons to save and to stop."""
         control, epoch_is_over = self.control, self._epoch_is_over
+        update_ended = self._this_update.ended  # watching.py, below, takes note of it
         if self._retry_at is not None and self.state.global_step >= self._retry_at:
             control.should_save = True
         if self._should_stop():
             control.should_training_stop = True
-            if self._update_ended != epoch_is_over:  # after what is due at the end of the epoch, if this is one
+            if update_ended != epoch_is_over:  # after what is due at the end of the epoch, if this is one
                 news = control.should_log or control.should_evaluate
                 control.should_save = news or self._saved_at != self.state.global_step
-            elif not self._update_ended:  # the epoch was left in its middle, and what belongs to its end is not due
+            elif not update_ended:  # the epoch was left in its middle, and what belongs to its end is not due
                 control.should_log = control.should_evaluate = control.should_save = False
         self._record_plan()
         self._boundary = None

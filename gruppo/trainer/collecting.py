@@ -1,7 +1,7 @@
 """From prompts to scored tensors: the first half of a training step."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,24 +18,24 @@ from gruppo.policy.loading import vocabulary_size
 from gruppo.policy.modes import weights_version
 from gruppo.rewards.outcomes import Kind
 from gruppo.rewards.runner import RewardInputs
-from gruppo.trainer.books.metrics import gather_rows, length_metrics, own_rows, reward_metrics, rows_scored
-from gruppo.trainer.construct.checks import biased_sampling
-from gruppo.trainer.construct.tooling import tool_metrics
-from gruppo.trainer.rollouts.recording import recorded_rows
-from gruppo.trainer.rollouts.resampling import Generation, groups_without_spread, resampling_metrics
-from gruppo.trainer.rollouts.rewarding import Rewarded, Rewards
-from gruppo.trainer.rollouts.supervision import StepTable, with_steps
-from gruppo.trainer.rollouts.tool_turns import failed_resets
+from gruppo.trainer.books.metrics import length_metrics, reward_metrics, rows_scored
+from gruppo.trainer.collect.generation import Generation
+from gruppo.trainer.collect.recording import recorded_rows
+from gruppo.trainer.collect.resampling import groups_without_spread, resampling_metrics
+from gruppo.trainer.collect.rewarding import Rewarded, Rewards
+from gruppo.trainer.collect.supervision import StepTable, with_steps
+from gruppo.trainer.collect.tool_turns import failed_resets, tool_metrics
+from gruppo.trainer.processes.collectives import gather_rows, rows_in_batch
+from gruppo.trainer.processes.stopping import Stopper
 from gruppo.trainer.sampling import Sampling
-from gruppo.types import Rollout, TrainBatch
-
-Row = Mapping[str, Any]
+from gruppo.types import Rollout, Row, TrainBatch
 
 
 class Collecting(Sampling):
     """The part of the trainer that collects."""
 
     rewards: Rewards
+    stopper: Stopper
     _sampling_anew = False  # a generation that was counted before the run was resumed inside it
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
@@ -83,7 +83,7 @@ class Collecting(Sampling):
         self.audits.sampled(
             rollouts,
             temperature=self._drawn_temperature,
-            shaped=not asked or bool(biased_sampling(self)),
+            shaped=not asked or bool(self.biased_sampling),
             vocabulary=vocabulary_size(policy),
             end_ids=self.eos_token_ids,
             weights=None if used is None else (used, weights_version(policy)),
@@ -135,7 +135,7 @@ class Collecting(Sampling):
             rewards_NR = rewards_NR.masked_fill(failed_N, torch.nan)
             kinds_NR = kinds_NR.masked_fill(failed_N, Kind.FAILURE)
             tools |= {"resets": len(failed_N), "failed_resets": int(failed_N.sum())}
-        own = self._rows_in_batch(len(rollouts))
+        own = rows_in_batch(self.accelerator, len(rollouts))
         return Generation(
             rollouts,
             rewards_NR,
@@ -166,7 +166,11 @@ class Collecting(Sampling):
             self.rewards.raise_if_hopeless(kinds_NR, rollouts)
         return Rewarded(values_NR, kinds_NR, notes)
 
-    # ---- a hook of TRL's trainers: name and shapes are theirs
+    # ---- hooks of TRL's trainers: names and shapes are theirs
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Hook: rows to the dict of tensors that the loss reads."""
+        return self.collect(inputs).to_dict()
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
@@ -192,15 +196,15 @@ class Collecting(Sampling):
             groups = self._groups_without_spread(generation)
         self.metrics.add("train", resampling_metrics(generation, len(groups), self.rewards.weights, size))
         if self.epochs_consumed is not None:
-            self.metrics.values["train"]["dynamic_sampling/epoch"] = [self.epochs_consumed]
+            self.metrics.set("train", {"dynamic_sampling/epoch": self.epochs_consumed})
 
     def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
-        """What the config compares the rows of a group by: the weighted sum of the rewards, or what is made of it."""
-        found = estimate_advantages(self.args, self.recipe, rewards_NR, self.rewards.weights, group_size)
+        """What the rows of a group are compared by: the weighted sum of the rewards, or what is made of it."""
+        found = self.estimate_advantages(rewards_NR, group_size, None)
         return found.rewards_B if found.compared_B is None else found.compared_B
 
     def _groups_without_spread(self, generation: Generation) -> list[int]:
-        steps, size = self._steps(generation), self.group_size
+        steps, size = self._step_table(generation), self.group_size
         if steps is None:
             return groups_without_spread(self.compared_rewards(generation.rewards_NR, size), size)
         return steps.groups_without_spread(generation.rewards_NR, self.rewards.weights, size)
@@ -214,26 +218,26 @@ class Collecting(Sampling):
 
         The latter are (B,), or (B, T) where a reward judged steps.
         """
-        steps = self._steps(generation)
+        steps = self._step_table(generation)
         rewards_NR, size = generation.rewards_NR, self.group_size
         advantages = self.estimate_advantages(
             rewards_NR if steps is None else steps.outcomes(rewards_NR), size, kl_penalty_N
         )
-        own_B = own_rows(self.accelerator, advantages.advantages_B, len(mask_BT)).float()
+        own_B = advantages.advantages_B[generation.own].float()
         if steps is None:
             return advantages, own_B
-        own, weights_R = self._rows_in_batch(len(mask_BT)), self.rewards.weights.tolist()
-        own_BT = steps.advantages(weights_R, size, self.recipe.scale, own, mask_BT.shape[1]).to(own_B)
+        weights_R = self.rewards.weights.tolist()
+        own_BT = steps.advantages(weights_R, size, self.recipe.scale, generation.own, mask_BT.shape[1]).to(own_B)
         own_BT += own_B[:, None]
         mean_N = gather_rows(self.accelerator, (own_BT * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1))
         rewards_N = combine_rewards(rewards_NR, self.rewards.weights)
         return with_steps(advantages, rewards_N, mean_N, steps.spread_P(weights_R, size)), own_BT
 
-    def _steps(self, generation: Generation) -> StepTable | None:
+    def _step_table(self, generation: Generation) -> StepTable | None:
         """The steps that rewards judged; None if there are none, or the recipe knows outcomes only."""
         if self.recipe.advantage != "group":  # then the steps of a completion are summed into an outcome
             return None
-        values_BR = own_rows(self.accelerator, generation.rewards_NR, len(generation.rollouts))
+        values_BR = generation.rewards_NR[generation.own]
         lengths = [len(rollout.completion.ids) for rollout in generation.rollouts]
         steps = StepTable.gather(self.accelerator, generation.steps, values_BR, lengths)
         if steps is not None and getattr(self.args, "multi_objective_aggregation", "") == "normalize_then_sum":
@@ -251,7 +255,7 @@ class Collecting(Sampling):
         batch = collate(rollouts, self._tokenizer.pad_token_id, self.accelerator.device, self.args.pad_to_multiple_of)
         truncated = [not rollout.completion.stop.ended for rollout in rollouts]
         batch.truncated = torch.tensor(truncated, dtype=torch.bool, device=self.accelerator.device)
-        self._note_age(batch, [rollout.completion.sampled_at for rollout in rollouts])
+        self._set_age(batch, [rollout.completion.sampled_at for rollout in rollouts])
         if self.args.mask_truncated_completions:
             batch.completion_mask = drop_rows(batch.completion_mask, truncated)
             if batch.tool_mask is not None:
@@ -260,7 +264,7 @@ class Collecting(Sampling):
         batch.num_items_in_batch = self.accelerator.reduce(batch.loss_mask_BT.sum(), reduction="sum")
         return batch
 
-    def _note_age(self, batch: TrainBatch, sampled_at: Sequence[int | None]) -> None:
+    def _set_age(self, batch: TrainBatch, sampled_at: Sequence[int | None]) -> None:
         """When the rows were sampled and, if that may be earlier, when they are scored."""
         now, device = self.state.global_step, self.accelerator.device
         batch.sampled_at = torch.tensor([now if at is None else at for at in sampled_at], device=device).long()
@@ -303,7 +307,7 @@ class Collecting(Sampling):
         self.metrics.add(self.mode, metrics, {key: ended if "terminated" in key else rows for key in metrics})
         if self.args.max_prompt_length is not None:
             self.metrics.add(self.mode, {"prompts/truncated_ratio": cut.float().mean().item()}, of=rows)
-        self.metrics.values[self.mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        self.metrics.set(self.mode, {"num_tokens": self.state.num_input_tokens_seen})
 
     def _log_rewards(self, generation: Generation, advantages: Advantages) -> None:
         names, rollouts, rewards_NR = self.rewards.names, generation.rollouts, generation.rewards_NR

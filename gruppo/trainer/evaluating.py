@@ -15,19 +15,18 @@ from torch import Tensor, nn
 
 from gruppo.trainer.display.completions import CompletionLog
 from gruppo.trainer.resume.state import RandomState
-from gruppo.trainer.resuming import Resuming
+from gruppo.trainer.running import Running
 
 if TYPE_CHECKING:
     from gruppo.evaluation.training import TrainingBenchmarks
 
 
-class Evaluating(Resuming):
+class Evaluating(Running):
     """The part of the trainer that evaluates."""
 
     benchmarks: "TrainingBenchmarks | None" = None
-    control: Any
-    _found: dict[str, float] | None = None  # by the benchmarks of the evaluation under way
-    _found_prefix = ""
+    _benchmark_results: dict[str, float] | None = None  # of the evaluation under way
+    _results_prefix = ""
     _batches_evaluated = 0  # of the set at hand, as the next two
     _rows_evaluated = 0
     _loss_evaluated = 0.0
@@ -56,7 +55,7 @@ class Evaluating(Resuming):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         with self.presence.watching(), self._in_mode("eval"):
-            if self.benchmarks is None or self._found is not None:  # one of several sets: they have been run
+            if self.benchmarks is None or self._benchmark_results is not None:  # they were run before the first set
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             return self._evaluate_with_benchmarks(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -67,8 +66,8 @@ class Evaluating(Resuming):
         self.metrics.take("eval")  # of an evaluation that an exception ended
         self._batches_evaluated, self._rows_evaluated, self._loss_evaluated = 0, 0, 0.0
         output = super().evaluation_loop(*args, **kwargs)
-        if self._found is not None and prefix == self._found_prefix:
-            output.metrics.update(self._found)
+        if self._benchmark_results is not None and prefix == self._results_prefix:
+            output.metrics.update(self._benchmark_results)
         output.metrics.update({f"{prefix}_{key}": value for key, value in self.metrics.take("eval").items()})
         if self._rows_evaluated:
             # Trainer takes every batch for a full one; the last may have fewer rows.
@@ -82,7 +81,7 @@ class Evaluating(Resuming):
         with self._in_mode("eval"):
             place = (self.state.global_step, crc32(self._eval_prefix.encode()), self._batches_evaluated)
             self._batches_evaluated += 1
-            with self._at(place):
+            with self._drawing_at(place):
                 tensors = self._prepare_inputs(self._generate_and_score_completions(inputs))
             loss = self.compute_loss(model, tensors)
             rows = int(self._size.rows)
@@ -100,11 +99,11 @@ class Evaluating(Resuming):
         sets = self.eval_dataset if eval_dataset is None else eval_dataset
         if sets is None:
             return self._report(found, prefix)
-        self._found, self._found_prefix = found, prefix
+        self._benchmark_results, self._results_prefix = found, prefix
         try:
             metrics = super().evaluate(eval_dataset, ignore_keys, prefix)
         finally:
-            self._found = None
+            self._benchmark_results = None
         # Each of several sets has a log of its own, and so have the benchmarks beside them.
         return metrics | self._report(found, prefix) if isinstance(sets, dict) else metrics
 

@@ -10,13 +10,15 @@ from torch.utils.data import DataLoader
 from gruppo.data.sampler import RepeatSampler, eval_loader, micro_step_loader, split_for_rank
 from gruppo.data.streams import IterableStream, PromptCursor, PromptStream, SampledStream
 from gruppo.errors import ConfigError
+from gruppo.trainer.books.auditing import Audits
+from gruppo.trainer.collect.ahead import next_generation
 from gruppo.trainer.reporting import Reporting
-from gruppo.trainer.rollouts.ahead import next_generation
 
 
 class Feeding(Reporting):
     """The part of the trainer that feeds: prompt streams and loaders."""
 
+    audits: Audits
     _stream: PromptStream | None = None  # none when a subclass brings its own loader
     _cursor: PromptCursor | None = None  # with dynamic sampling
     _epoch = 0

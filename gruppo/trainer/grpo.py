@@ -7,9 +7,9 @@ from torch import Tensor
 
 from gruppo.algo import masks, objectives
 from gruppo.config.grpo import GRPOConfig
-from gruppo.trainer.books.metrics import gather_rows
 from gruppo.trainer.construct.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
+from gruppo.trainer.processes.collectives import gather_rows
 
 
 class GRPOTrainer(PolicyTrainer):

@@ -1,13 +1,14 @@
 """Log-probs of completions under the policy and the reference, in packs or in padded rows."""
 
+import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import rich
 import torch
 from torch import Tensor, nn
 
+from gruppo.algo.kl import k1
 from gruppo.algo.mismatch import importance_weights
 from gruppo.algo.recipes import Recipe
 from gruppo.data.prompts import PromptEncoder
@@ -19,13 +20,19 @@ from gruppo.policy.modes import sampling_mode
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import PackedRows, Packer, idle_pack
 from gruppo.policy.routing import Routing
-from gruppo.policy.sharding import reshard
-from gruppo.trainer.books.metrics import gather_rows, ratio_metrics
-from gruppo.trainer.books.profiling import profiling_context
+from gruppo.policy.sharding import Sharding, reshard
+from gruppo.rollout.base import RolloutBackend
+from gruppo.trainer.books.metrics import ratio_metrics
 from gruppo.trainer.feeding import Feeding
-from gruppo.trainer.processes.spreading import can_check_parity
+from gruppo.trainer.processes.collectives import gather_rows
+from gruppo.trainer.processes.presence import Presence
+from gruppo.trainer.processes.spreading import why_no_parity_check
+from gruppo.trainer.update.entropy import EntropyControl
 from gruppo.trainer.update.parity import check_parity, enforce
+from gruppo.trainer.update.planning import UpdatePlanner
 from gruppo.types import TrainBatch
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LogpsAndLoss = tuple[Tensor, Tensor | None, Tensor | None]  # log-probs, entropies, load-balancing loss
@@ -38,6 +45,11 @@ class LogProbs(Feeding):
     """The part of the trainer that computes log-probs of given completions."""
 
     recipe: Recipe
+    backend: RolloutBackend
+    sharding: Sharding
+    planner: UpdatePlanner
+    presence: Presence
+    entropy_control: EntropyControl
     ref_model: nn.Module | None
     beta: float
     temperature: float
@@ -45,14 +57,7 @@ class LogProbs(Feeding):
     prompt_encoder: PromptEncoder
     packed: PackedPolicy | None  # how packed rows are run; None: padded rows, the slow twin
     reuses_engine_logps = False  # the parity check found them to agree with the trainer's
-    _parity_checked_at: int | None = None  # the update before which it last was
-
-    def timer(self, name: str) -> AbstractContextManager[None]:
-        return profiling_context(self, name)
-
-    def _prepare_input(self, data: Any) -> Any:
-        """Trainer's, but under DeepSpeed it would round log-probs and advantages to the type of the weights."""
-        return data.to(self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
+    _parity_checked_at: int | None = None  # the update before which it last was, or was found not to be possible
 
     # ---- is the fast path the slow path?
 
@@ -64,8 +69,8 @@ class LogProbs(Feeding):
             return
         model = self.accelerator.unwrap_model(self.model)
         if self.sharding.spread:
-            if not can_check_parity(self):
-                return
+            if (why := why_no_parity_check(self.accelerator, self.backend.whole)) is not None:
+                return self._go_without_parity(why)
             assert self.backend.whole is not None
             model = self.backend.whole.module  # for the time of a rollout
         with torch.enable_grad(), self.presence.during("checking parity"):
@@ -88,6 +93,14 @@ class LogProbs(Feeding):
             raise ParityError("The parity check failed on another process; its message says where.")
         if rows.any():  # where no row has a loss, as when all are cut off, nothing was compared: the next ones will be
             self._parity_checked_at = now
+
+    def _go_without_parity(self, why: str) -> None:
+        if self._parity_checked_at is None and self.accelerator.is_main_process:
+            logger.warning(
+                f"No parity check under {self.sharding.value}: it needs all weights and their gradients on a process, "
+                f"{why}. Check a smaller model of the same kind on one process; parity_check='off' asks for none."
+            )
+        self._parity_checked_at = self.state.global_step
 
     # ---- log-probs
 
@@ -127,7 +140,7 @@ class LogProbs(Feeding):
         if self.corrects_sampler:
             self._weigh_samples(batch, old_BT)
         if charge_kl:
-            return self.beta * self._kl_in_reward(batch, old_BT - self._reference_logps(batch, packs))
+            return self.beta * self._kl_in_reward(batch, k1(old_BT, self._reference_logps(batch, packs)))
         if has_reference:
             batch.ref_per_token_logps = self._reference_logps(batch, packs)
         return None
@@ -205,7 +218,7 @@ class LogProbs(Feeding):
         plan = self.planner.plan(batch)
         return Packer(batch).packs(rows, plan.tokens, plan.group_tokens)
 
-    def _most(self, passes: int) -> int:
+    def _passes_in_step(self, passes: int) -> int:
         """The passes that every process makes, where all must make as many: spread weights are gathered in each."""
         if not self.sharding.spread:
             return passes
@@ -234,7 +247,7 @@ class LogProbs(Feeding):
         In packs of whole rows the load-balancing loss as well.
         """
         assert self.packed is not None
-        idle = self._most(len(packs)) - len(packs)
+        idle = self._passes_in_step(len(packs)) - len(packs)
         with self.timer("_get_per_token_logps_and_entropies"), self.packed.active(model):
             found = [self._logps_of_pack(model, pack, entropy=entropy) for pack in packs]
             self._idle(model, idle)

@@ -1,30 +1,17 @@
 """Names that subclasses and callbacks written for TRL 1.16 use."""
 
-from collections import deque
 from typing import Any
 
 from torch import Tensor
 
 from gruppo.algo.loss import LossSettings
 from gruppo.errors import ConfigError
-from gruppo.trainer.books.metrics import Metrics, MetricStore
-from gruppo.trainer.display.completions import CompletionLog
-from gruppo.trainer.rollouts.rewarding import Rewards
+from gruppo.trainer.books.metrics import Metrics
+from gruppo.trainer.stepping import Stepping
 
 
-class KnownNames:
-    """Views of the config and of the run's state. `_step` counts micro-steps for them; nothing here reads it."""
-
-    args: Any
-    mode: str
-    metrics: MetricStore
-    completion_logs: dict[str, CompletionLog]
-    loss_settings: LossSettings
-    _queue: deque[dict[str, Any]]
-    _step: int
-    _changed: dict[str, float]
-    backend: Any
-    rewards: Rewards
+class KnownNames(Stepping):
+    """The part of the trainer that shows settings and state under those names."""
 
     def make_loss_settings(self) -> LossSettings:
         raise NotImplementedError
@@ -32,7 +19,7 @@ class KnownNames:
     @property
     def beta(self) -> float:
         """The weight of the KL. Like the next three, a callback may change it during a run."""
-        return float(self._changed.get("beta", self.args.beta))
+        return float(self._overrides.get("beta", self.args.beta))
 
     @beta.setter
     def beta(self, value: float) -> None:
@@ -42,7 +29,7 @@ class KnownNames:
 
     @property
     def temperature(self) -> float:
-        return float(self._changed.get("temperature", self.args.temperature))
+        return float(self._overrides.get("temperature", self.args.temperature))
 
     @temperature.setter
     def temperature(self, value: float) -> None:
@@ -51,7 +38,7 @@ class KnownNames:
 
     @property
     def epsilon_low(self) -> float:
-        return float(self._changed.get("epsilon_low", self.args.epsilon))
+        return float(self._overrides.get("epsilon_low", self.args.epsilon))
 
     @epsilon_low.setter
     def epsilon_low(self, value: float) -> None:
@@ -59,7 +46,7 @@ class KnownNames:
 
     @property
     def epsilon_high(self) -> float:
-        return float(self._changed.get("epsilon_high", self.args.upper_clip))
+        return float(self._overrides.get("epsilon_high", self.args.upper_clip))
 
     @epsilon_high.setter
     def epsilon_high(self, value: float) -> None:
@@ -67,7 +54,7 @@ class KnownNames:
 
     def _change(self, name: str, value: float) -> None:
         # The config stays what the user wrote; what changes during a run is kept beside it.
-        self._changed[name] = value
+        self._overrides[name] = value
         self.loss_settings = self.make_loss_settings()
 
     @property

@@ -1,8 +1,9 @@
-"""What a run shows and writes: logs, completion tables, checkpoints, the model card."""
+"""What a run shows and writes: logs, tables of completions, the model card."""
 
 import os
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,10 @@ from transformers import Trainer
 
 from gruppo.data.probing import inner_tokenizer
 from gruppo.policy.loading import model_name as name_of
-from gruppo.policy.sharding import Sharding, shape_of
-from gruppo.rollout.base import RolloutBackend
+from gruppo.policy.sharding import shape_of
 from gruppo.runs.record import RunRecorder
-from gruppo.trainer.books.auditing import Audits
 from gruppo.trainer.books.metrics import MetricStore
+from gruppo.trainer.books.profiling import profiling_context
 from gruppo.trainer.display.card import model_card
 from gruppo.trainer.display.completions import (
     CompletionLog,
@@ -23,29 +23,24 @@ from gruppo.trainer.display.completions import (
     write_parquet,
 )
 from gruppo.trainer.display.progress import LiveProgressCallback, take_over
-from gruppo.trainer.processes.presence import Presence
-from gruppo.trainer.resume.stopping import Stopper
-from gruppo.trainer.update.entropy import EntropyControl
-from gruppo.trainer.update.planning import UpdatePlanner
 
 
 class Reporting(Trainer):
     """The part of the trainer that reports."""
 
+    args: Any  # like the next two Trainer's own, which it does not know in this form
+    control: Any
+    eval_dataset: Any
     mode: str
     _eval_prefix = "eval"  # of the evaluation set at hand: eval, or eval_<name> when there are several
     algorithm: str
     metrics: MetricStore
     completion_logs: dict[str, CompletionLog]
-    entropy_control: EntropyControl
-    backend: RolloutBackend
-    planner: UpdatePlanner
-    stopper: Stopper
-    audits: Audits
-    presence: Presence
-    sharding: Sharding
     recorder: RunRecorder | None = None  # while a run is under way
     _record_seconds = 0.0  # spent on the record since the last update
+
+    def timer(self, name: str) -> AbstractContextManager[None]:
+        return profiling_context(self, name)
 
     @property
     def _tokenizer(self) -> Any:

@@ -4,26 +4,25 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gruppo.algo.masks import is_truncated
-from gruppo.data.prompts import Encoded, PromptEncoder, reject_images
+from gruppo.data.prompts import Encoded, reject_images
 from gruppo.data.responses import decode
 from gruppo.errors import RolloutError
-from gruppo.rollout.base import RolloutBackend, group_requests, stop_strings
+from gruppo.rollout.base import group_requests, stop_strings
 from gruppo.rollout.custom import CustomRollout
 from gruppo.tools.loop import Episode, ToolLoop, Turn
 from gruppo.tools.toolset import Started, Toolset
 from gruppo.trainer.books.ledger import Ledger
+from gruppo.trainer.collect.ahead import RolloutsAhead
+from gruppo.trainer.collect.resampling import runs
+from gruppo.trainer.collect.tool_turns import count_tools
 from gruppo.trainer.logprobs import LogProbs
-from gruppo.trainer.rollouts.overlapping import RolloutsAhead
-from gruppo.trainer.rollouts.resampling import runs
-from gruppo.trainer.rollouts.tool_turns import count_tools
-from gruppo.types import Completion, Prompt, Rollout, SampleRequest, StopReason
-
-Row = Mapping[str, Any]
+from gruppo.trainer.processes.collectives import rows_in_batch
+from gruppo.types import Completion, Prompt, Rollout, Row, SampleRequest, StopReason
 
 
 @dataclass
@@ -46,18 +45,24 @@ class RolloutUnderWay:
     tool_counts: Mapping[str, float] = field(default_factory=dict)  # what tools did, on all processes
 
 
+class Place(NamedTuple):
+    """Where a generation is in what a program does; the calls of `train` are counted."""
+
+    run: int
+    epoch: int
+    generation: int
+
+
 class Sampling(LogProbs):
     """The part of the trainer that samples."""
 
-    prompt_encoder: PromptEncoder
-    backend: RolloutBackend
     custom_rollout: CustomRollout | None
     toolset: Toolset | None
     tool_loop: ToolLoop | None  # none where nothing can be called
     eos_token_ids: list[int]
     ledger: Ledger
     environments: Sequence[Any] | None = None  # those of the latest rollouts
-    _place: tuple[int, ...] | None = None  # run, epoch and generation; evaluation: update, set and batch
+    _place: Place | tuple[int, ...] | None = None  # of the rollouts at hand; of evaluation: update, set and batch
     _asked_elsewhere = 0  # rollouts outside of both, a callback's, say
     _under_way: RolloutUnderWay
     _ahead: RolloutsAhead
@@ -77,7 +82,7 @@ class Sampling(LogProbs):
                 reject_images(row)
         under_way = self._under_way = RolloutUnderWay(attempt=attempt)
         if self.custom_rollout is None or self.tool_loop is not None:
-            under_way.own_rows = self._rows_in_batch(len(rows)) if places is None else places
+            under_way.own_rows = rows_in_batch(self.accelerator, len(rows)) if places is None else places
         self._asked_elsewhere += self._place is None
         start = time.perf_counter()
         started = Started(rows) if self.toolset is None else self.toolset.start(rows, self.mode)
@@ -108,7 +113,7 @@ class Sampling(LogProbs):
             encoded = self.prompt_encoder(rows) if self.prompt_encoder.takes_images else None
             texts = [row["prompt"] for row in rows] if encoded is None else [prompt.text for prompt in encoded]
             prompt_ids, completions, extras = self.custom_rollout(texts)
-            completions = [replace(completion, stop=self._stop(completion.ids)) for completion in completions]
+            completions = [replace(completion, stop=self._stop_reason(completion.ids)) for completion in completions]
             prompts = encoded or [Prompt(r, text, ids) for r, text, ids in zip(rows, texts, prompt_ids, strict=True)]
             if any(list(prompt.ids) != list(ids) for prompt, ids in zip(prompts, prompt_ids, strict=True)):
                 raise RolloutError(
@@ -135,22 +140,18 @@ class Sampling(LogProbs):
         ids, logps = self._generate_single_turn(prompt_ids, **more)
         if len(ids) != len(prompt_ids):
             raise RolloutError(f"{len(ids)} completions came back for {len(prompt_ids)} prompts.")
-        return [Completion(row, self._stop(row), None if logps is None else logps[i]) for i, row in enumerate(ids)]
+        return [
+            Completion(row, self._stop_reason(row), None if logps is None else logps[i]) for i, row in enumerate(ids)
+        ]
 
     @contextmanager
-    def _at(self, place: tuple[int, ...]) -> Iterator[None]:
+    def _drawing_at(self, place: Place | tuple[int, ...]) -> Iterator[None]:
         """Rollouts in here draw the random numbers of this place."""
         self._place = place
         try:
             yield
         finally:
             self._place = None
-
-    def _rows_in_batch(self, count: int) -> range:
-        """The place of this process's rows in the batch of all processes."""
-        counts = self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).tolist()
-        first = sum(counts[: self.accelerator.process_index])
-        return range(first, first + count)
 
     def _ask_backend(self, prompt_ids: list[list[int]], vision: Sequence[Any] | None = None) -> list[Completion]:
         tokens = self.prompt_encoder.placeholders
@@ -230,7 +231,7 @@ class Sampling(LogProbs):
         """The key of the random numbers of a generation; those of training, asked for once, by default."""
         return [self.args.seed, kind, request, *place]
 
-    def _stop(self, completion_ids: Sequence[int]) -> StopReason:
+    def _stop_reason(self, completion_ids: Sequence[int]) -> StopReason:
         """Why completions ended whose maker did not say."""
         ended = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         if not is_truncated([completion_ids], ended)[0]:
@@ -239,6 +240,17 @@ class Sampling(LogProbs):
             text = self._tokenizer.decode(completion_ids)
             return StopReason.STOP_STRING if any(string in text for string in strings) else StopReason.LENGTH
         return StopReason.LENGTH
+
+    @property
+    def biased_sampling(self) -> list[str]:
+        """The settings that shape what is sampled but not the training log-probs, with their values.
+
+        Those of the model's own generation config are among them.
+        """
+        found = self.backend.filters(self.temperature)
+        if set(found.get("suppress_tokens") or ()) <= self.prompt_encoder.placeholders:
+            found.pop("suppress_tokens", None)  # set by us: no model that was trained on images writes them
+        return [f"{name}={value}" for name, value in found.items()]
 
     # ---- a sampler with weights of its own
 
@@ -258,14 +270,15 @@ class Sampling(LogProbs):
     def _ask_ahead(self) -> None:
         """Ask for the generation after the one at hand, whose own samples are there, from the weights of now."""
         ahead = self._ahead
-        if not ahead.enabled or self.mode != "train" or self._place is None or ahead.flight is not None:
+        now = self._place
+        if not ahead.enabled or not isinstance(now, Place) or ahead.flight is not None:
             return
-        if (place := self.place_after(*self._place[1:])) is None:
+        if (place := self.place_after(now.epoch, now.generation)) is None:
             return
         rows = self.rows_ahead(*place)
         prompts = self.prompt_encoder(rows, tokenize=self._tokenize_prompts)
-        key = self._noise_of((self._place[0], *place))
-        own = self._rows_in_batch(len(rows))
+        key = self._noise_of(Place(now.run, *place))
+        own = rows_in_batch(self.accelerator, len(rows))
         ids = [list(prompt.ids) for prompt in prompts]
         ahead.flight = self.backend.begin(
             group_requests(ids, group_size=self.group_size, first_row=own.start, key=key)

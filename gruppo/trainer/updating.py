@@ -5,7 +5,7 @@ Packed rows, the fast path, all in the update's last micro-step:
     run_update      starts over in smaller packs when memory is short
     _run_packs      which rows are run, in which packs: forward, `_pack_loss`, backward
     _pack_loss      log-probs of one pack → ratio × objective × masks + KL → its share of the loss
-    _note_update    metrics and loss of the update, by its nominal micro-batches
+    _loss_of_update metrics and loss of the update, by its nominal micro-batches
 
 Padded rows, the slow twin and what hooks of subclasses work with: `compute_loss`, one micro-batch at a time.
 """
@@ -21,39 +21,35 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gruppo.algo.loss import LossInputs, LossOutput, Stat, UpdateSize, policy_loss
+from gruppo.algo.loss import LossInputs, LossOutput, LossSettings, Stat, policy_loss
 from gruppo.algo.masks import entropy_threshold, top_entropy_mask
+from gruppo.algo.reduce import UpdateSize
 from gruppo.plan import UpdatePlan
 from gruppo.policy.inplace import without_collection
 from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.unwrap import inner_model, is_noisy
-from gruppo.trainer.books.metrics import any_process, gather_rows, value_stat
+from gruppo.trainer.books.metrics import value_stat
 from gruppo.trainer.books.profiling import Stopwatch
 from gruppo.trainer.collecting import Collecting
 from gruppo.trainer.logprobs import LogpsAndLoss
 from gruppo.trainer.processes.balancing import Work, exchange_rows, straggler_report
+from gruppo.trainer.processes.collectives import any_process, gather_rows
 from gruppo.trainer.update.drift import Sums, drift_stats
 from gruppo.trainer.update.remembering import Remembered, UpdateMemory
 from gruppo.trainer.update.routing import share_of_micro_batch, share_of_pack
-from gruppo.trainer.update.update_rows import Update, enter_padded
-from gruppo.types import TrainBatch
-
-
-def _required(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
+from gruppo.trainer.update.rows import Update, enter_padded
+from gruppo.trainer.update.under_way import UpdateUnderWay
+from gruppo.types import TrainBatch, required
 
 
 class Updating(Collecting):
     """The part of the trainer that computes the loss."""
 
-    _size: UpdateSize  # of the update under way
-    _update_seconds: float  # so far, of rollout and passes
-    _pass_seconds = 0.0  # of the passes alone
+    loss_settings: LossSettings
+    _this_update: UpdateUnderWay
+    _size: UpdateSize  # of the update under way, or of the rows that are evaluated
     _sending_gradients = False
     _stopwatch: Stopwatch  # of the update's own work, up to where the others are waited for
-    _costs: Sequence[int] = ()  # tokens that each process had to run, before rows were exchanged
-
     _memory: UpdateMemory
 
     @property
@@ -76,6 +72,10 @@ class Updating(Collecting):
         )
         rows, tokens, micro_batches = self.accelerator.reduce(local.double(), reduction="sum").tolist()
         return UpdateSize(rows=rows, tokens=tokens, micro_batches=micro_batches)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Trainer's, but under DeepSpeed it would round log-probs and advantages to the type of the weights."""
+        return data.to(self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
 
     # ---- packed rows
 
@@ -110,7 +110,7 @@ class Updating(Collecting):
                 self._maybe_empty_cache()
                 if work is not None:
                     work.bring_home(self.accelerator)
-                return self._note_update(update, work)
+                return self._loss_of_update(update, work)
             except torch.OutOfMemoryError:
                 if self.accelerator.num_processes > 1 and (self._sending_gradients or self.sharding.spread):
                     raise  # the other processes wait for this one
@@ -130,7 +130,7 @@ class Updating(Collecting):
         self._stopwatch.start()
         for micro_batch, rows in units:
             packs = packer.packs(rows, plan.tokens, plan.group_tokens)
-            most = self._most(len(packs))
+            most = self._passes_in_step(len(packs))
             if micro_batch is not None and most > 1:
                 # The threshold is that of the whole micro-batch: its entropies must be known before its loss is. The
                 # processes agree on it in the first pack's loss, however many packs each has. So it is with routers.
@@ -163,7 +163,7 @@ class Updating(Collecting):
     def _pack_loss(self, model: nn.Module, pack: PackedRows, update: Update, micro_batch: int | None) -> Tensor:
         """One pack's share of the update's loss."""
         scores, routing = self._logps_of_pack(model, pack, entropy=True, entropy_gradient=self.entropy_control.enabled)
-        logps_bT, entropy_bT = pack.padded(scores.logps), pack.padded(_required(scores.entropies))
+        logps_bT, entropy_bT = pack.padded(scores.logps), pack.padded(required(scores.entropies))
         update.keep(pack, logps_bT, entropy_bT)
         if micro_batch is not None and update.thresholds[micro_batch] is None:
             self._set_threshold(update, micro_batch)
@@ -190,7 +190,7 @@ class Updating(Collecting):
         """(b, 1): the tokens of each row's micro-batch that an entropy bonus is the mean over."""
         if micro_batch is None or self.entropy_share >= 1:
             return update.tokens_B1[rows]
-        part, threshold = update.micro_batches[micro_batch], _required(update.thresholds[micro_batch])
+        part, threshold = update.micro_batches[micro_batch], required(update.thresholds[micro_batch])
         chosen = top_entropy_mask(update.entropy_BT[part], update.batch.loss_mask_BT[part], threshold)
         return chosen.sum().to(update.tokens_B1).expand(len(rows), 1)
 
@@ -222,14 +222,14 @@ class Updating(Collecting):
         self, model: nn.Module, update: Update, packs: Sequence[PackedRows], micro_batch: int | None = None
     ) -> None:
         # Not through the wrapper: its forward may communicate, and not every process has such rows.
-        bare, idle = self.accelerator.unwrap_model(model), self._most(len(packs)) - len(packs)
+        bare, idle = self.accelerator.unwrap_model(model), self._passes_in_step(len(packs)) - len(packs)
         for pack in packs:
             scores, routing = self._logps_of_pack(bare, pack, entropy=True)
             update.add_routing(micro_batch, routing)
-            update.keep(pack, pack.padded(scores.logps), pack.padded(_required(scores.entropies)))
+            update.keep(pack, pack.padded(scores.logps), pack.padded(required(scores.entropies)))
         self._idle(bare, idle)
 
-    def _note_update(self, update: Update, work: Work | None) -> Tensor:
+    def _loss_of_update(self, update: Update, work: Work | None) -> Tensor:
         """The metrics and the loss (0-d) of the update's nominal micro-batches, from what the packs gave.
 
         Not the sum of the packs' losses: a row that is not run may have a share that has no gradient.
@@ -245,7 +245,7 @@ class Updating(Collecting):
             self._remember(output.loss, update.logps_BT[part], entropy_bT, threshold, update.ran_B[part])
         for rows in (update,) if work is None else (update, work.run):
             rows.enter(self.ledger, self.state.global_step)
-        self._costs = update.costs
+        self._this_update.costs = update.costs
         return loss
 
     # ---- padded rows
@@ -280,7 +280,7 @@ class Updating(Collecting):
             still = self._logps_of(bare, batch.rows(~moving_B), compute_entropy=True)
         back = torch.cat([moving_B.nonzero()[:, 0], (~moving_B).nonzero()[:, 0]]).argsort()
         logps_BT, entropy_BT = (
-            torch.cat([_required(a), _required(b)])[back] for a, b in zip(moving[:2], still[:2], strict=True)
+            torch.cat([required(a), required(b)])[back] for a, b in zip(moving[:2], still[:2], strict=True)
         )
         return logps_BT, entropy_BT, None
 
@@ -290,7 +290,7 @@ class Updating(Collecting):
         """Hook: the loss of one micro-batch, from the dict of tensors that collecting returned."""
         batch = TrainBatch.from_dict(inputs)
         logps_BT, entropy_BT, router_loss = self._logps_for_loss(model, batch)
-        entropy_BT = _required(entropy_BT)
+        entropy_BT = required(entropy_BT)
         threshold = self._entropy_threshold(entropy_BT, batch.loss_mask_BT)
         output = self._policy_loss(batch, logps_BT, entropy_BT, threshold, self._size)
         self._defer_stats(batch, logps_BT, output)
@@ -308,7 +308,7 @@ class Updating(Collecting):
             LossInputs(
                 logps_BT=logps_BT,
                 mask_BT=batch.loss_mask_BT,
-                advantages=_required(batch.advantages),
+                advantages=required(batch.advantages),
                 old_logps_BT=batch.old_logps if batch.old_per_token_logps is None else batch.old_per_token_logps,
                 ref_logps_BT=batch.ref_per_token_logps,
                 sampler_logps_BT=batch.sampling_per_token_logps,
@@ -370,11 +370,11 @@ class Updating(Collecting):
         start = time.perf_counter()
         means = self.metrics.flush("train")  # waits for the device
         waited = time.perf_counter() - start
-        self.ledger.took(self._pass_seconds + waited)
+        update = self._this_update
+        self.ledger.took(update.pass_seconds + waited)
         if self.accelerator.num_processes > 1:
-            self.metrics.add("train", straggler_report(self, self._costs))
-        self.metrics.add("train", self.ledger.metrics() | {"step_time": self._update_seconds + waited})
-        self._update_seconds = self._pass_seconds = 0.0
+            self.metrics.add("train", straggler_report(self, self._stopwatch.take(), update.costs))
+        self.metrics.add("train", self.ledger.metrics() | {"step_time": update.seconds + waited})
         if self.entropy_control.enabled:
             self.entropy_control.update(means.get("_chosen_entropy", []))
             self.metrics.add("train", {"entropy_coef": self.entropy_control.coef})

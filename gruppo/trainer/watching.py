@@ -4,9 +4,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from gruppo.algo.loss import UpdateSize
+from gruppo.algo.reduce import UpdateSize
 from gruppo.audit.findings import heard
 from gruppo.runs import checkpoints
-from gruppo.trainer.books.metrics import any_process
+from gruppo.trainer.processes.collectives import any_process, mean_of_processes
 from gruppo.trainer.update.drift import Sums, drift_of_update, mean_of
 from gruppo.trainer.updating import Updating
 from gruppo.types import TrainBatch
@@ -33,12 +32,7 @@ LOSS_TOKENS = "loss_tokens"  # of a micro-batch when it was cut, to be compared 
 class Watching(Updating):
     """The part of the trainer that audits updates."""
 
-    _batches_at_hand: Sequence[dict[str, Any]] = ()  # of the update under way, as they were cut
-    _loss_at_hand: Tensor | float = 0.0
-    _means_at_hand: Mapping[str, float | None] = MappingProxyType({})
-    _grad_norm = math.nan
-    _update_ended = False
-    _run_id: str  # "" without a record
+    _run_id = ""  # without a record
 
     # ---- the books of prompts
 
@@ -85,9 +79,9 @@ class Watching(Updating):
             # were. DeepSpeed has made its step in the backward pass, or left it out; it may not know a norm.
             scaled = self.accelerator.scaler is not None or (deepspeed and self.accelerator.mixed_precision == "fp16")
             made = deepspeed and not self.accelerator.optimizer_step_was_skipped
-            self._grad_norm = math.nan if grad_norm is None else float(grad_norm)
-            judged = 0.0 if scaled or grad_norm is None else self._grad_norm
-            loss, norm = self._mean_of_processes([float(self._loss_at_hand), judged])
+            self._this_update.grad_norm = math.nan if grad_norm is None else float(grad_norm)
+            judged = 0.0 if scaled or grad_norm is None else self._this_update.grad_norm
+            loss, norm = mean_of_processes(self.accelerator, [float(self._this_update.loss), judged])
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 self._keep_broken_update(loss, **({"prevented": False} if made else {}))
                 if not deepspeed and not scaled:
@@ -95,17 +89,9 @@ class Watching(Updating):
             self.audits.is_finite(loss, norm, left_out=not made)
         return grad_norm
 
-    def _mean_of_processes(self, numbers: Sequence[float]) -> list[float]:
-        """Not finite if the number of any process is not, so that all processes do the same."""
-        if self.accelerator.num_processes == 1:
-            return list(numbers)
-        local = torch.tensor(numbers, device=self.accelerator.device)
-        means: list[float] = self.accelerator.reduce(local, reduction="mean").tolist()
-        return means
-
     def _keep_broken_update(self, loss: float, **more: Any) -> None:
         """Write the rows of an update whose loss or gradient is not finite, so that it can be looked into."""
-        facts = {"loss": str(loss), "grad_norm": str(self._grad_norm)}
+        facts = {"loss": str(loss), "grad_norm": str(self._this_update.grad_norm)}
         folder = Path(self.args.output_dir) / "bad_updates"
         run, rank = (f"-{self._run_id}" if self._run_id else ""), f"{self.accelerator.process_index:04d}"
         path = folder / f"update{run}-{self.state.global_step:08d}-{rank}.safetensors"
@@ -117,7 +103,7 @@ class Watching(Updating):
         """Write the micro-batches at hand; False if there is no room for them."""
         tensors = {
             f"{i}/{key}": value.detach().cpu().clone()
-            for i, batch in enumerate(self._batches_at_hand)
+            for i, batch in enumerate(self._this_update.batches)
             for key, value in batch.items()
             if isinstance(value, Tensor)
         }
@@ -134,15 +120,11 @@ class Watching(Updating):
 
     # ---- updates that happened
 
-    def _rows_at_hand(self) -> list[TrainBatch]:
-        """The micro-batches of the update under way, less what a subclass has put into them."""
-        return [TrainBatch.from_dict(batch) for batch in self._batches_at_hand if "completion_mask" in batch]
-
     def _end_of_update(self) -> Sums:
         sums = super()._end_of_update()
-        self._means_at_hand = self._audited_means(sums)
+        self._this_update.means = self._audited_means(sums)
         self._record_update()
-        self._update_ended = True
+        self._this_update.ended = True
         return sums
 
     def _audited_means(self, sums: Sums) -> dict[str, float | None]:
@@ -160,7 +142,7 @@ class Watching(Updating):
         """Whether rows of the update were sampled from weights before those that scored them."""
         if not self._ahead.enabled:
             return False
-        rows = self._rows_at_hand()
+        rows = self._this_update.rows()
         older = [b.sampled_at < b.scored_at for b in rows if b.sampled_at is not None and b.scored_at is not None]
         return any_process(self.accelerator, any(bool(part.any()) for part in older))
 
@@ -169,7 +151,7 @@ class Watching(Updating):
         if self.recorder is None or self.args.record != "all":
             return
         start = time.perf_counter()
-        batches, rows = self._rows_at_hand(), None
+        batches, rows = self._this_update.rows(), None
         if batches:
             settings, size = self.loss_settings, self._size
             facts = {
@@ -186,14 +168,14 @@ class Watching(Updating):
         self._record_seconds += time.perf_counter() - start
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self._update_ended:  # it is called at the end of an epoch, too
-            self._update_ended = False
+        if self._this_update.ended:  # it is called at the end of an epoch, too
+            self._this_update.ended = False
             self.metrics.add("train", self._audit_update() | {"record/seconds": self._record_seconds})
             self._record_seconds = 0.0
             self._share_findings()
             values = self.metrics.values["train"]
             values.update({name: [sum(values[name]) + count] for name, count in self.audits.found().items()})
-            values.update({name: [total] for name, total in self.audits.totals().items()})
+            self.metrics.set("train", self.audits.totals())
         if self.control.should_epoch_stop:
             self.audits.epoch_ended_early(self._epoch)
         super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -211,20 +193,20 @@ class Watching(Updating):
 
     def _audit_update(self) -> dict[str, float]:
         """After the optimizer's step: what is to be averaged in the log."""
+        update = self._this_update
         if not self.audits.on:
-            self._batches_at_hand = ()
+            update.batches = ()
             return {}
-        values = self.metrics.values["train"]
         with self.audits.timed():
             facts = {
-                "grad_norm": self._grad_norm if math.isfinite(self._grad_norm) else None,
+                "grad_norm": update.grad_norm if math.isfinite(update.grad_norm) else None,
                 "learning_rate": self._get_learning_rate(),
-                "mean_length": _last(values.get("completions/mean_length")),
+                "mean_length": self.metrics.last("train", "completions/mean_length"),
                 "allowed_age": self._allowed_age,
-                **self._means_at_hand,
+                **update.means,
                 **self._moving_and_oldest_rows(),
             }
-        self._batches_at_hand = ()
+        update.batches = ()
         parameters = list(self.model.parameters())
         # Fused optimizers write weights without a note in their versions, by which a sampler is seen to be behind.
         increment_version([parameter for parameter in parameters if parameter.requires_grad])
@@ -232,7 +214,7 @@ class Watching(Updating):
 
     def _moving_and_oldest_rows(self) -> dict[str, Any]:
         """How many rows of the update must have a gradient, and how old the oldest are."""
-        batches = self._rows_at_hand()
+        batches = self._this_update.rows()
         moving = sum(self._must_move(batch).sum() for batch in batches)
         sampled = [batch.sampled_at.min() for batch in batches if batch.sampled_at is not None]
         oldest = int(torch.stack(sampled).min()) if sampled else self.state.global_step - 1
@@ -263,7 +245,3 @@ class Watching(Updating):
 
 def _loss_tokens(tensors: dict[str, Any]) -> Tensor:
     return TrainBatch.from_dict(tensors).loss_mask_BT.sum()
-
-
-def _last(values: Sequence[float] | None) -> float | None:
-    return values[-1] if values else None

@@ -12,7 +12,7 @@ from gruppo.errors import ConfigError
 from gruppo.policy.loading import load_again
 from gruppo.policy.sharding import Sharding, WholeWeights, inference_config
 from gruppo.rewards.models import score_with_model
-from gruppo.trainer.processes.spreading import InStep, prepare_reward_model
+from gruppo.trainer.construct.frozen import InStep, prepare_reward_model
 from tests.helpers import tiny_model, tiny_tokenizer
 
 TRAINING = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from gruppo.trainer import core
+from gruppo.trainer import stepping
 from tests.helpers import base_args, in_double, length_reward, prompts, scripted_completion, tiny_model, tiny_tokenizer
 from tests.spread import as_on_gpus, set_weights, weights_of
 
@@ -141,13 +141,13 @@ def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 @contextmanager
 def rows_in_order(recipe: str) -> Iterator[None]:
     """bnpo is defined on micro-batches, so two runs of it must have the same ones: do not shuffle the rows."""
-    shuffle = core.shuffle_sequence_dict
+    shuffle = stepping.shuffle_sequence_dict
     if recipe == "bnpo":
-        core.shuffle_sequence_dict = lambda tensors: tensors
+        stepping.shuffle_sequence_dict = lambda tensors: tensors
     try:
         yield
     finally:
-        core.shuffle_sequence_dict = shuffle
+        stepping.shuffle_sequence_dict = shuffle
 
 
 def main(folder: Path) -> None:

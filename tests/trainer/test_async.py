@@ -23,8 +23,8 @@ from gruppo.rollout.vllm import transfer
 from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.rollout.vllm.requests import Answer
 from gruppo.runs.checkpoints import problems
+from gruppo.trainer.collect.ahead import most_updates_of, next_generation, pack_flight, unpack_flight
 from gruppo.trainer.resume.state import RunState
-from gruppo.trainer.rollouts.ahead import most_updates_of, next_generation, pack_flight, unpack_flight
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import base_args, length_reward, prompts, timeless
 from tests.processes import run_together

@@ -13,7 +13,7 @@ import torch
 from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.errors import AuditError
 from gruppo.runs.read import Run
-from gruppo.trainer import core
+from gruppo.trainer import stepping
 from gruppo.types import TrainBatch
 from tests.helpers import prompts, tiny_gpt2, tiny_model
 from tests.processes import run_together
@@ -132,13 +132,13 @@ def repeat_a_row(tensors: dict[str, Any]) -> dict[str, Any]:
 def test_what_is_lost_on_the_way_to_the_update_raises(
     place: str, change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = getattr(core, place)
+    function = getattr(stepping, place)
 
     def changed(*args: Any) -> Any:
         result = function(*args)
         return [change(result[0]), *result[1:]] if isinstance(result, list) else change(result)
 
-    monkeypatch.setattr(core, place, changed)
+    monkeypatch.setattr(stepping, place, changed)
     trainer = make(tmp_path, GRPOTrainer, parity_check="off")
     with pytest.raises(AuditError, match="token_books: The token counts of the micro-batches of a generation"):
         trainer.train()

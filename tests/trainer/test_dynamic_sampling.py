@@ -18,7 +18,8 @@ from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.data.sampler import RepeatSampler
 from gruppo.errors import ConfigError
 from gruppo.rollout.base import RolloutBackend, group_requests
-from gruppo.trainer.rollouts.resampling import Generation, groups_without_spread, put, runs
+from gruppo.trainer.collect.generation import Generation, put
+from gruppo.trainer.collect.resampling import groups_without_spread, runs
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import base_args, prompts, timeless
 from tests.processes import run_together
@@ -344,6 +345,20 @@ def test_a_sum_without_spread_stays_where_rewards_are_standardised_first(tmp_pat
     )
     assert trainer.groups == [[0, 1]]
     assert all(value != 0 for value in trainer.advantages[0])
+
+
+class EqualLengths(WatchedGRPO):
+    """Compares rows by what the rewards are, rounded up to even numbers."""
+
+    def estimate_advantages(self, rewards_NR: Any, group_size: int, kl_penalty_N: Any) -> Any:
+        return super().estimate_advantages((rewards_NR / 2).ceil() * 2, group_size, kl_penalty_N)
+
+
+def test_a_subclass_that_estimates_advantages_decides_what_has_spread(tmp_path: Path) -> None:
+    # Completions of 1 and 2 letters are equal to it, so that every group of two is: all rounds are used up.
+    trainer = trained(tmp_path, flat=(), trainer_class=EqualLengths, max_resample_rounds=1, max_steps=1)
+    assert len(rounds(trainer)) == 2
+    assert logs(trainer)[0]["dynamic_sampling/left_without_spread"] == 1
 
 
 def test_log_probs_are_computed_once_and_for_the_final_rows(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from gruppo.errors import ConfigError
 from gruppo.trainer.processes import attendance
 from gruppo.trainer.processes.attendance import Line, Register
 from gruppo.trainer.processes.presence import LOST, Presence, _Watch
-from gruppo.trainer.resume.stopping import STOPPED, STOPPED_UNSAVED
+from gruppo.trainer.processes.stopping import STOPPED, STOPPED_UNSAVED
 from tests.helpers import base_args
 from tests.processes import run_apart
 from tests.zero import needs_deepspeed

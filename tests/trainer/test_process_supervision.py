@@ -9,7 +9,7 @@ import torch
 
 from gruppo.algo.steps import normalize_steps, step_advantages
 from gruppo.errors import RewardError
-from gruppo.trainer.rollouts.supervision import StepTable
+from gruppo.trainer.collect.supervision import StepTable
 from tests.helpers import length_reward
 from tests.trainer.scripted import G, make_trainer, relative_difference, update_of
 

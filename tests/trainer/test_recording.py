@@ -9,7 +9,7 @@ import pytest
 from gruppo import GRPOTrainer
 from gruppo.runs import Run
 from gruppo.runs.rollouts import prompt_id
-from gruppo.trainer.rollouts import recording
+from gruppo.trainer.collect import recording
 from tests.helpers import chats, prompts
 from tests.trainer.runs import run
 

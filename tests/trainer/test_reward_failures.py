@@ -19,7 +19,7 @@ from gruppo.algo.advantages import leave_one_out, normalize_then_sum, sum_then_n
 from gruppo.errors import RewardError
 from gruppo.rewards.outcomes import Kind
 from gruppo.trainer.books.metrics import MetricStore
-from gruppo.trainer.rollouts.breaker import RewardBreaker, RewardCounts, kinds_from_values
+from gruppo.trainer.collect.breaker import RewardBreaker, RewardCounts, kinds_from_values
 from tests.helpers import chats, length_reward, prompts
 from tests.processes import run_together
 from tests.rewards.test_worker import gone

@@ -124,8 +124,8 @@ def test_statistics_of_an_interrupted_update_are_forgotten(tmp_path: Path) -> No
     class Interrupted(GRPOTrainer):
         stops = True
 
-        def _note_update(self, *args: Any) -> Any:
-            loss = super()._note_update(*args)
+        def _loss_of_update(self, *args: Any) -> Any:
+            loss = super()._loss_of_update(*args)
             if self.stops:
                 raise KeyboardInterrupt
             return loss

@@ -15,7 +15,7 @@ from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.data.templates import add_response_schema
 from gruppo.errors import ConfigError, DataError
 from gruppo.rollout.base import RolloutBackend
-from gruppo.trainer.construct.tooling import tool_metrics
+from gruppo.trainer.collect.tool_turns import tool_metrics
 from gruppo.types import Completion, StopReason
 from tests.data.imitations import HERMES, QWEN2_5, byte_tokenizer
 from tests.helpers import prompts, tiny_model

@@ -16,7 +16,7 @@ from gruppo import GRPOConfig, GRPOTrainer
 from gruppo.errors import ConfigError
 from gruppo.policy.weights import named_weights
 from gruppo.trainer.callbacks import SyncRefModelCallback
-from gruppo.trainer.processes.spreading import InStep
+from gruppo.trainer.construct.frozen import InStep
 from tests import zero
 from tests.helpers import base_args, prompts, tiny_model, tiny_tokenizer
 from tests.rewards.test_models import classifier

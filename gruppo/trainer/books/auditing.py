@@ -41,6 +41,7 @@ class Audits:
         self.books = PromptBooks(None)  # counts prompts, and knows nothing of epochs
         self.probe: WeightProbe | None = None
         self._weights_before: Tensor | None = None  # what the probe of a run that is gone on with read last
+        self._books_to_load: Mapping[str, Any] | None = None  # from `load_state_dict` until `load_tensors`
         self.skipped = False  # the update at hand
 
     @property
@@ -159,9 +160,10 @@ class Audits:
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """After `load_state_dict`."""
         self._weights_before = tensors.get("weights_read")
-        if not self._books_to_load["kept"]:
+        saved, self._books_to_load = self._books_to_load, None
+        if saved is None or not saved["kept"]:
             self.keep_books(None)  # which prompts the epoch has seen is not known
-        if self.books.prompts is None or not self.on:
-            self.books.load_totals(self._books_to_load)
-        else:
-            self.books.load_state_dict({**self._books_to_load, "counts": tensors["prompt_counts"]})
+        if saved is not None and (self.books.prompts is None or not self.on):
+            self.books.load_totals(saved)
+        elif saved is not None:
+            self.books.load_state_dict({**saved, "counts": tensors["prompt_counts"]})

@@ -1,74 +1,19 @@
-"""Where metrics wait until they are logged, and how they are agreed on by all processes."""
+"""Where metrics wait until they are logged, and the numbers of a generation that become metrics."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from gruppo.algo.loss import Mean, Min, Stat
 from gruppo.algo.stats import nanmax, nanmin, nanstd
+from gruppo.trainer.processes.collectives import gather_rows
 
 Metrics = dict[str, list[float]]
-
-
-def gather_rows(accelerator: Accelerator, rows: Tensor) -> Tensor:
-    """Concatenate the rows of all processes, in rank order; counts may differ."""
-    if accelerator.num_processes == 1:
-        return rows
-    counts = accelerator.gather(torch.tensor([len(rows)], device=rows.device)).tolist()
-    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    parts = accelerator.gather(padded).split(max(counts))
-    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-
-def own_rows(accelerator: Accelerator, gathered: Tensor, count: int) -> Tensor:
-    """The rows of this process, from what `gather_rows` returned."""
-    if accelerator.num_processes == 1:
-        return gathered
-    counts = accelerator.gather(torch.tensor([count], device=gathered.device)).tolist()
-    start = sum(counts[: accelerator.process_index])
-    return gathered[start : start + count]
-
-
-def any_process(accelerator: Accelerator, flag: bool) -> bool:
-    """Whether it is true of any process."""
-    if accelerator.num_processes == 1:
-        return flag
-    return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), reduction="sum") > 0)
-
-
-@contextmanager
-def raised_together(accelerator: Accelerator, kind: type[Exception]) -> Iterator[None]:
-    """What one process raises in here all of them raise, as errors of this kind, lest some wait for the others.
-
-    All processes must come here, and none may wait for another inside.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:  # of any kind: it is raised below, once the others know
-        error = raised
-    if any_process(accelerator, error is not None) and accelerator.num_processes > 1:
-        told = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
-        first, reason = next((process, reason) for process, reason in enumerate(told) if reason is not None)
-        if error is None:
-            raise kind(f"On process {first}: {reason}")
-    if error is not None:
-        raise error
-
-
-def from_main(accelerator: Accelerator, value: Any) -> Any:
-    """What the main process has."""
-    if accelerator.num_processes == 1:
-        return value
-    return broadcast_object_list([value])[0]
 
 
 class MetricStore:
@@ -92,6 +37,15 @@ class MetricStore:
             self.values[mode][key].append(value)
             if mode == "eval":
                 self._counts[key].append(of[key] if isinstance(of, Mapping) else of)
+
+    def set(self, mode: str, metrics: Mapping[str, float]) -> None:
+        """Totals: the latest value of a key is what is logged."""
+        self.values[mode].update({key: [value] for key, value in metrics.items()})
+
+    def last(self, mode: str, key: str) -> float | None:
+        """The latest value of a key since the last log."""
+        values = self.values[mode].get(key)
+        return values[-1] if values else None
 
     def defer(self, stats: dict[str, Stat]) -> None:
         """Keep one micro-batch's statistics until `flush`."""

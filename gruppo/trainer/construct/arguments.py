@@ -13,11 +13,11 @@ from typing import Any, ParamSpec
 from datasets import Dataset
 
 from gruppo.config.hints import nearest
+from gruppo.errors import ConfigError
 from gruppo.rewards.calling import check_arguments
 from gruppo.rewards.resolve import function_name, is_reward_model, listed_rewards, refuse_shipped_name, unique_names
 from gruppo.rewards.runner import OWN_COLUMNS
 from gruppo.trainer.hooks import PADDED_HOOKS, overridden
-from gruppo.trainer.rollouts.ahead import refuse_ahead
 
 P = ParamSpec("P")
 
@@ -53,6 +53,12 @@ ADDING_HOOKS = (
     *PADDED_HOOKS,
     *("_generate_single_turn", "_calculate_rewards", "reward", "rollout", "collect"),
     *("get_train_dataloader", "get_eval_dataloader", "rows_of"),
+)
+
+# Hooks that may ask for other prompts than the trainer's own order says, or for several turns.
+ORDER_HOOKS = (
+    *("_generate_single_turn", "_generate_and_score_completions", "rollout"),
+    *("rows_of", "get_train_dataloader"),
 )
 
 
@@ -139,3 +145,19 @@ def check_calls(functions: Sequence[Any], columns: Sequence[str] | None) -> None
     for function, name in zip(functions, unique_names([function_name(f) for f in functions]), strict=True):
         if callable(function) and not is_reward_model(function):
             check_arguments(function, name, arguments)
+
+
+def refuse_ahead(trainer: Any, args: Any, rollout_func: Any) -> None:
+    """Raise for what cannot be asked for before it is needed."""
+    if not args.async_rollouts:
+        return
+    reasons = {
+        "a rollout_func asks by itself": rollout_func is not None,
+        "tools and environments take several turns": trainer.toolset is not None,
+    }
+    reasons |= {f"{type(trainer).__name__} overrides `{name}`": True for name in overridden(trainer, ORDER_HOOKS)}
+    if said := [reason for reason, holds in reasons.items() if holds]:
+        raise ConfigError(
+            f"async_rollouts={args.async_rollouts} asks for the next prompts before they are needed, which cannot be "
+            f"done here: {'; '.join(said)}. Set async_rollouts=0."
+        )

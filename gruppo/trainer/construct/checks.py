@@ -59,19 +59,8 @@ def warn_combinations(args: Any) -> None:
         logger.warning(f"{', '.join(ineffective)}: no effect, as prompts are read directly.")
 
 
-def biased_sampling(trainer: Any) -> list[str]:
-    """The settings that shape what is sampled but not the training log-probs, with their values.
-
-    Those of the model's own generation config are among them.
-    """
-    found = trainer.backend.filters(trainer.temperature)
-    if set(found.get("suppress_tokens") or ()) <= trainer.prompt_encoder.placeholders:
-        found.pop("suppress_tokens", None)  # set by us: no model that was trained on images writes them
-    return [f"{name}={value}" for name, value in found.items()]
-
-
 def warn_biased_sampling(trainer: Any) -> None:
-    if biased := biased_sampling(trainer):
+    if biased := trainer.biased_sampling:
         logger.warning(
             f"{', '.join(biased)}: this changes what is sampled but not the training log-probs, so the ratios are "
             "biased. It is set in the config, in generation_kwargs or in model.generation_config."

@@ -13,8 +13,8 @@ from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.sharding import REPLICATED
 from gruppo.policy.support import why_not_packed, why_not_routed
 from gruppo.policy.unwrap import inner_model
-from gruppo.trainer.books.metrics import from_main
 from gruppo.trainer.hooks import PADDED_HOOKS, overridden
+from gruppo.trainer.processes.collectives import from_main
 
 logger = logging.getLogger(__name__)
 

@@ -63,27 +63,6 @@ def template_for(toolset: Toolset | None, tokenizer: Any) -> str | None:
     return template
 
 
-def tool_metrics(counts: Mapping[str, float]) -> dict[str, float]:
-    """What is logged of the counts of all samples of a generation, those that were replaced among them.
-
-    Example:
-        tool_metrics({"samples": 4, "calls": 2, "failures": 1, "turns": 6, "seconds": 0.5})
-        -> {"tools/call_frequency": 0.5, "tools/failure_frequency": 0.5, "tools/turns": 1.5, "tools/seconds": 0.5}
-    """
-    metrics = {}
-    if "samples" in counts:
-        samples, calls = max(counts["samples"], 1), counts["calls"]
-        metrics = {
-            "tools/call_frequency": calls / samples,
-            "tools/failure_frequency": counts["failures"] / max(calls, 1),
-            "tools/turns": counts["turns"] / samples,
-            "tools/seconds": counts["seconds"],
-        }
-    if "resets" in counts:
-        metrics["tools/failed_resets"] = counts["failed_resets"] / max(counts["resets"], 1)
-    return metrics
-
-
 def with_environment_rewards(
     toolset: Toolset | None, functions: Any, tokenizers: Any, weights: Sequence[float] | None
 ) -> tuple[list[Any], list[Any] | Any, list[float] | None]:
@@ -117,13 +96,13 @@ def rows_of_environment(toolset: Toolset | None, args: Any) -> Dataset | None:
     return Dataset.from_list([{"prompt": [{"role": "user", "content": ""}]}] * count)
 
 
-def check_rows(toolset: Toolset | None, dataset: Any) -> None:
+def check_tool_rows(toolset: Toolset | None, dataset: Any) -> None:
     """Rows that tools and environments can work with; a dict of datasets is checked one by one."""
     if toolset is None or dataset is None:
         return
     if isinstance(dataset, Mapping):
         for part in dataset.values():
-            check_rows(toolset, part)
+            check_tool_rows(toolset, part)
         return
     rows: Sequence[Mapping[str, Any]] = (
         sample_rows(dataset) if isinstance(dataset, Dataset) else list(islice(iter(dataset), 1))

@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from gruppo.data.collate import trim
-from gruppo.trainer.update.update_rows import Update
+from gruppo.trainer.update.rows import Update
 from gruppo.types import TrainBatch
 
 OWN_WORK = ("sampling", "running tools", "asking the rewards", "computing log-probs")  # beside the update
@@ -166,10 +166,13 @@ def exchange_rows(trainer: Any, update: Update, rows: Sequence[int]) -> Work | N
         return Work.of(trainer.accelerator, update, rows)
 
 
-def straggler_report(trainer: Any, costs: Sequence[int]) -> dict[str, float]:
-    """How uneven the work of the processes was, once the device was waited for; `costs` are those of no exchange."""
+def straggler_report(trainer: Any, passes: float, costs: Sequence[int]) -> dict[str, float]:
+    """How uneven the work of the processes was, once the device was waited for.
+
+    `passes`: seconds of this process's own, before it waited for the others. `costs`: tokens, had none been exchanged.
+    """
     phases = OWN_WORK if trainer.packed is not None else (*OWN_WORK, "updating")
-    busy = sum(trainer.presence.take_seconds(phase) for phase in phases) + trainer._stopwatch.take()
+    busy = sum(trainer.presence.take_seconds(phase) for phase in phases) + passes
     mine = torch.tensor([[trainer.ledger.update_tokens, busy]], dtype=torch.double, device=trainer.accelerator.device)
     tokens, seconds = trainer.accelerator.gather(mine).T.tolist()
     return spread_of(tokens, costs or tokens, seconds)

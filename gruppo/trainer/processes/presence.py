@@ -32,7 +32,7 @@ import torch
 
 from gruppo.errors import ProcessLostError
 from gruppo.trainer.processes.attendance import Line, Register
-from gruppo.trainer.resume.stopping import STOPPED_UNSAVED
+from gruppo.trainer.processes.stopping import STOPPED_UNSAVED
 
 logger = logging.getLogger(__name__)
 

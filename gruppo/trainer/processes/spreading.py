@@ -13,23 +13,19 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
-from torch import nn
 
 from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, free_memory, plan_whole_weights, training_bytes
-from gruppo.policy import adapters, loading
 from gruppo.policy.quantised import is_quantised
 from gruppo.policy.sharding import (
     Sharding,
     WholeWeights,
     compute_dtype,
     describe,
-    is_spread,
-    shard_reference,
     sharding_of,
 )
 from gruppo.rollout.select import Spread
-from gruppo.trainer.books.metrics import any_process, from_main
+from gruppo.trainer.processes.collectives import any_process, from_main
 
 logger = logging.getLogger(__name__)
 
@@ -81,62 +77,6 @@ def _save_whole_weights(accelerator: Any) -> None:
             "shares of weights, which from_pretrained cannot load."
         )
     zero[SAVES_WHOLE] = True
-
-
-def make_reference(trainer: Any) -> Any:
-    """A frozen copy of the policy as it is now; none without KL, and none with adapters (see policy/adapters)."""
-    args = trainer.args
-    if args.beta == 0 or adapters.is_peft_model(trainer.model):
-        return None
-    if args.sync_ref_model and trainer.sharding.spread:
-        raise NotImplementedError(
-            f"sync_ref_model=True is not available with weights that are spread over processes "
-            f"({trainer.sharding.value}); set it to False."
-        )
-    if is_spread(trainer.model):  # ZeRO-3 spreads a model as it is loaded, and nothing is left to copy
-        reference: Any = loading.load_again(trainer.model, args)
-    else:
-        reference = loading.copy_as_reference(trainer.model)
-    if trainer.packed is not None:
-        trainer.packed.learn(reference)
-    reference = shard_reference(trainer.accelerator, trainer.sharding, reference)
-    if args.sync_ref_model:
-        from gruppo.trainer.callbacks import SyncRefModelCallback
-
-        trainer.add_callback(SyncRefModelCallback(ref_model=reference, accelerator=trainer.accelerator))
-    return reference
-
-
-def prepare_reward_model(accelerator: Any, sharding: Sharding, model: Any) -> Any:
-    """On the device, and whole; under ZeRO-3, which spreads models as they are loaded, one that keeps in step."""
-    if sharding is not Sharding.ZERO3:
-        return accelerator.prepare_model(model, evaluation_mode=True)
-    return InStep(shard_reference(accelerator, sharding, model), accelerator)
-
-
-class InStep(nn.Module):
-    """A model with spread weights that processes call as often as they like, each with its own rows.
-
-    Before each pass all say whether they have one; who has none makes an idle pass (`keep_up`), until nobody has.
-    """
-
-    def __init__(self, model: nn.Module, accelerator: Any):
-        super().__init__()
-        self.model, self.accelerator = model, accelerator
-
-    def forward(self, **inputs: Any) -> Any:
-        self._busy(1)
-        return self.model(**inputs)
-
-    @torch.no_grad()
-    def keep_up(self) -> None:
-        one = torch.ones((1, 1), dtype=torch.long, device=self.accelerator.device)
-        while self._busy(0):
-            self.model(input_ids=one, attention_mask=one)
-
-    def _busy(self, own: int) -> int:
-        """How many processes have a pass to make."""
-        return int(self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), reduction="sum"))
 
 
 def make_spread(trainer: Any, *, needed: bool) -> Spread | None:
@@ -201,20 +141,12 @@ def _plan(trainer: Any, size: int) -> str:
     return decision
 
 
-def can_check_parity(trainer: Any) -> bool:
-    """Whether a process can hold gradients of all weights for a moment; if not, it is said once."""
-    whole = trainer.backend.whole
-    short = whole is None or free_memory(trainer.accelerator.device) < 3 * whole.bytes
-    if not any_process(trainer.accelerator, short):
-        return True
-    if trainer._parity_checked_at is None and trainer.accelerator.is_main_process:
-        why = "which are not gathered here" if whole is None else "for which there is no room"
-        logger.warning(
-            f"No parity check under {trainer.sharding.value}: it needs all weights and their gradients on a process, "
-            f"{why}. Check a smaller model of the same kind on one process; parity_check='off' asks for none."
-        )
-    trainer._parity_checked_at = trainer.state.global_step
-    return False
+def why_no_parity_check(accelerator: Any, whole: WholeWeights | None) -> str | None:
+    """Why some process cannot hold gradients of all weights for a moment; None if all can."""
+    short = whole is None or free_memory(accelerator.device) < 3 * whole.bytes
+    if not any_process(accelerator, short):
+        return None
+    return "which are not gathered here" if whole is None else "for which there is no room"
 
 
 def reject_together(trainer: Any) -> None:

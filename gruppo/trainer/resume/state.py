@@ -7,7 +7,6 @@ Each process has a state of its own. In a checkpoint it is two files that anyone
 """
 
 import json
-import logging
 import random
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -21,8 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gruppo.types import Vision
-
-logger = logging.getLogger(__name__)
 
 MicroBatch = dict[str, Any]
 VISION = "vision"  # the one entry of a micro-batch that is no tensor

@@ -10,13 +10,11 @@ fast path may be at most twice as far from the reference as the slow twin is.
 
 import copy
 import math
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from rich.table import Table
 from torch import Tensor, nn
@@ -31,6 +29,7 @@ from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import Packer
 from gruppo.policy.support import full_attention
 from gruppo.policy.unwrap import inner_model, is_noisy
+from gruppo.trainer.resume.state import RandomState
 from gruppo.types import TrainBatch
 
 LOGPS, ENTROPIES, GRADIENTS, SAMPLING = "log-probs", "entropies", "gradients", "sampling log-probs"
@@ -357,17 +356,16 @@ def _find_culprit(model: nn.Module, packed: PackedPolicy, case: _Case, judge: _J
 def _unnoticed(model: nn.Module) -> Iterator[None]:
     """With gradients, in the model's mode unless that draws noise or has checkpoints that forbid `autograd.grad`."""
     modes = [(module, module.training) for module in model.modules()]
-    python, numpy, device = random.getstate(), np.random.get_state(), next(model.parameters()).device
+    noise = RandomState.now()
     try:
         if is_noisy(model, inner_model(model)) or has_reentrant_checkpoints(model):
             model.eval()
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        with torch.enable_grad():
             yield
     finally:
         for module, training in modes:
             module.training = training
-        random.setstate(python)
-        np.random.set_state(numpy)
+        noise.restore()
 
 
 def _autocast(model: nn.Module, dtype: torch.dtype | None) -> list[Swap]:

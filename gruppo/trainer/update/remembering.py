@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gruppo.runs.updates import UpdateRows
-from gruppo.types import TrainBatch
+from gruppo.types import TrainBatch, required
 
 
 class Remembered(NamedTuple):
@@ -52,10 +52,10 @@ class UpdateMemory:
         pieces, self._pieces = self._pieces, []
         if any(batch.generation is None or batch.place is None for batch in batches):
             return None
-        return updated_rows(batches, pieces if len(pieces) == len(batches) else (), facts, samplers=samplers)
+        return rows_for_record(batches, pieces if len(pieces) == len(batches) else (), facts, samplers=samplers)
 
 
-def updated_rows(
+def rows_for_record(
     batches: Sequence[TrainBatch], pieces: Sequence[Remembered], facts: dict[str, Any], *, samplers: bool
 ) -> UpdateRows:
     """The rows of an update's micro-batches, with what is known about each."""
@@ -63,17 +63,17 @@ def updated_rows(
     ran = [torch.ones_like(mask[:, 0]) if p.ran_B is None else p.ran_B for mask, p in zip(masks, pieces, strict=False)]
     ran_B = torch.cat(ran) if pieces else torch.cat([torch.zeros_like(mask[:, 0]) for mask in masks])
     numbers = [torch.cat([mask.sum(1) for mask in masks]), ran_B.long()]
-    numbers += [torch.cat([_known(getattr(batch, name)) for batch in batches]) for name in ("generation", "place")]
+    numbers += [torch.cat([required(getattr(batch, name)) for batch in batches]) for name in ("generation", "place")]
     lengths, ran_rows, generation, place = torch.stack(numbers).tolist()
     old, of_tokens = _ratios_to(batches)
     if pieces:
         of_tokens["logps"] = [piece.logps_BT for piece in pieces]
         if all(piece.entropy_BT is not None for piece in pieces):
-            of_tokens["entropies"] = [_known(piece.entropy_BT) for piece in pieces]
+            of_tokens["entropies"] = [required(piece.entropy_BT) for piece in pieces]
     if all(batch.ref_per_token_logps is not None for batch in batches):
-        of_tokens["ref_logps"] = [_known(batch.ref_per_token_logps) for batch in batches]
+        of_tokens["ref_logps"] = [required(batch.ref_per_token_logps) for batch in batches]
     if samplers and all(batch.sampling_per_token_logps is not None for batch in batches):
-        of_tokens["sampler_logps"] = [_known(batch.sampling_per_token_logps) for batch in batches]
+        of_tokens["sampler_logps"] = [required(batch.sampling_per_token_logps) for batch in batches]
     further: dict[str, Any] = _ragged(of_tokens, masks, lengths)
     logps = further.pop("logps", [None] * len(lengths))
     for name, field in (("old_sum", "old_logps"), ("kl_penalty", "kl_penalty")):
@@ -97,7 +97,7 @@ def _ratios_to(batches: Sequence[TrainBatch]) -> tuple[str, dict[str, list[Tenso
     """What the ratios of these rows are to, and the log-probs of that which no other file has."""
     if all(batch.old_per_token_logps is not None for batch in batches):
         sampled = [batch.engine_logps for batch in batches]
-        old = [_known(batch.old_per_token_logps) for batch in batches]
+        old = [required(batch.old_per_token_logps) for batch in batches]
         if all(a is not None and torch.equal(a, b) for a, b in zip(sampled, old, strict=True)):
             return "rollout", {}
         return "row", {"old_logps": old}
@@ -118,8 +118,3 @@ def _ragged(
         name: [flat[first + a : first + b] if b > a else None for a, b in pairwise(bounds)]
         for name, first in zip(of_tokens, range(0, len(flat), bounds[-1] or 1), strict=False)
     }
-
-
-def _known(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor

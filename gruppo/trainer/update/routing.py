@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gruppo.algo.loss import UpdateSize
 from gruppo.policy.routing import Routing
-from gruppo.trainer.update.update_rows import Update
+from gruppo.trainer.update.rows import Update
 
 
 def share_of_micro_batch(router_loss: Tensor, coefficient: float, size: UpdateSize) -> Tensor:

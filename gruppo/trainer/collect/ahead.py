@@ -1,4 +1,4 @@
-"""Sampling one generation ahead (`async_rollouts=1`): which one is next, how old it may be, how it is stored.
+"""The generation that a server samples while updates run (`async_rollouts=1`).
 
 The policy has seen k updates. The server has its weights and samples generation g+1 from them, while the trainer makes
 the updates on generation g:
@@ -7,39 +7,78 @@ the updates on generation g:
     server    …──────┤                ├─ sample g+1 from weights k ────────────────┤          ├─ sample g+2 from k+1 …
 """
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gruppo.errors import ConfigError
+from gruppo.errors import RolloutError
 from gruppo.rollout.vllm.inflight import InFlight
-from gruppo.trainer.hooks import overridden
 from gruppo.trainer.resume.state import RunState
 from gruppo.types import Completion, SampleRequest, StopReason
 
-__all__ = ["most_updates_of", "next_generation", "pack_flight", "refuse_ahead", "unpack_flight"]
+logger = logging.getLogger(__name__)
 
-# Hooks that may ask for other prompts than the trainer's own order says, or for several turns.
-HOOKS = ("_generate_single_turn", "rollout", "rows_of", "get_train_dataloader", "_generate_and_score_completions")
+Pause = Callable[[], None]  # called now and then while one waits; may raise
 
 
-def refuse_ahead(trainer: Any, args: Any, rollout_func: Any) -> None:
-    """Raise for what cannot be asked for before it is needed."""
-    if not args.async_rollouts:
-        return
-    reasons = {
-        "a rollout_func asks by itself": rollout_func is not None,
-        "tools and environments take several turns": trainer.toolset is not None,
-    }
-    reasons |= {f"{type(trainer).__name__} overrides `{name}`": True for name in overridden(trainer, HOOKS)}
-    if said := [reason for reason, holds in reasons.items() if holds]:
-        raise ConfigError(
-            f"async_rollouts={args.async_rollouts} asks for the next prompts before they are needed, which cannot be "
-            f"done here: {'; '.join(said)}. Set async_rollouts=0."
-        )
+class RolloutsAhead:
+    """What was asked for before it is needed, and is not yet trained on: one generation at most.
+
+    `most_updates` may come between sampling a generation and training on it; 0 if none is asked for ahead.
+
+    Example:
+        ahead.flight = backend.begin(requests)      # the server samples, the trainer trains
+        ahead.wait(pause)                           # before the server gets other weights
+        flight = ahead.take(requests, now, pause)   # when they are due; None if they must be sampled now
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.enabled = bool(args.async_rollouts)
+        micro_steps, accumulation = args.micro_steps_per_generation, args.gradient_accumulation_steps
+        self.most_updates = most_updates_of(micro_steps, accumulation) if self.enabled else 0
+        self.flight: InFlight | None = None
+
+    def wait(self, pause: Pause) -> None:
+        if self.flight is not None:
+            self.flight.settle(pause)
+
+    def take(self, requests: Sequence[SampleRequest], now: int, pause: Pause) -> InFlight | None:
+        """What was asked for ahead, if it is what is asked for after `now` updates; it is gone in any case."""
+        self.wait(pause)
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return None
+        if flight.requests != list(requests):
+            logger.warning(
+                "Other prompts are due than were asked for ahead, as after an epoch that was ended early: the "
+                "completions are thrown away, and these are sampled from the weights of now."
+            )
+            return None
+        if flight.take() is None:
+            logger.warning(
+                f"The server {flight.lost}: the generation that was asked for ahead is lost, and sampled once more "
+                "from the weights of now."
+            )
+            return None
+        self._check_age(now - flight.sampled_at)
+        return flight
+
+    def _check_age(self, age: int) -> None:
+        if not 0 <= age <= self.most_updates:
+            raise RolloutError(
+                f"The completions that are due are of weights {age} updates old; with async_rollouts=1 that must be "
+                f"{self.most_updates} at most. Resume from the last checkpoint."
+            )
+
+    def drop(self) -> None:
+        """At the end of a run: nobody will train on it."""
+        flight, self.flight = self.flight, None
+        if flight is not None:
+            flight.drop()
 
 
 def next_generation(
@@ -75,6 +114,21 @@ def most_updates_of(micro_steps: int, accumulation: int) -> int:
 
 
 # ---- checkpoints
+
+
+def with_flight(state: RunState, flight: InFlight | None, pause: Pause) -> RunState:
+    """The state of a run with the generation that was asked for ahead, which is waited for.
+
+    One that failed is left out: a resumed run samples it from its own weights.
+    """
+    if flight is None:
+        return state
+    flight.settle(pause)
+    packed = pack_flight(flight)
+    if packed is None:
+        logger.warning("The generation that was asked for ahead has failed: the checkpoint is without it.")
+        return state
+    return RunState(state.values | packed.values, state.tensors | packed.tensors)
 
 
 def pack_flight(flight: InFlight) -> RunState | None:

@@ -1,20 +1,12 @@
-"""Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476): which groups of a generation are replaced, and by what.
-
-A group whose rewards are all equal has advantages of 0: nothing can be learned from it, and its place in the batch is
-lost. The next prompts of the stream are sampled in its place, in rounds, until every group has spread or the config's
-number of rounds is used up.
-"""
+"""The rows of a generation with all that is known of them until they become tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gruppo.algo.advantages import combine_rewards
-from gruppo.algo.stats import nanstd
 from gruppo.types import Rollout
 
 
@@ -39,6 +31,12 @@ class Generation:
     indices: Sequence[int | None] = ()  # of their prompts in the dataset
     rounds: Sequence[int] = ()  # of replacements that put them there
     replaced: list["Generation"] = field(default_factory=list)  # what was replaced, by round
+
+    @property
+    def own(self) -> slice:
+        """This process's rows among those of a whole generation."""
+        first = self.own_N[0] if self.own_N else 0
+        return slice(first, first + len(self.own_N))
 
     @property
     def counted_kinds_NR(self) -> Tensor:
@@ -96,34 +94,3 @@ def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> 
     """The values with others at these places: put("abcd", [1, 3], "xy") == ["a", "x", "c", "y"]."""
     changed = dict(zip(places, others, strict=True))
     return [changed.get(place, value) for place, value in enumerate(values)]
-
-
-def groups_without_spread(rewards_N: Tensor, group_size: int) -> list[int]:
-    """The groups whose rewards, as the recipe compares them, have a deviation of 0.
-
-    Unscorable rows are left out; a group with fewer than two scorable ones has no deviation and is not among them, as
-    in `frac_reward_zero_std`.
-    """
-    std_P = nanstd(rewards_N.view(-1, group_size), dim=1)
-    return [int(group) for group in std_P.isclose(torch.zeros_like(std_P)).nonzero()[:, 0].tolist()]
-
-
-def resampling_metrics(generation: Generation, left: int, weights_R: Tensor, group_size: int) -> dict[str, float]:
-    """What the replacements of a generation came to; `left` groups without spread were kept."""
-    groups, sampled = len(generation.rewards_NR) // group_size, len(generation.lengths_NC) // group_size
-    metrics = {
-        "dynamic_sampling/rounds": float(len(generation.replaced)),
-        "dynamic_sampling/prompts_sampled": float(sampled),
-        "dynamic_sampling/prompts_replaced": float(sampled - groups),
-        "dynamic_sampling/left_without_spread": left / groups,
-    }
-    if generation.replaced:
-        rewards_M = combine_rewards(torch.cat([part.rewards_NR for part in generation.replaced]), weights_R)
-        metrics["dynamic_sampling/reward_of_replaced"] = rewards_M.nanmean().item()
-    return metrics
-
-
-def runs(places: Sequence[int]) -> list[slice]:
-    """Where the places follow each other: runs([2, 3, 6, 7, 8]) == [slice(0, 2), slice(2, 5)]."""
-    breaks = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
-    return [slice(start, stop) for start, stop in pairwise([0, *breaks, len(places)])] if places else []

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gruppo.rewards.outcomes import Kind
 from gruppo.runs.rollouts import RolloutRow, prompt_id
-from gruppo.trainer.rollouts.resampling import Generation
+from gruppo.trainer.collect.generation import Generation
 from gruppo.types import Completion, Rollout, TrainBatch
 
 
@@ -99,13 +99,6 @@ def _learned(batch: TrainBatch, rollouts: Sequence[Rollout]) -> list[dict[str, A
             if rollout.completion.plain_logps is None:
                 row["logps"] = value[:length]
     return rows
-
-
-def tokenizer_text(processing_class: Any) -> str | None:
-    """What tokenizer.json would hold; None for a tokenizer that has no such form."""
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)  # a processor has one
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return None if backend is None else str(backend.to_str())
 
 
 def _turns(completion: Completion) -> int:

@@ -2,13 +2,14 @@
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_model
 
+from gruppo.data.probing import tokenizer_json
 from gruppo.errors import AuditError, CheckpointError, RunLockedError
 from gruppo.policy.adapters import is_peft_model, reload_trained_adapter, same_dtypes
 from gruppo.policy.loading import is_saved_under_other_names, load_converted_weights
@@ -18,21 +19,21 @@ from gruppo.runs.identity import position_run
 from gruppo.runs.lock import RunLock
 from gruppo.runs.record import RunRecorder, recorded_run
 from gruppo.runs.secrets import without_secrets
-from gruppo.trainer.books.metrics import from_main
+from gruppo.trainer.books.machine import environment_of
 from gruppo.trainer.checkpointing import REFERENCE, Checkpointing
-from gruppo.trainer.resume.machine import environment_of
+from gruppo.trainer.processes.collectives import from_main
+from gruppo.trainer.processes.stopping import STOPPED, STOPPED_UNSAVED, StopRequested
 from gruppo.trainer.resume.settings import changed, common, keeps_the_queue, settings_of
 from gruppo.trainer.resume.state import RunState
-from gruppo.trainer.resume.stopping import STOPPED, STOPPED_UNSAVED, StopRequested
-from gruppo.trainer.rollouts.recording import tokenizer_text
 
 logger = logging.getLogger(__name__)
 
 
-class Resuming(Checkpointing):
+class Running(Checkpointing):
     """The part of the trainer that begins and ends runs."""
 
-    args: Any
+    _differing_settings: Sequence[str] = ()  # from those of the checkpoint at hand
+    _random_state_due: str | None = None  # the checkpoint whose random state is still to be restored
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's `train`, alone in its folder, from a checkpoint that was checked, with an orderly end on signals.
@@ -41,7 +42,7 @@ class Resuming(Checkpointing):
         """
         with self._alone_in_folder(), self.stopper.listening():
             self._settings_now = self._settings()
-            checkpoint = self._choose(resume_from_checkpoint)
+            checkpoint = self._choose_checkpoint(resume_from_checkpoint)
             try:
                 with self.presence.watching():
                     output = super().train(checkpoint, *args, **kwargs)
@@ -58,6 +59,26 @@ class Resuming(Checkpointing):
                 self._ahead.drop()
             self._raise_reason_to_stop()
             self.record_event("finished")
+        return output
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, with nothing left of an earlier run."""
+        self._queue.clear()
+        self.metrics.discard()
+        self.ledger.forget()
+        self._parity_checked_at = None
+        self._epoch_iterator = None
+        self.rewards.breaker.reset()
+        self.audits.reset()
+        self._random_state_due = kwargs.get("resume_from_checkpoint")
+        if self._random_state_due is not None:
+            self._earlier_runs = 0  # it is the first run that goes on
+        try:
+            output = super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self._earlier_runs += 1
+            if self.toolset is not None:
+                self.toolset.close()
         return output
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -140,9 +161,9 @@ class Resuming(Checkpointing):
 
     # ---- which checkpoint
 
-    def _choose(self, asked: Any) -> str | None:
+    def _choose_checkpoint(self, asked: Any) -> str | None:
         """The checkpoint to go on from, which is whole and was made with these settings; one process decides."""
-        self._resumed_from, self._changes = None, ()
+        self._resumed_from, self._differing_settings = None, ()
         if asked is None or asked is False:
             return None
         found: tuple[str | None, Any] = (None, None)
@@ -155,7 +176,7 @@ class Resuming(Checkpointing):
         self._resumed_from, said = from_main(self.accelerator, found)
         if self._resumed_from is None:
             raise CheckpointError(said)
-        self._changes = said
+        self._differing_settings = said
         return self._resumed_from
 
     def _newest_good(self) -> Path:
@@ -208,7 +229,7 @@ class Resuming(Checkpointing):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self._saved_at = self._retry_at = self._resumed = self._boundary = self._random = None
+        self._saved_at = self._retry_at = self._state_to_finish = self._boundary = self._random_at_boundary = None
         if resume_from_checkpoint is None:
             self._note_random_state()
         else:
@@ -219,10 +240,11 @@ class Resuming(Checkpointing):
     def _load_states(self, folder: Path) -> None:
         """The parts of a checkpoint that Trainer does not know; a plain one has none."""
         main = RunState.load(folder, 0)  # all processes judge by it, so that they agree
+        same_processes = main is not None and main.values["processes"] == self.accelerator.num_processes
         if main is None:
             self.entropy_control.load(folder)
             self.audits.keep_books(None)  # which prompts the epoch has seen is not known
-        elif main.values["processes"] != self.accelerator.num_processes or not keeps_the_queue(self._changes):
+        elif not (same_processes and keeps_the_queue(self._differing_settings)):
             if self.accelerator.is_main_process:
                 logger.warning(
                     f"{folder} was written by another number of processes, or with other settings: plans are made "
@@ -238,6 +260,12 @@ class Resuming(Checkpointing):
         for callback in self.callback_handler.callbacks:
             if hasattr(callback, "read_state"):
                 callback.read_state(folder)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the random state once: Trainer does it only after the first rollouts of a resumed epoch."""
+        if self._random_state_due is not None:
+            self._random_state_due = None
+            super()._load_rng_state(checkpoint)
 
     @property
     def _replicated(self) -> bool:
@@ -264,7 +292,8 @@ class Resuming(Checkpointing):
     def _settings(self) -> dict[str, Any]:
         """What a resumed run must have in common with this one."""
         policy = self.accelerator.unwrap_model(self.model)
-        tools = sorted(getattr(tool, "__name__", str(tool)) for tool in self.tools)
+        functions = [] if self.toolset is None else self.toolset.functions
+        tools = sorted(getattr(tool, "__name__", str(tool)) for tool in functions)
         return settings_of(
             self.args, policy, self.train_dataset, self.rewards.names, tools, self.accelerator.num_processes
         )
@@ -295,7 +324,7 @@ class Resuming(Checkpointing):
         if rank:
             recorder.join(self._run_id)
         elif self.args.record == "all":
-            recorder.tokenizer(tokenizer_text(self.processing_class))
+            recorder.tokenizer(tokenizer_json(self.processing_class))
         self.recorder = recorder
 
     def _continue_record(self, recorder: RunRecorder, checkpoint: Path, about: dict[str, Any]) -> str | None:

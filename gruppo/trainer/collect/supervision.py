@@ -83,14 +83,15 @@ class StepTable:
         still_P = comparable_P & (self.spread_P(weights_R.tolist(), group_size) == 0)
         return [int(group) for group in (still_P & outcome_std_P.isclose(torch.zeros(()))).nonzero()[:, 0]]
 
-    def advantages(self, weights_R: Sequence[float], group_size: int, scale: str, own: range, tokens: int) -> Tensor:
+    def advantages(self, weights_R: Sequence[float], group_size: int, scale: str, own: slice, tokens: int) -> Tensor:
         """(B, T) for this process's rows: the weighted sum of what each reward's steps say about a token."""
-        total_BT = torch.zeros(len(own), tokens)
+        count = own.stop - own.start
+        total_BT = torch.zeros(count, tokens)
         for reward, normal in self.normalized(group_size, scale).items():
             rows, ends, _ = self.by_reward[reward]
             mine = (rows >= own.start) & (rows < own.stop)
             total_BT += weights_R[reward] * step_advantages(
-                normal.value_S[mine], rows[mine] - own.start, ends[mine], rows=len(own), tokens=tokens
+                normal.value_S[mine], rows[mine] - own.start, ends[mine], rows=count, tokens=tokens
             )
         return total_BT
 

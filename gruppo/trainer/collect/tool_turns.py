@@ -1,18 +1,19 @@
 """What rollouts of the trainer do with tools: the loop of turns, its counts, and environments that cannot begin."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gruppo.data.probing import inner_tokenizer
 from gruppo.data.responses import parse_response, without_end
 from gruppo.errors import RewardError
 from gruppo.tools.calls import reason, without_tokens
 from gruppo.tools.loop import LONGEST_TOKEN, Episode, ToolLoop
 from gruppo.tools.suffix import SuffixTokens
-from gruppo.trainer.books.metrics import gather_rows
 from gruppo.trainer.construct.tooling import reject_shared_engines
+from gruppo.trainer.processes.collectives import gather_rows
 from gruppo.types import Message, Rollout, StopReason
 
 
@@ -22,7 +23,7 @@ def make_tool_loop(trainer: Any, total: Callable[[int], int]) -> ToolLoop | None
     if toolset is None or not toolset.functions:
         return None
     reject_shared_engines(trainer.args)
-    tokenizer, end_ids = trainer._tokenizer, trainer.eos_token_ids
+    tokenizer, end_ids = inner_tokenizer(trainer.processing_class), trainer.eos_token_ids
     room = [length for length in (encoder.context_length, trainer.backend.context_length) if length is not None]
     suffix = SuffixTokens(trainer.processing_class, encoder.chat_template, encoder.chat_template_kwargs)
     images = tokenizer.convert_ids_to_tokens(sorted(encoder.placeholders))
@@ -65,6 +66,27 @@ def count_tools(
     )
     seconds = accelerator.gather(torch.tensor([loop.seconds], device=accelerator.device)).max().item()
     return {"samples": samples, "calls": calls, "failures": failures, "turns": turns, "seconds": seconds}
+
+
+def tool_metrics(counts: Mapping[str, float]) -> dict[str, float]:
+    """What is logged of the counts of all samples of a generation, those that were replaced among them.
+
+    Example:
+        tool_metrics({"samples": 4, "calls": 2, "failures": 1, "turns": 6, "seconds": 0.5})
+        -> {"tools/call_frequency": 0.5, "tools/failure_frequency": 0.5, "tools/turns": 1.5, "tools/seconds": 0.5}
+    """
+    metrics = {}
+    if "samples" in counts:
+        samples, calls = max(counts["samples"], 1), counts["calls"]
+        metrics = {
+            "tools/call_frequency": calls / samples,
+            "tools/failure_frequency": counts["failures"] / max(calls, 1),
+            "tools/turns": counts["turns"] / samples,
+            "tools/seconds": counts["seconds"],
+        }
+    if "resets" in counts:
+        metrics["tools/failed_resets"] = counts["failed_resets"] / max(counts["resets"], 1)
+    return metrics
 
 
 def failed_resets(trainer: Any, rollouts: Sequence[Rollout]) -> Tensor | None:

@@ -15,10 +15,10 @@ from gruppo.policy.sharding import Sharding
 from gruppo.rewards.outcomes import Steps
 from gruppo.rewards.resolve import function_name, is_reward_model, unique_names
 from gruppo.rewards.runner import RewardInputs, RewardRunner, RewardSettings, Scores
-from gruppo.trainer.books.metrics import gather_rows, raised_together
+from gruppo.trainer.collect.breaker import RewardBreaker, RewardCounts, kinds_from_values
+from gruppo.trainer.construct.frozen import prepare_reward_model
+from gruppo.trainer.processes.collectives import gather_rows, raised_together
 from gruppo.trainer.processes.presence import Presence
-from gruppo.trainer.processes.spreading import prepare_reward_model
-from gruppo.trainer.rollouts.breaker import RewardBreaker, RewardCounts, kinds_from_values
 from gruppo.types import Rollout
 
 

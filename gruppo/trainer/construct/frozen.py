@@ -1,0 +1,64 @@
+"""Models beside the policy that are not trained: the reference, and rewards that are models."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gruppo.policy import adapters, loading
+from gruppo.policy.sharding import Sharding, is_spread, shard_reference
+from gruppo.trainer.callbacks import SyncRefModelCallback
+
+
+def make_reference(trainer: Any) -> Any:
+    """A frozen copy of the policy as it is now; none without KL, and none with adapters (see policy/adapters)."""
+    args = trainer.args
+    if args.beta == 0 or adapters.is_peft_model(trainer.model):
+        return None
+    if args.sync_ref_model and trainer.sharding.spread:
+        raise NotImplementedError(
+            f"sync_ref_model=True is not available with weights that are spread over processes "
+            f"({trainer.sharding.value}); set it to False."
+        )
+    if is_spread(trainer.model):  # ZeRO-3 spreads a model as it is loaded, and nothing is left to copy
+        reference: Any = loading.load_again(trainer.model, args)
+    else:
+        reference = loading.copy_as_reference(trainer.model)
+    if trainer.packed is not None:
+        trainer.packed.learn(reference)
+    reference = shard_reference(trainer.accelerator, trainer.sharding, reference)
+    if args.sync_ref_model:
+        trainer.add_callback(SyncRefModelCallback(ref_model=reference, accelerator=trainer.accelerator))
+    return reference
+
+
+def prepare_reward_model(accelerator: Any, sharding: Sharding, model: Any) -> Any:
+    """On the device, and whole; under ZeRO-3, which spreads models as they are loaded, one that keeps in step."""
+    if sharding is not Sharding.ZERO3:
+        return accelerator.prepare_model(model, evaluation_mode=True)
+    return InStep(shard_reference(accelerator, sharding, model), accelerator)
+
+
+class InStep(nn.Module):
+    """A model with spread weights that processes call as often as they like, each with its own rows.
+
+    Before each pass all say whether they have one; who has none makes an idle pass (`keep_up`), until nobody has.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Any):
+        super().__init__()
+        self.model, self.accelerator = model, accelerator
+
+    def forward(self, **inputs: Any) -> Any:
+        self._busy(1)
+        return self.model(**inputs)
+
+    @torch.no_grad()
+    def keep_up(self) -> None:
+        one = torch.ones((1, 1), dtype=torch.long, device=self.accelerator.device)
+        while self._busy(0):
+            self.model(input_ids=one, attention_mask=one)
+
+    def _busy(self, own: int) -> int:
+        """How many processes have a pass to make."""
+        return int(self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), reduction="sum"))

@@ -1,0 +1,72 @@
+"""What processes tell each other: rows, flags, errors, numbers. With one process each returns what it was given."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+
+
+def gather_rows(accelerator: Accelerator, rows: Tensor) -> Tensor:
+    """Concatenate the rows of all processes, in rank order; counts may differ."""
+    if accelerator.num_processes == 1:
+        return rows
+    counts = accelerator.gather(torch.tensor([len(rows)], device=rows.device)).tolist()
+    padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    parts = accelerator.gather(padded).split(max(counts))
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def any_process(accelerator: Accelerator, flag: bool) -> bool:
+    """Whether it is true of any process."""
+    if accelerator.num_processes == 1:
+        return flag
+    return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), reduction="sum") > 0)
+
+
+@contextmanager
+def raised_together(accelerator: Accelerator, kind: type[Exception]) -> Iterator[None]:
+    """What one process raises in here all of them raise, as errors of this kind, lest some wait for the others.
+
+    All processes must come here, and none may wait for another inside.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:  # of any kind: it is raised below, once the others know
+        error = raised
+    if any_process(accelerator, error is not None) and accelerator.num_processes > 1:
+        told = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
+        first, reason = next((process, reason) for process, reason in enumerate(told) if reason is not None)
+        if error is None:
+            raise kind(f"On process {first}: {reason}")
+    if error is not None:
+        raise error
+
+
+def from_main(accelerator: Accelerator, value: Any) -> Any:
+    """What the main process has."""
+    if accelerator.num_processes == 1:
+        return value
+    return broadcast_object_list([value])[0]
+
+
+def rows_in_batch(accelerator: Accelerator, count: int) -> range:
+    """The place of this process's rows in the batch of all processes."""
+    counts = accelerator.gather(torch.tensor([count], device=accelerator.device)).tolist()
+    first = sum(counts[: accelerator.process_index])
+    return range(first, first + count)
+
+
+def mean_of_processes(accelerator: Accelerator, numbers: Sequence[float]) -> list[float]:
+    """Not finite if the number of any process is not, so that all processes do the same."""
+    if accelerator.num_processes == 1:
+        return list(numbers)
+    means: list[float] = accelerator.reduce(
+        torch.tensor(numbers, device=accelerator.device), reduction="mean"
+    ).tolist()
+    return means

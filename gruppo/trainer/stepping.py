@@ -1,0 +1,110 @@
+"""Where rollouts enter Trainer's loop. An update of it reads top to bottom:
+
+    get_batch_samples   takes micro-batches from a queue, and collects a new generation when the queue is empty
+                        (_next_micro_batch → _collect_slices → _generate_and_score_completions, a hook of TRL's)
+    collect             prompts → rollouts → rewards → log-probs → advantages            (collecting.py, logprobs.py)
+                        its rows are shuffled and cut into micro-batches, as TRL's are, for the queue
+    training_step       called for each micro-batch; the last one runs the whole update
+    run_update          packs of rows: forward, loss, backward                           (updating.py)
+    _end_of_update      metrics of the update, controllers                               (updating.py)
+
+With padded rows (`packed` is None) training_step runs its micro-batch, through `compute_loss` (updating.py).
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gruppo.algo.reduce import UpdateSize
+from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
+from gruppo.trainer.evaluating import Evaluating
+from gruppo.trainer.sampling import Place
+from gruppo.trainer.update.under_way import UpdateUnderWay
+from gruppo.types import TrainBatch
+
+
+class Stepping(Evaluating):
+    """The part of the trainer that makes updates."""
+
+    _step = 0  # micro-steps, for subclasses and callbacks; nothing here reads it
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], UpdateSize | None]:
+        """The micro-batches of one update and their size, the one denominator of every reduction."""
+        start = time.perf_counter()
+        self._count_epoch(epoch_iterator)
+        self._restore_loss()
+        self.model.train()  # as in the update itself, whatever an evaluation left behind
+        if callable(getattr(self.optimizer, "train", None)):  # some have other weights for evaluation
+            self.optimizer.train()
+        self._mark_boundary()
+        self._this_update = update = UpdateUnderWay()
+        steps = list(islice(epoch_iterator, num_batches))
+        self._load_rng_state(self._random_state_due)  # a loader that skips may have drawn a number
+        with self.stopper.abandonable():
+            batches = [self._next_micro_batch(step, i) for i, step in enumerate(steps)]
+        update.batches = batches
+        self._memory.forget()
+        size = None
+        if batches:
+            rows = [TrainBatch.from_dict(batch) for batch in batches]
+            self._size = size = self.update_size(rows)
+            self._balance_update(batches, size)
+            batches = batches if self.packed is None else self.as_update(rows, size)
+        update.seconds += time.perf_counter() - start
+        return batches, size
+
+    def _next_micro_batch(self, step: Any, position: int) -> dict[str, Any]:
+        """Micro-step `step` of the epoch, the `position`-th of its update, from the queue.
+
+        The step is a number, or rows if a subclass brings its own loader.
+        """
+        generation, phase = divmod(step if isinstance(step, int) else 0, self.args.micro_steps_per_generation)
+        if isinstance(step, int) and phase == 0:
+            self._queue.clear()  # of an epoch that was stopped early
+        if not self._queue:
+            self._sampling_anew = phase > 0
+            with self.presence.during("reading prompts"):
+                rows = self.rows_of(generation, anew=phase > 0) if isinstance(step, int) else step
+            place = (self._epoch, generation) if isinstance(step, int) else (self.state.global_step, position)
+            with self._drawing_at(Place(self._earlier_runs, *place)):
+                slices = self._collect_slices(rows)
+            # A run that resumes inside a generation collects it anew and goes on with the slice it had reached.
+            self._queue.extend((slices * self.args.num_iterations)[phase:])
+        return self._queue.popleft()
+
+    def _collect_slices(self, rows: Sequence[Any]) -> list[dict[str, Any]]:
+        """Collect a generation, shuffle its rows and cut it into micro-batches, each no wider than it needs to be."""
+        with self.timer("_prepare_inputs"):  # the name under which dashboards know this phase
+            whole = self._generate_and_score_completions(list(rows))
+            slices = split_tensor_dict(shuffle_sequence_dict(whole), self.args.steps_per_generation)
+            slices = [trim(part, self.args.pad_to_multiple_of) for part in slices]
+        self._count_slices(whole, slices)
+        return slices
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        start, update = time.perf_counter(), self._this_update
+        with self.stopper.abandonable():
+            loss = self._run_micro_step(model, inputs, num_items_in_batch)
+        update.loss = update.loss + loss
+        self._step += 1
+        seconds = time.perf_counter() - start
+        update.seconds, update.pass_seconds = update.seconds + seconds, update.pass_seconds + seconds
+        if self.accelerator.sync_gradients:
+            self._end_of_update()
+        return loss
+
+    def _run_micro_step(self, model: nn.Module, inputs: Any, size: Any) -> Tensor:
+        if self.packed is None:
+            if "completion_mask" in inputs:
+                self.planner.plan(TrainBatch.from_dict(inputs))  # may turn gradient checkpointing on
+            loss: Tensor = super().training_step(model, inputs, size)
+            return loss
+        if "update" in inputs:
+            return self.run_update(model, inputs["update"])
+        return torch.zeros((), device=self.accelerator.device)  # the update's work is done in its last micro-step
