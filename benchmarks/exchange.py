@@ -16,7 +16,7 @@ import torch
 import torch.multiprocessing
 
 from benchmarks.common import provenance
-from gruppo.algo.loss import UpdateSize
+from gruppo.algo.reduce import UpdateSize
 from gruppo.trainer.processes.balancing import Work, max_over_mean
 from gruppo.trainer.update.rows import Update
 from gruppo.types import TrainBatch

@@ -8,7 +8,8 @@ import math
 import statistics
 from typing import NamedTuple
 
-from gruppo.algo.loss import LossInputs, LossSettings, UpdateSize
+from gruppo.algo.loss import LossInputs, LossSettings
+from gruppo.algo.reduce import UpdateSize
 
 Matrix = list[list[float]]
 

@@ -4,17 +4,12 @@ from torch import Tensor
 
 from gruppo.algo.tensors import widen
 
-__all__ = ["k1", "k2", "k3", "kl_to_reference"]
+__all__ = ["k1", "k3", "kl_to_reference"]
 
 
 def k1(logps: Tensor, ref_logps: Tensor) -> Tensor:
     """ℓ − ℓ_ref, elementwise: unbiased, may be negative."""
     return widen(logps) - widen(ref_logps)
-
-
-def k2(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """(ℓ − ℓ_ref)² / 2, elementwise: biased, low variance."""
-    return k1(logps, ref_logps).square() / 2
 
 
 def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:

@@ -11,16 +11,13 @@ from torch import Tensor
 from gruppo.algo.entropy import entropy_bonus
 from gruppo.algo.kl import kl_to_reference
 from gruppo.algo.masks import off_policy_mask, top_entropy_mask
-from gruppo.algo.objectives import OBJECTIVE_STATS, OBJECTIVES, Tokens
+from gruppo.algo.objectives import OBJECTIVE_STATS, OBJECTIVES, WEIGHTS_INSIDE, Tokens
 from gruppo.algo.ratios import log_ratio
 from gruppo.algo.reduce import UpdateSize, reduce_loss
 from gruppo.algo.tensors import count, masked_sum, widen
 from gruppo.algo.types import LossInputs, LossOutput, LossSettings, Max, Mean, Min, Stat
 
 __all__ = ["LossInputs", "LossOutput", "LossSettings", "Max", "Mean", "Min", "Stat", "UpdateSize", "policy_loss"]
-
-# VESPO takes the sampler correction into its sequence weight.
-_WEIGHTS_INSIDE = frozenset({"vespo"})
 
 
 def policy_loss(inputs: LossInputs, settings: LossSettings, size: UpdateSize) -> LossOutput:
@@ -36,7 +33,7 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, size: UpdateSize) ->
 
     advantages = _kept_advantages(x, inputs, settings, chosen_BT)
     terms = OBJECTIVES[settings.objective](x._replace(advantages=advantages), settings)
-    if inputs.importance_weights is not None and settings.objective not in _WEIGHTS_INSIDE:
+    if inputs.importance_weights is not None and settings.objective not in WEIGHTS_INSIDE:
         terms = terms * inputs.importance_weights
     stats = _stats(x, inputs, settings)
     if settings.beta != 0:
@@ -113,7 +110,7 @@ def _kept_advantages(x: Tokens, inputs: LossInputs, settings: LossSettings, chos
         advantages = torch.where(keep, advantages, 0.0)
     if inputs.entropy_threshold is not None:
         advantages = torch.where(chosen_BT, advantages, 0.0)
-    if inputs.importance_weights is not None and settings.objective not in _WEIGHTS_INSIDE:
+    if inputs.importance_weights is not None and settings.objective not in WEIGHTS_INSIDE:
         advantages = torch.where(inputs.importance_weights != 0, advantages, 0.0)
     return advantages
 

@@ -1,7 +1,8 @@
 """The policy term of each loss: P per token, whose gradient raises good completions and lowers bad ones.
 
-A new loss is one function here and one row in `OBJECTIVES` (and one in `OBJECTIVE_STATS` if it has metrics of its
-own). An objective must be 0, with zero gradient, where the advantage is 0: that is how tokens are dropped.
+A new loss is one function here and one row in `OBJECTIVES`; one in `OBJECTIVE_STATS` if it has metrics of its own, and
+a place in `WEIGHTS_INSIDE` if it uses the sampler correction itself. An objective must be 0, with zero gradient, where
+the advantage is 0: that is how tokens are dropped.
 """
 
 import math
@@ -14,7 +15,17 @@ from torch import Tensor
 from gruppo.algo.tensors import count, masked_sum
 from gruppo.algo.types import LossSettings, Max, Mean, Min, Stat
 
-__all__ = ["OBJECTIVES", "OBJECTIVE_STATS", "Tokens", "cispo", "clip", "gamma_weights", "sapo", "vespo"]
+__all__ = [
+    "OBJECTIVES",
+    "OBJECTIVE_STATS",
+    "WEIGHTS_INSIDE",
+    "Tokens",
+    "cispo",
+    "clip",
+    "gamma_weights",
+    "sapo",
+    "vespo",
+]
 
 _LOG_FLOOR, _LOG_CEIL = math.log(1e-8), 20.0
 
@@ -164,6 +175,10 @@ OBJECTIVE_STATS: dict[str, Callable[[Tokens, LossSettings], dict[str, Stat]]] = 
     "cispo": cispo_stats,
     "vespo": vespo_stats,
 }
+
+# The terms of all others are multiplied by the weights of the sampler correction. VESPO takes those into its sequence
+# weight.
+WEIGHTS_INSIDE = {"vespo"}
 
 
 def _by_sign(condition: Tensor, if_true: float, if_false: float, like: Tensor) -> Tensor:

@@ -35,8 +35,10 @@ RECIPES: dict[str, Recipe] = {
 In the config the columns are separate fields, in any combination; `gruppo.config.recipe.recipe_of` reads them.
 """
 
+# GSPO has GRPO's loss, with the ratio of a sequence; RLOO is a trainer of its own.
+_NO_LOSSES = ("gspo", "rloo")
+
 LOSS_TYPES: dict[str, tuple[str, str]] = {
-    name: (RECIPES[name].objective, RECIPES[name].reduction)
-    for name in ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+    name: (recipe.objective, recipe.reduction) for name, recipe in RECIPES.items() if name not in _NO_LOSSES
 }
 """`loss_type` to (objective, reduction)."""

@@ -100,7 +100,7 @@ class RunAudits:
             sampler.bad_tokens(tokens, vocabulary, end_ids),
             sampler.nan_logits(tokens),
             sampler.empty(tokens, end_ids),
-            sampler.weights_version(weights) if weights is not None else None,
+            sampler.stale_weights(weights) if weights is not None else None,
             self.duplicates.check(tokens, **drawn),
             self.surprise.check(tokens, vocabulary=vocabulary, **drawn),
             sampler.no_end(self.no_end.length) if without_end else None,

@@ -5,7 +5,7 @@
     nan_logits         completions that ended because the logits were not finite
     no_end             no completion came to its own end, for many generations
     empty              nothing was written, most of the time
-    weights_version    the sampler has other weights than the trainer
+    stale_weights      the sampler has other weights than the trainer
 
 What needs statistics is in `chance.py`.
 """
@@ -122,13 +122,13 @@ def empty(tokens: Tokens, end_ids: Collection[int]) -> Finding | None:
     )
 
 
-def weights_version(weights: tuple[Any, Any]) -> Finding | None:
+def stale_weights(weights: tuple[Any, Any]) -> Finding | None:
     """The sampler's weights and the trainer's are not of the same update: two values that should be equal."""
     sampler, trainer = weights
     if sampler == trainer:
         return None
     return Finding(
-        "weights_version",
+        "stale_weights",
         f"The completions were sampled with weights {sampler!r}, but the trainer holds {trainer!r}: they are those of "
         "another policy, and ratios that count as 1 are not. The sampler missed an update: look at how its weights "
         "are sent or refreshed.",

@@ -5,7 +5,6 @@ import glob
 import importlib
 import importlib.util
 import json
-import logging
 import os
 import sys
 import traceback
@@ -20,8 +19,6 @@ from gruppo.config.script import DatasetConfig, DatasetMixtureConfig
 from gruppo.errors import ConfigError, DataError
 
 __all__ = ["load_datasets", "load_named", "load_reward", "load_rows", "make_trainer"]
-
-logger = logging.getLogger(__name__)
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")

@@ -32,7 +32,6 @@ __all__ = [
     "chosen_template",
     "clone_chat_template",
     "get_training_chat_template",
-    "inner_tokenizer",
     "is_chat_template_prefix_preserving",
     "shows_tools",
     "supports_tool_calling",

@@ -6,7 +6,7 @@ The processor is called for each prompt alone, so nothing has to be cut apart: h
 to a prompt differs from model to model. Joined again, they are what the processor makes of all prompts together.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,10 +96,6 @@ def _row(vision: Vision | None, name: str, start: int, width: int) -> Tensor:
         types = vision.types[name][: width - start]
         row[start : start + len(types)] = types
     return row
-
-
-def has_images(visions: Iterable[Vision | None]) -> bool:
-    return any(vision is not None and vision.pixels for vision in visions)
 
 
 class VisionEncoder(PromptEncoder):

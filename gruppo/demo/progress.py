@@ -11,7 +11,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["ProgressCallback", "StepRow", "duration", "plain_line", "render"]
+from gruppo.trainer.display.progress import duration
+
+__all__ = ["ProgressCallback", "StepRow", "plain_line", "render"]
 
 ROWS_SHOWN = 10
 NARROWEST = 9  # characters of a column
@@ -32,11 +34,6 @@ class StepRow:
         held_out = "" if self.held_out is None else f"{self.held_out:.2f}"
         speed = f"{self.tokens_per_second:,.0f}"
         return str(self.step), f"{self.reward:.3f}", held_out, speed, duration(self.seconds_left)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as minutes and seconds, e.g. 75.2 → "1:15"."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def held_out_title(problems: int) -> str:

@@ -2,14 +2,17 @@
 
     evaluate ─► problems ─► prompts ─► attempts ─► grades ─► numbers ─► files
 
-types.py        the nouns                          scoring.py       grades and votes
-benchmarks/     one file per data set              graders.py       workers for symbolic answers (worker.py)
-data.py         problems from files or the hub     paper_grader.py  the looser grading of the DeepSeekMath paper
-prompts.py      how a problem is asked             gold.py          whether the grader accepts the reference answers
-models.py       the model and its sampler          statistics.py    intervals, pass@k, votes, paired tests
-sampling.py     one pass over a benchmark          summary.py       the numbers of one pass
-tir.py          rounds of text and programs        compare.py       two models, problem by problem
-programs.py     the programs in the sandbox        tables.py        Markdown, LaTeX; paper_results.py: its rows
-run.py          `evaluate` itself                  store.py         the folder of an evaluation
-progress.py     a bar                              callback.py      benchmarks during training
+types.py        the nouns                            grading.py        grades and votes
+settings.py     how a model is asked and graded      graders.py        workers for symbolic answers (worker.py)
+benchmarks/     one file per data set                paper_grader.py   the looser grading of the DeepSeekMath paper
+data.py         problems from files or the hub       gold.py           whether the grader accepts the reference answers
+tasks.py        benchmarks with the problems asked   statistics.py     intervals, pass@k, votes, paired tests
+prompts.py      how a problem is asked               summary.py        the numbers of one pass
+models.py       the model and its sampler            compare.py        two models, problem by problem
+weights.py      which weights a name stands for      tables.py         Markdown, LaTeX
+sampling.py     one pass over a benchmark            unlike.py         what passes of one row must say of themselves
+tir.py          rounds of text and programs          paper_results.py  the results that a paper printed
+programs.py     the programs in the sandbox          store.py          the folder of an evaluation
+run.py          `evaluate` itself                    progress.py       a bar
+training.py     benchmarks during training           exemplars/        the examples of few-shot prompts
 """

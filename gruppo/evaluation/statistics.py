@@ -31,7 +31,6 @@ __all__ = [
     "bootstrap",
     "majority_at_k",
     "mcnemar",
-    "mean_pass_at_k",
     "paired_bootstrap",
     "pass_at_k",
     "wilson",
@@ -79,17 +78,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     every = math.comb(n, k)
     # Whole numbers up to the one division: nothing cancels, however large n is.
     return (every - math.comb(n - c, k)) / every
-
-
-def mean_pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> float:
-    """pass@k averaged over problems, each given as its samples and how many of them are right.
-
-    Example:
-        mean_pass_at_k([(4, 2), (4, 0)], k=2) == 5 / 12
-    """
-    if not counts:
-        raise ConfigError("mean_pass_at_k() needs at least one problem.")
-    return math.fsum(pass_at_k(n, c, k) for n, c in counts) / len(counts)
 
 
 def majority_at_k(

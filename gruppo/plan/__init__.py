@@ -3,9 +3,14 @@
     shape      a decoder's sizes: what its passes keep and compute
     budgets    how much a run samples and trains on at once; engine and trainer ask here
     devices    datasheet peaks and memory
+    presets    public shapes by name
+    reading    a model's shape, from its config
     job        all that a forecast depends on
+    measured   constants that were measured, not derived
+    standing   what of a run stays in memory
     memory     a run's phases, term by term
     seconds    a step's parts, term by term
+    terms      the lines of a forecast
     search     the largest settings that fit
 
 `gruppo plan` shows the forecast. It asks the functions of `budgets` what the run itself will ask them.

@@ -30,6 +30,11 @@ _CHECKPOINTED = 2
 _UPDATE_SHARE = 0.8
 # Of free memory: weights that are gathered for a rollout, if they stay afterwards, and if they do not.
 _KEPT_SHARE, _FREED_SHARE = 0.3, 0.6
+# Completion tokens of a row in the parity check.
+PARITY_TOKENS = 256
+# Free memory that the parity check asks for, in models of the wider type: the copy, its gradient, and half as much for
+# activations.
+PARITY_WIDE_COPIES = 2.5
 # Blocks of logits and of their gradients in the fused head.
 _HEAD_WORKSPACE = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
 

@@ -7,6 +7,7 @@ its largest phase. How much is sampled and trained on at once is asked of `grupp
 from collections.abc import Iterator
 from functools import cached_property
 
+from gruppo.plan.budgets import PARITY_TOKENS, PARITY_WIDE_COPIES
 from gruppo.plan.measured import MEASURED
 from gruppo.plan.standing import Standing
 from gruppo.plan.terms import Phase, Term, plain, product
@@ -14,8 +15,6 @@ from gruppo.plan.terms import Phase, Term, plain, product
 # As in gruppo.kernels.head: logits in a block at most, and columns at least.
 _HEAD_LOGITS = {"cuda": 64 * 2**20, "cpu": 2**20}
 _HEAD_COLUMNS, _HEAD_ALIGNED = 1024, 128
-# As in trainer/update/parity.py: completion tokens of a row, and free memory that a wide copy of the model asks for.
-_PARITY_TOKENS, _PARITY_COPIES = 256, 2.5
 
 
 class Memory(Standing):
@@ -102,14 +101,14 @@ class Memory(Standing):
         wide = 4 if job.product_bytes == 2 else 8
         copy = product("the model in a wider type", (job.model.weights, "weights"), (wide, "B"))
         held = sum(term.bytes for term in self.standing())
-        fits = _PARITY_COPIES * copy.bytes <= self.capacity - held and job.bits is None
+        fits = PARITY_WIDE_COPIES * copy.bytes <= self.capacity - held and job.bits is None
         if wide == job.weight_bytes:
             fits = True  # the model itself
         elif fits:
             yield copy
         if not fits:
             wide = job.weight_bytes
-        row = job.prompt_tokens + min(job.completion_tokens, _PARITY_TOKENS)
+        row = job.prompt_tokens + min(job.completion_tokens, PARITY_TOKENS)
         # Wide types have no kernel that does without the scores of all pairs.
         values = 6 * shape.hidden + 5 * shape.query_width + 4 * shape.intermediate + shape.heads * row
         head = job.model.head_weights * wide if job.trains_head else 0

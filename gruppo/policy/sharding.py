@@ -6,7 +6,6 @@ processes have alike. So before a rollout every process gathers the weights into
 """
 
 import copy
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 
 from gruppo.errors import ConfigError
 from gruppo.policy.modes import autocast_dtype
-
-logger = logging.getLogger(__name__)
 
 # Every process holds the whole model, and accelerate leaves it as it is.
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from gruppo.algo.advantages import Advantages
-from gruppo.algo.loss import LossInputs, LossSettings, Max, Mean, Min, Stat, UpdateSize, policy_loss
+from gruppo.algo.loss import LossInputs, LossSettings, Max, Mean, Min, Stat, policy_loss
 from gruppo.algo.masks import drop_rows, entropy_threshold
 from gruppo.algo.mismatch import importance_weights
+from gruppo.algo.reduce import UpdateSize
 from gruppo.algo.stats import nanmax, nanmin
 from gruppo.config.recipe import estimate_advantages
 from gruppo.errors import ConfigError, DataError

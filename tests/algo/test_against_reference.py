@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from gruppo.algo import advantages as adv
-from gruppo.algo.loss import LossInputs, LossSettings, UpdateSize, policy_loss
+from gruppo.algo.loss import LossInputs, LossSettings, policy_loss
 from gruppo.algo.masks import entropy_threshold
 from gruppo.algo.mismatch import importance_weights
 from gruppo.algo.recipes import LOSS_TYPES
+from gruppo.algo.reduce import UpdateSize
 from tests import reference
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}

@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
-from gruppo.algo.loss import LossInputs, LossSettings, Max, Mean, Min, UpdateSize, policy_loss
+from gruppo.algo.loss import LossInputs, LossSettings, Max, Mean, Min, policy_loss
 from gruppo.algo.masks import entropy_threshold
 from gruppo.algo.recipes import LOSS_TYPES
+from gruppo.algo.reduce import UpdateSize
 from gruppo.algo.stats import nanmax, nanmin
 
 D = torch.float64

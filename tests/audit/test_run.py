@@ -71,7 +71,7 @@ def test_an_update_that_goes_wrong(change, check):
         ([rollout([3, 77])], {}, "bad_tokens"),
         ([rollout([3], stop=StopReason.NAN), rollout([4, END])], {}, "nan_logits"),
         ([rollout([END]), rollout([END])], {}, "empty"),
-        ([rollout([3, END])], {"weights": (3, 4)}, "weights_version"),
+        ([rollout([3, END])], {"weights": (3, 4)}, "stale_weights"),
         ([rollout([5] * 20, plain_logps=[-2.0] * 20)] * 4, {}, "duplicates"),
         (World(0, sharpness=2.0, power=4.0).generation(prompts=60), {}, "entropy"),
     ],

@@ -108,9 +108,9 @@ def test_empty(completions, share):
     assert (None if finding is None else finding.values["share"]) == share
 
 
-def test_weights_version():
-    assert sampler.weights_version((7, 7)) is None
-    finding = sampler.weights_version(("update 6", "update 7"))
+def test_stale_weights():
+    assert sampler.stale_weights((7, 7)) is None
+    finding = sampler.stale_weights(("update 6", "update 7"))
     assert finding is not None
     assert "'update 6'" in finding.message
     assert "'update 7'" in finding.message

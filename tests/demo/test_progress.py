@@ -3,10 +3,9 @@
 import io
 from types import SimpleNamespace
 
-import pytest
 from rich.console import Console
 
-from gruppo.demo.progress import ProgressCallback, StepRow, duration, plain_line, render
+from gruppo.demo.progress import ProgressCallback, StepRow, plain_line, render
 
 
 def drive(console, steps=3, every=2):
@@ -46,11 +45,6 @@ def test_terminal_shows_a_table():
 def test_plain_line_is_exact():
     row = StepRow(step=7, reward=0.25, held_out=None, tokens_per_second=1234.5, seconds_left=75.2)
     assert plain_line(row, 40, 100) == "step   7/40  reward 0.250  held-out (100)    -   1,234 tokens/s  left 1:15"
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (9.9, "0:09"), (60, "1:00"), (754, "12:34")])
-def test_duration(seconds, text):
-    assert duration(seconds) == text
 
 
 def test_table_keeps_the_latest_rows_only():

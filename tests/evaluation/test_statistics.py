@@ -16,7 +16,6 @@ from gruppo.evaluation.statistics import (
     bootstrap,
     majority_at_k,
     mcnemar,
-    mean_pass_at_k,
     paired_bootstrap,
     pass_at_k,
     wilson,
@@ -128,20 +127,10 @@ def test_pass_at_k_of_many_samples_keeps_small_values():
     assert pass_at_k(5000, 1, 2500) == 0.5
 
 
-def test_the_mean_over_problems():
-    assert mean_pass_at_k([(4, 2), (4, 0)], 2) == pytest.approx(5 / 12)
-    assert mean_pass_at_k([(4, 2), (8, 1), (2, 2)], 2) == pytest.approx((5 / 6 + 1 / 4 + 1) / 3)
-
-
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5), (0, 0, 1)])
 def test_pass_at_k_refuses_impossible_counts(n, c, k):
     with pytest.raises(ConfigError):
         pass_at_k(n, c, k)
-
-
-def test_a_mean_over_no_problems_is_refused():
-    with pytest.raises(ConfigError, match="at least one problem"):
-        mean_pass_at_k([], 1)
 
 
 # ---- majority votes

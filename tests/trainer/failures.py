@@ -151,13 +151,13 @@ def hotter_settings_than_asked(trainer: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trainer.backend, "_settings", lambda: replace(settings(), temperature=1.5))
 
 
-@seen_by("weights_version", bf16=True, max_steps=3)
+@seen_by("stale_weights", bf16=True, max_steps=3)
 def cast_weights_are_not_refreshed(trainer: Any, patch: pytest.MonkeyPatch) -> None:
     refresh = Shadow.refresh
     patch.setattr(Shadow, "refresh", lambda shadow: refresh(shadow) if shadow._copied_at is None else None)
 
 
-@seen_by("weights_version", max_steps=3)
+@seen_by("stale_weights", max_steps=3)
 def an_update_never_reached_the_sampler(trainer: Any, patch: pytest.MonkeyPatch) -> None:
     sample, first = trainer.backend.sample, []
 

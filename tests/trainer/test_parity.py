@@ -27,6 +27,7 @@ from gruppo.errors import ParityError
 from gruppo.kernels import attention as attention_module
 from gruppo.kernels import layers as layers_module
 from gruppo.kernels.attention import Segments
+from gruppo.plan.budgets import PARITY_WIDE_COPIES
 from gruppo.policy import head as head_module
 from gruppo.policy import packed as packed_module
 from gruppo.policy.fusion import fused_swaps
@@ -520,7 +521,7 @@ def test_without_room_for_a_copy_the_slow_path_is_the_reference(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build("llama").to(dtype)
-    needed = parity._COPIES * sum(p.numel() for p in model.parameters()) * (8 if dtype == torch.float32 else 4)
+    needed = PARITY_WIDE_COPIES * sum(p.numel() for p in model.parameters()) * (8 if dtype == torch.float32 else 4)
     monkeypatch.setattr(parity, "free_memory", lambda device: needed)
     assert check(model).reference in ("float32", "float64")
     monkeypatch.setattr(parity, "free_memory", lambda device: needed - 1)

@@ -35,6 +35,7 @@ def test_what_a_line_says() -> None:
     )
     assert metrics_line({"reward": 1.0, "kl": None}) == "reward 1.000"
     assert (duration(75.2), duration(3725), duration(0)) == ("1:15", "1:02:05", "0:00")
+    assert (duration(9.9), duration(60), duration(754)) == ("0:09", "1:00", "12:34")
 
 
 def state(step: int = 0, main: bool = True) -> TrainerState:

@@ -7,7 +7,7 @@ import torch
 
 from gruppo.data.collate import collate, join, shuffle_sequence_dict, split_tensor_dict, trim
 from gruppo.data.images import conversation, images_in
-from gruppo.data.vision import has_images, model_inputs, read_vision
+from gruppo.data.vision import model_inputs, read_vision
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy.loading import placeholder_ids
 from gruppo.policy.unwrap import forward_arguments
@@ -52,7 +52,6 @@ def test_a_prompt_without_images_has_none(name: str) -> None:
         assert prompt.vision is not None
         assert not prompt.vision.pixels
         assert prompt.images == []
-        assert not has_images([prompt.vision, None])
         assert not any(types.any() for types in prompt.vision.types.values())
 
 

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from gruppo.kernels.attention import Segments
 from gruppo.kernels.gpu import attention_kernels as kernels
 from gruppo.kernels.gpu.softmax import padded
+from gruppo.kernels.gpu.tensors import with_rows
 
 __all__ = ["packed_attention"]
 
@@ -68,7 +69,7 @@ def packed_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`gruppo.kernels.attention.packed_attention` of a pack that is not empty, in float32, bfloat16 or float16."""
-    query, key, value = (_with_rows(x) for x in (query, key, value))
+    query, key, value = (with_rows(x) for x in (query, key, value))
     sinks = None if sinks is None else sinks.contiguous()
     return _PackedAttention.apply(query, key, value, sinks, segments, scale, window, softcap)
 
@@ -109,7 +110,7 @@ class _PackedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        grad_out = _with_rows(grad_out)
+        grad_out = with_rows(grad_out)
         grad_query, delta = _query_gradient(query, key, value, out, grad_out, lse, *ctx.rest)
         grad_key, grad_value = _key_gradient(query, key, value, grad_out, lse, delta, *ctx.rest)
         grad_sinks = None
@@ -182,11 +183,6 @@ def _per_query(query: Tensor, shape: dict[str, Any]) -> Tensor:
     """Room for a float32 per head and query, (H * N,), and for a block past the last, which is read and not used."""
     past = _blocks(query, shape, KEYS_HALF, KEYS_FLOAT)["BLOCK_M"]
     return query.new_empty(query.shape[0] * query.shape[1] + past, dtype=torch.float32)
-
-
-def _with_rows(x: Tensor) -> Tensor:
-    """x with a head's numbers side by side, as the kernels read them."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _strides(*tensors: Tensor) -> list[int]:

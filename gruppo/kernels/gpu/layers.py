@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from gruppo.kernels.gpu.norm import needs_gradient, rms_norm
+from gruppo.kernels.gpu.norm import rms_norm
+from gruppo.kernels.gpu.tensors import needs_gradient, with_rows
 
 __all__ = ["gated", "gated_linear", "rms_norm", "rotary"]
 
@@ -94,11 +95,6 @@ def _turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> t
     return out_query.transpose(0, 1)[None], out_key.transpose(0, 1)[None]
 
 
-def _with_rows(x: Tensor) -> Tensor:
-    """Itself, or a copy if there are gaps in the last dimension: a gradient may come with any strides."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +105,7 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (query, key), (cos, sin) = map(_with_rows, grads), ctx.saved_tensors
+        (query, key), (cos, sin) = map(with_rows, grads), ctx.saved_tensors
         return *_turn(query, key, cos, sin, True), None, None
 
 
@@ -163,7 +159,7 @@ def _gated_backward_kernel(
 
 def _rows_of(x: Tensor) -> Tensor:
     """[..., F] as [rows, F], where it lies if it can be."""
-    return _with_rows(x.reshape(-1, x.shape[-1]))
+    return with_rows(x.reshape(-1, x.shape[-1]))
 
 
 def _gated_options(width: int, activation: str) -> dict[str, Any]:

@@ -13,16 +13,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["needs_gradient", "rms_norm"]
+from gruppo.kernels.gpu.tensors import needs_gradient
+
+__all__ = ["rms_norm"]
 
 _TILE = 4096  # elements a program works on, about
 # Programs that share the rows of a norm's backward pass: four for each of an H200's multiprocessors. Each leaves a row
 # of the weight's gradient, so more would mean more to add up.
 _NORM_PROGRAMS = 528
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])  # a batch of another size is no reason to compile again

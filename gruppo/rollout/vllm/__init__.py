@@ -8,5 +8,7 @@ transfer    weights to a server: by CUDA IPC on one GPU, by NCCL between GPUs
 server      the backend that samples there
 inflight    a generation that it samples in the background
 colocate    the backend that samples in this process
+choose      which of the two a config asks for
+threads     waits that do not keep a program from ending
 serve       `gruppo vllm-serve`
 """

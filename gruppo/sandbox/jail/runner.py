@@ -1,4 +1,4 @@
-"""Run a text as the main program, as `python file.py` would, or as a notebook cell."""
+"""Run a text as the main program, as `python` runs a file, or as a notebook cell."""
 
 import builtins
 import resource

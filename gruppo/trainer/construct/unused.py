@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from gruppo.algo.recipes import LOSS_TYPES
 from gruppo.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,11 @@ class Needs:
 
 ENTROPY = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
 
 
-def loss_type(args: Any) -> str:
-    """Of GRPO; RLOO has one loss, which is clipped."""
-    return str(getattr(args, "loss_type", "grpo"))
+def objective(args: Any) -> str:
+    """Of GRPO's loss; RLOO has one loss, which is clipped."""
+    return LOSS_TYPES[args.loss_type][0] if hasattr(args, "loss_type") else "clip"
 
 
 TABLE = (
@@ -46,13 +46,13 @@ TABLE = (
         lambda args, parts: args.loss_type == "sapo",
         "only loss_type='sapo' reads it",
     ),
-    Needs(("epsilon",), lambda args, parts: loss_type(args) in CLIPPED, "this loss_type has no lower clip"),
+    Needs(("epsilon",), lambda args, parts: objective(args) == "clip", "this loss_type has no lower clip"),
     Needs(
         ("epsilon_high",),
-        lambda args, parts: loss_type(args) in (*CLIPPED, "cispo"),
+        lambda args, parts: objective(args) in ("clip", "cispo"),
         "this loss_type has no upper clip",
     ),
-    Needs(("delta",), lambda args, parts: args.loss_type in CLIPPED, "this loss_type does not clip two-sidedly"),
+    Needs(("delta",), lambda args, parts: objective(args) == "clip", "this loss_type does not clip two-sidedly"),
     Needs(ENTROPY, lambda args, parts: args.use_adaptive_entropy, "use_adaptive_entropy is off"),
     Needs(
         ("ref_model_mixup_alpha", "ref_model_sync_steps"),

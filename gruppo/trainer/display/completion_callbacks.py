@@ -14,7 +14,7 @@ from rich.text import Text
 from transformers import GenerationConfig, TrainerCallback, TrainerState
 
 from gruppo.data.chat import is_conversational, maybe_apply_chat_template
-from gruppo.data.templates import inner_tokenizer
+from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError, DataError
 from gruppo.trainer.display.completions import log_to_trackers
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gruppo.errors import ParityError
-from gruppo.plan import free_memory
+from gruppo.plan.budgets import PARITY_TOKENS, PARITY_WIDE_COPIES, free_memory
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.modes import arithmetic_dtype, has_reentrant_checkpoints
@@ -52,9 +52,7 @@ _DIRECT = {
     torch.bfloat16: {LOGPS: 0.1, ENTROPIES: 0.1, GRADIENTS: 0.2, SAMPLING: 0.1},
     torch.float16: {LOGPS: 0.02, ENTROPIES: 0.02, GRADIENTS: 0.05, SAMPLING: 0.04},
 }
-_LONGEST = 256  # completion tokens of a row
 _PACK_TOKENS = 4096  # of two prompts' rows in one pack
-_COPIES = 2.5  # the wide model, its gradient, and half as much for activations
 _CLASSES = 64  # numbers that the gradient of one parameter is reduced to
 _STRETCH = 1 << 22  # elements of a gradient that are worked on at once; whole classes
 
@@ -173,7 +171,7 @@ def check_parity(
 def _choose(batch: TrainBatch, count: int) -> TrainBatch | None:
     """Rows of at most two prompts, siblings if there are any, short and long ones; None if no row has a loss."""
     names = ("completion_ids", "completion_mask", "tool_mask", "engine_logps")
-    cut = {name: value[:, :_LONGEST] for name, value in batch.to_dict().items() if name in names}
+    cut = {name: value[:, :PARITY_TOKENS] for name, value in batch.to_dict().items() if name in names}
     batch = TrainBatch(batch.prompt_ids, batch.prompt_mask, **cut)
     lengths, scored = batch.completion_mask.sum(1).tolist(), batch.loss_mask_BT.any(1).tolist()
     groups: dict[bytes, list[int]] = {}
@@ -258,7 +256,7 @@ def _run_reference(model: nn.Module, case: _Case, wide: torch.dtype) -> _Found |
     parameters, twin = list(model.parameters()), None
     if all(p.dtype == wide for p in parameters if p.is_floating_point()):
         return _run_slowly(model, case, wide=True)
-    needed = _COPIES * wide.itemsize * sum(p.numel() for p in parameters)
+    needed = PARITY_WIDE_COPIES * wide.itemsize * sum(p.numel() for p in parameters)
     if getattr(inner_model(model), "hf_quantizer", None) is not None or needed > free_memory(parameters[0].device):
         return None
     try:
