@@ -17,10 +17,9 @@ trainer itself.
     stepping        where both halves of a step enter Trainer's loop
     names           settings and state as TRL calls them
     core            what a trainer is made of; then grpo, rloo
+    (no layers)     callbacks for users; hooks: which methods a subclass may override, and what that costs; utils
 
 What need not be a method of the trainer is an object or a function in a folder: `construct/` for what is checked and
 made before a run, `collect/` and `update/` for the two halves of a step, `processes/` where there are several,
-`books/` for metrics and ledgers, `resume/` for what a checkpoint remembers, `display/` for what people look at. Beside
-them are `callbacks.py`, `hooks.py` (which methods a subclass may override, and what that costs) and `utils.py`, which
-has names that users import.
+`books/` for metrics and ledgers, `resume/` for what a checkpoint remembers, `display/` for what people look at.
 """

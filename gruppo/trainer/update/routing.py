@@ -7,7 +7,7 @@ before the first backward pass, so its packs are run once without a gradient.
 
 from torch import Tensor
 
-from gruppo.algo.loss import UpdateSize
+from gruppo.algo.reduce import UpdateSize
 from gruppo.policy.routing import Routing
 from gruppo.trainer.update.rows import Update
 
