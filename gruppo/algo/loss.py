@@ -17,7 +17,7 @@ from gruppo.algo.reduce import UpdateSize, reduce_loss
 from gruppo.algo.tensors import count, masked_sum, widen
 from gruppo.algo.types import LossInputs, LossOutput, LossSettings, Max, Mean, Min, Stat
 
-__all__ = ["LossInputs", "LossOutput", "LossSettings", "Max", "Mean", "Min", "Stat", "UpdateSize", "policy_loss"]
+__all__ = ["LossInputs", "LossOutput", "LossSettings", "Max", "Mean", "Min", "Stat", "policy_loss"]
 
 
 def policy_loss(inputs: LossInputs, settings: LossSettings, size: UpdateSize) -> LossOutput:
