@@ -4,10 +4,12 @@ import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
@@ -19,6 +21,7 @@ from gruppo.rollout.vllm.client import ServerRefusedError, VLLMClient
 from gruppo.rollout.vllm.server import VLLMServerBackend
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import tiny_model
+from tests.processes import run_together
 from tests.rollout.vllm_doubles import Double, serving, share_bytes
 from tests.trainer.runs import slow_scores
 
@@ -452,3 +455,48 @@ def test_an_error_ends_the_wait_for_the_others(double: Double) -> None:
 def test_a_backend_in_this_process_cannot_ask_without_waiting() -> None:
     with pytest.raises(NotImplementedError, match="RolloutBackend samples in this process"):
         RolloutBackend().begin(REQUESTS)
+
+
+# ---- several processes
+
+
+@pytest.mark.medium
+def test_processes_agree_on_a_server_that_was_started_between_their_looks(double: Double, tmp_path: Path) -> None:
+    double.before["/restart"] = double.restart
+    (tmp_path / "url").write_text(double.url)
+    run_together(2, "tests.rollout.test_vllm_server", tmp_path)
+
+
+def main(folder: Path) -> None:
+    """One process looks before the server starts again, the other after it: first this, then that one."""
+    rank = PartialState(cpu=True).process_index
+    transfer.share = share_bytes
+    model = tiny_model()
+    backend = backend_of(SimpleNamespace(url=(folder / "url").read_text()), model)  # type: ignore[arg-type]
+    backend.refresh()
+    look = backend._notice_restart
+
+    def restart() -> None:
+        with pytest.raises(ServerRefusedError):  # of a path that there is not; what comes before it happens
+            backend.client.get("/restart")
+
+    for first in (0, 1):
+
+        def one_after_the_other(first: int = first) -> None:
+            backend._notice_restart = look  # type: ignore[method-assign]
+            if rank == first:
+                look()
+                restart()
+            torch.distributed.barrier()
+            if rank != first:
+                look()
+
+        backend._notice_restart = one_after_the_other  # type: ignore[method-assign]
+        backend.refresh()
+        assert_sampled_from(model, backend.sample(REQUESTS))
+        torch.distributed.barrier()
+    if rank == 0:
+        restart()
+    torch.distributed.barrier()
+    with pytest.raises(RolloutError, match=r"was started again\. .*resume from the last checkpoint"):
+        backend.sample(REQUESTS)

@@ -14,11 +14,12 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.loading import model_name
 from gruppo.policy.unwrap import inner_model
-from gruppo.rollout.vllm.base import VLLMBackend, walked
+from gruppo.rollout.vllm.base import VLLMBackend, agreed, walked
 from gruppo.rollout.vllm.client import Line, ServerDownError, ServerFacts, VLLMClient
 from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.rollout.vllm.requests import Answer, Ask, http_answers, http_request
@@ -56,6 +57,7 @@ class VLLMServerBackend(VLLMBackend):
         self.context_length = self.facts.context_length
         self.sender = make_sender(client, self.facts, group_port=group_port) if _is_main() else None
         self._in_flight: InFlight | None = None  # the latest; it may have landed
+        self._restarted = False  # and has not been sent the weights since
 
     # ---- weights
 
@@ -68,20 +70,46 @@ class VLLMServerBackend(VLLMBackend):
         self.client.wait_until_up(self.start_timeout, self.pause)
         if self.client.instance() == self.facts.instance:
             return
-        logger.warning(f"The vLLM server at {self.client.url} was started again; it is sent the weights once more.")
+        logger.warning(f"The vLLM server at {self.client.url} was started again, and has lost the weights.")
         self.forget()
+        self._restarted = True
         facts = self.client.facts()
         check_server(facts, self.client.url, model_name(inner_model(self.policy())), logps=self.logps)
         self.facts, self.context_length = facts, facts.context_length
 
+    def _why_stale(self) -> str:
+        return self._cannot_send("was started again") if self._restarted else super()._why_stale()
+
+    def _cannot_send(self, what: str) -> str:
+        return (
+            f"The vLLM server at {self.client.url} {what}. With several processes the run cannot send it the weights "
+            "again by itself; resume from the last checkpoint."
+        )
+
     def _renew(self) -> None:
         self._settle()
         PartialState().wait_for_everyone()  # no process has a request out
+        self._agree_on_server()
+        self._restarted = False
         sender = self.sender
         walked(
             self.policy(),
             None if sender is None else lambda weights: push(self.client, sender, self.facts, weights),
         )
+
+    def _agree_on_server(self) -> None:
+        """Weights go to the server that the main process sees now; it may have started again between two looks."""
+        if PartialState().num_processes == 1:
+            return
+        error: RolloutError | ConfigError | None = None
+        if _is_main():
+            try:
+                self._notice_restart()
+            except (RolloutError, ConfigError) as failure:
+                error = failure
+        agreed(error)
+        self.facts = broadcast_object_list([self.facts])[0]
+        self.context_length = self.facts.context_length
 
     def _settle(self) -> None:
         if self._in_flight is not None:
@@ -121,10 +149,7 @@ class VLLMServerBackend(VLLMBackend):
                     raise  # it is there, but too slow: asking again would only add to its work
                 what = f"went away while it sampled ({error})"
             if PartialState().num_processes > 1:
-                raise RolloutError(
-                    f"The vLLM server at {self.client.url} {what}. With several processes the run cannot send it the "
-                    "weights again by itself; resume from the last checkpoint."
-                )
+                raise RolloutError(self._cannot_send(what))
             logger.warning(f"The vLLM server at {self.client.url} {what}; asking again when it is there.")
         raise RolloutError(f"The vLLM server at {self.client.url} {what}, {RESTARTS + 1} times in one generation.")
 
