@@ -17,8 +17,8 @@ from gruppo.errors import ConfigError, RolloutError
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.vllm import client as client_module
 from gruppo.rollout.vllm import transfer
-from gruppo.rollout.vllm.client import ServerRefusedError, VLLMClient
-from gruppo.rollout.vllm.server import VLLMServerBackend
+from gruppo.rollout.vllm.client import ServerFacts, ServerRefusedError, VLLMClient
+from gruppo.rollout.vllm.server import VLLMServerBackend, check_server
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import tiny_model
 from tests.processes import run_together
@@ -377,6 +377,42 @@ def test_another_model_is_refused_by_name(double: Double) -> None:
         backend_of(double, model)
     model.config._name_or_path = "/somewhere/model/"
     backend_of(double, model)  # the same name in another folder
+
+
+@pytest.mark.parametrize(
+    ("policy", "model", "root", "same"),
+    [
+        ("org/model", "org/model", "org/model", True),
+        ("org-a/model", "org-b/model", "org-b/model", False),
+        ("org/model", "policy", "org/model", True),
+        ("/runs/a/checkpoint-100", "/runs/b/checkpoint-100", "/runs/b/checkpoint-100", False),
+        ("/runs/a/../b/checkpoint-100/", "/runs/b/checkpoint-100", "/runs/b/checkpoint-100", True),
+        ("/runs/a/checkpoint-100", "/runs/a/checkpoint-100", "/copies/of-it", True),  # --served-model-name
+        ("/runs/a/checkpoint-100", "a/checkpoint-100", "a/checkpoint-100", True),  # from where it was started
+        ("runs/here", "{tmp}/runs/here", "{tmp}/runs/here", True),  # a folder of the trainer's
+        ("runs/here", "/else/runs/here", "/else/runs/here", False),
+        ("model", "org/model", "org/model", True),
+    ],
+)
+def test_which_names_mean_the_same_model(
+    policy: str, model: str, root: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs/here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    names = {"model": model.format(tmp=tmp_path), "root": root.format(tmp=tmp_path)}
+    facts = ServerFacts(
+        "1", "0.24.0", **names, context_length=9, logprobs_mode="", transfer=None, unpickles=False, workers=1
+    )
+    if same:
+        check_server(facts, "url", policy, logps=False)
+        return
+    with pytest.raises(ConfigError, match=f"serves .* the policy is .*--served-model-name {policy}"):
+        check_server(facts, "url", policy, logps=False)
+
+
+def test_a_policy_without_a_name_is_said_not_to_be_compared(double: Double, caplog: pytest.LogCaptureFixture) -> None:
+    backend_of(double, tiny_model())
+    assert "The policy has no name or folder" in caplog.text
 
 
 def test_handles_do_not_leave_the_machine(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ these and half from those.
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
@@ -175,10 +176,16 @@ def _is_main() -> bool:
 def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> None:
     """Raise for a server that cannot be what the trainer samples from."""
     check_version(facts.version, f"the server at {url}")
-    if policy and _last(policy) not in (_last(facts.model), _last(facts.root)):
+    if not policy:
+        logger.warning(
+            f"The policy has no name or folder: it cannot be compared with what the server at {url} serves, "
+            f"{facts.model!r}."
+        )
+    elif not any(_is_same(policy, served) for served in (facts.model, facts.root)):
         raise ConfigError(
             f"The server at {url} serves {facts.model!r} (from {facts.root!r}), but the policy is {policy!r}. Start "
-            f"it with `gruppo vllm-serve {policy}`."
+            f"it with `gruppo vllm-serve {policy}`; a copy of the policy in another place with --served-model-name "
+            f"{policy}."
         )
     if logps and facts.logprobs_mode != "processed_logprobs":
         raise ConfigError(
@@ -186,6 +193,27 @@ def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> N
             "from, and the correction of the sampler needs those. Start it with `gruppo vllm-serve MODEL`, or with "
             "--logprobs-mode processed_logprobs."
         )
+
+
+def _is_same(policy: str, served: str) -> bool:
+    """Whether two names can mean the same model, as far as they tell.
+
+    Names of the hub are compared as a whole, and so are folders that are known in full. A folder and a name, or a
+    folder that the server knows from where it was started, have only their last part in common.
+    """
+    if _is_of_the_hub(policy) and _is_of_the_hub(served):
+        return policy == served
+    folder = Path(policy).resolve() if Path(policy).is_dir() else Path(policy)
+    if folder.is_absolute() and Path(served).is_absolute():
+        return folder.resolve() == Path(served).resolve()
+    return _last(policy) == _last(served)
+
+
+def _is_of_the_hub(name: str) -> bool:
+    owner, slash, model = name.partition("/")
+    return (
+        bool(owner and slash and model) and "/" not in model and owner not in (".", "..") and not Path(name).is_dir()
+    )
 
 
 def _last(name: str) -> str:
