@@ -326,6 +326,14 @@ def test_one_that_is_frozen_here_ends_the_run(moment: str, act: str, victim: int
 
 
 @pytest.mark.slow
+def test_one_that_is_stopped_and_holds_the_store_does_not_keep_the_others(tmp_path: Path) -> None:
+    codes, said, seconds = run(tmp_path, "rewards", "freeze", 0, seconds=45.0, ddp_timeout=9, store="tcp")
+    assert codes[1] == LOST
+    assert seconds > 10, "the other one had ended long before"
+    assert "process 0, or who else holds the store, has not answered for" in said[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [

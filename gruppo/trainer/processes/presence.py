@@ -172,6 +172,7 @@ class Presence:
                 return SystemExit(self.verdict.code)
             if self.verdict is not None:
                 return ProcessLostError(f"{self.verdict.said}. This process ends too.")
+            self._watch.end_if_stuck()
         self._watch.end("failed", _short(error), self._failed_in)
         return error
 
@@ -180,7 +181,8 @@ class _Watch:
     """The thread of a process that says its line, and hears those of the others.
 
     Only this thread speaks to its store: a client of a store is not for two. It is no daemon, and nobody's end is
-    missed: a program that ends waits until the thread is out of the store, in which no call takes longer than `CALL`.
+    missed: a program that ends waits until the thread is out of the store, in which no call takes longer than `CALL`
+    if the store answers at all.
     """
 
     def __init__(self, presence: Presence, store: Any):
@@ -195,6 +197,7 @@ class _Watch:
         self._ended = threading.Event()
         self._last: Line | None = None  # what is said at the end
         self._beat = 0
+        self._turned = time.monotonic()
         self._said_late = False
         self._thread = threading.Thread(target=self._run, name="gruppo-presence", daemon=False)
 
@@ -215,10 +218,19 @@ class _Watch:
         if self._thread.is_alive():
             logger.warning("The thread that watches the other processes is still waiting for the store.")
 
+    def end_if_stuck(self) -> None:
+        """End the program at once if its thread sits in a store that a stopped process holds: it would wait for ever.
+
+        The limit on calls does not help. It is on what the store waits for, not on a store that says nothing.
+        """
+        seconds = time.monotonic() - self._turned
+        if seconds > self.register.silence and self._thread.is_alive():
+            self._exit(Verdict(f"process 0, or who else holds the store, has not answered for {seconds:.0f} s"))
+
     def _run(self) -> None:
         due = time.monotonic()
         while not self._ended.is_set() and threading.main_thread().is_alive():
-            verdict = None
+            self._turned, verdict = time.monotonic(), None
             try:
                 self._say(self.presence.line())
                 self._spoken.set()
@@ -301,11 +313,14 @@ class _Watch:
         with suppress(RuntimeError, OSError):  # of the store, if nobody is there to hear it
             self.store.add("heard", 1)
         own = self.presence.line()
-        if self._ended.wait(GRACE if verdict.code == LOST else 2 * BEAT):  # so long that the others hear of it
-            return
+        if not self._ended.wait(GRACE if verdict.code == LOST else 2 * BEAT):  # so long that the others hear of it
+            self._exit(verdict, own)
+
+    def _exit(self, verdict: Verdict, own: Line | None = None) -> None:
         sys.stdout.flush()
         print(
-            f"gruppo: {verdict.said}. Process {self.presence.rank}, {own}, ends too, with code {verdict.code}.",
+            f"gruppo: {verdict.said}. Process {self.presence.rank}, {own or self.presence.line()}, ends too, "
+            f"with code {verdict.code}.",
             file=sys.stderr,
             flush=True,
         )
