@@ -1,6 +1,8 @@
 """The client against a server that is down, slow, broken or another one: a clear error or a retry, never a hang."""
 
+import threading
 import time
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -123,26 +125,60 @@ def test_every_call_has_a_time_limit(double: Double) -> None:
     assert len(double.calls("/v1/models")) == 1, "whoever is too slow is not asked twice"
 
 
-def test_an_answer_that_comes_in_drops_does_not_get_more_time(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+DROPS = {
+    "status": (b"", b"HTTP/1.1 200 " + b"O" * 99),
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"X-Long: " + b"x" * 99),
+    "body": (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n", b" " * 99),
+    "body until the end": (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", b" " * 99),
+    "chunk sizes": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"0" * 99),
+}
+
+
+@pytest.mark.parametrize("part", DROPS)
+def test_an_answer_that_comes_in_drops_does_not_get_more_time(
+    part: str, double: Double, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.rollout.vllm_doubles import _Handler
 
     def drops(self: Any, method: str, body: Any) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "100")
-        self.end_headers()
-        for _ in range(100):
-            try:
-                self.wfile.write(b" ")
+        at_once, slowly = DROPS[part]
+        self.close_connection = True
+        try:
+            for sent in [at_once, *(slowly[i : i + 1] for i in range(len(slowly)))]:
+                self.wfile.write(sent)
                 self.wfile.flush()
-            except OSError:
-                return
-            time.sleep(0.05)
+                time.sleep(0.05)
+        except OSError:
+            return
 
     monkeypatch.setattr(_Handler, "_reply", drops)
     start = time.monotonic()
     with pytest.raises(ServerDownError, match=r"had no answer within 0.3 s"):
         client_of(double, timeout=0.3).get("/v1/models")
     assert time.monotonic() - start < 2
+
+
+def test_connecting_has_the_same_limit(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may have many addresses, none of which answers; each of them is tried for as long as all may take."""
+    connect, closed = HTTPConnection.connect, threading.Event()
+
+    def slow(self: Any) -> None:
+        time.sleep(2.0)
+        connect(self)
+
+    def close(self: Any) -> None:
+        if self.sock is not None:
+            self.sock.close()
+            closed.set()
+
+    monkeypatch.setattr(HTTPConnection, "connect", slow)
+    monkeypatch.setattr(HTTPConnection, "close", close)
+    client, start = client_of(double, timeout=0.2), time.monotonic()
+    with pytest.raises(ServerDownError, match=r"had no answer within 0\.2 s"):
+        client.get("/v1/models")
+    assert time.monotonic() - start < 1.8
+    assert closed.wait(10.0), "a connection that comes too late is not kept"
+    assert not double.log
 
 
 # ---- broken

@@ -192,9 +192,17 @@ def test_answers_of_an_engine() -> None:
         engine_answers(SimpleNamespace(outputs=[output(at[:1])]))
 
 
-@pytest.mark.parametrize("version", ["0.24.0", "0.24.1.dev3+g12", "v0.27.9"])
-def test_known_releases(version: str) -> None:
+@pytest.mark.parametrize("version", ["0.24.0", "0.24.1.dev3+g12"])
+def test_known_releases(version: str, caplog: pytest.LogCaptureFixture) -> None:
     check_version(version, "here")
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "v0.27.9"])
+def test_releases_that_were_not_tried(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    check_version(version, "here")
+    assert f"vLLM {version} of here has not been tried: what is used of it was read and run in 0.24." in caplog.text
+    assert "up to 0.27 are accepted" in caplog.text
 
 
 @pytest.mark.parametrize("version", ["0.23.2", "0.28.0", "1.0", "dev", ""])

@@ -4,10 +4,12 @@ import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
@@ -15,10 +17,11 @@ from gruppo.errors import ConfigError, RolloutError
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.vllm import client as client_module
 from gruppo.rollout.vllm import transfer
-from gruppo.rollout.vllm.client import ServerRefusedError, VLLMClient
-from gruppo.rollout.vllm.server import VLLMServerBackend
+from gruppo.rollout.vllm.client import ServerFacts, ServerRefusedError, VLLMClient
+from gruppo.rollout.vllm.server import VLLMServerBackend, check_server
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import tiny_model
+from tests.processes import run_together
 from tests.rollout.vllm_doubles import Double, serving, share_bytes
 from tests.trainer.runs import slow_scores
 
@@ -376,6 +379,42 @@ def test_another_model_is_refused_by_name(double: Double) -> None:
     backend_of(double, model)  # the same name in another folder
 
 
+@pytest.mark.parametrize(
+    ("policy", "model", "root", "same"),
+    [
+        ("org/model", "org/model", "org/model", True),
+        ("org-a/model", "org-b/model", "org-b/model", False),
+        ("org/model", "policy", "org/model", True),
+        ("/runs/a/checkpoint-100", "/runs/b/checkpoint-100", "/runs/b/checkpoint-100", False),
+        ("/runs/a/../b/checkpoint-100/", "/runs/b/checkpoint-100", "/runs/b/checkpoint-100", True),
+        ("/runs/a/checkpoint-100", "/runs/a/checkpoint-100", "/copies/of-it", True),  # --served-model-name
+        ("/runs/a/checkpoint-100", "a/checkpoint-100", "a/checkpoint-100", True),  # from where it was started
+        ("runs/here", "{tmp}/runs/here", "{tmp}/runs/here", True),  # a folder of the trainer's
+        ("runs/here", "/else/runs/here", "/else/runs/here", False),
+        ("model", "org/model", "org/model", True),
+    ],
+)
+def test_which_names_mean_the_same_model(
+    policy: str, model: str, root: str, same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs/here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    names = {"model": model.format(tmp=tmp_path), "root": root.format(tmp=tmp_path)}
+    facts = ServerFacts(
+        "1", "0.24.0", **names, context_length=9, logprobs_mode="", transfer=None, unpickles=False, workers=1
+    )
+    if same:
+        check_server(facts, "url", policy, logps=False)
+        return
+    with pytest.raises(ConfigError, match=f"serves .* the policy is .*--served-model-name {policy}"):
+        check_server(facts, "url", policy, logps=False)
+
+
+def test_a_policy_without_a_name_is_said_not_to_be_compared(double: Double, caplog: pytest.LogCaptureFixture) -> None:
+    backend_of(double, tiny_model())
+    assert "The policy has no name or folder" in caplog.text
+
+
 def test_handles_do_not_leave_the_machine(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VLLMClient, "is_loopback", False)
     with pytest.raises(ConfigError, match=r"handles are pickled: it must listen on 127.0.0.1.*nccl"):
@@ -452,3 +491,48 @@ def test_an_error_ends_the_wait_for_the_others(double: Double) -> None:
 def test_a_backend_in_this_process_cannot_ask_without_waiting() -> None:
     with pytest.raises(NotImplementedError, match="RolloutBackend samples in this process"):
         RolloutBackend().begin(REQUESTS)
+
+
+# ---- several processes
+
+
+@pytest.mark.medium
+def test_processes_agree_on_a_server_that_was_started_between_their_looks(double: Double, tmp_path: Path) -> None:
+    double.before["/restart"] = double.restart
+    (tmp_path / "url").write_text(double.url)
+    run_together(2, "tests.rollout.test_vllm_server", tmp_path)
+
+
+def main(folder: Path) -> None:
+    """One process looks before the server starts again, the other after it: first this, then that one."""
+    rank = PartialState(cpu=True).process_index
+    transfer.share = share_bytes
+    model = tiny_model()
+    backend = backend_of(SimpleNamespace(url=(folder / "url").read_text()), model)  # type: ignore[arg-type]
+    backend.refresh()
+    look = backend._notice_restart
+
+    def restart() -> None:
+        with pytest.raises(ServerRefusedError):  # of a path that there is not; what comes before it happens
+            backend.client.get("/restart")
+
+    for first in (0, 1):
+
+        def one_after_the_other(first: int = first) -> None:
+            backend._notice_restart = look  # type: ignore[method-assign]
+            if rank == first:
+                look()
+                restart()
+            torch.distributed.barrier()
+            if rank != first:
+                look()
+
+        backend._notice_restart = one_after_the_other  # type: ignore[method-assign]
+        backend.refresh()
+        assert_sampled_from(model, backend.sample(REQUESTS))
+        torch.distributed.barrier()
+    if rank == 0:
+        restart()
+    torch.distributed.barrier()
+    with pytest.raises(RolloutError, match=r"was started again\. .*resume from the last checkpoint"):
+        backend.sample(REQUESTS)

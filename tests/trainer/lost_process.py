@@ -1,13 +1,17 @@
-"""Two processes, one of which dies, fails or sleeps at a moment of a run; run by test_presence.py."""
+"""Two processes, one of which dies, fails, sleeps or freezes at a moment of a run; run by test_presence.py."""
 
+import ctypes
 import json
 import os
 import signal
+import subprocess
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from gruppo.trainer.processes import attendance
 from tests import zero
@@ -28,7 +32,7 @@ class Mishap:
         if moment != self.moment or self.victim != RANK:
             return
         self.times += 1
-        if self.times < 2 or (self.times > 2 and self.act in ("sleep", "signal")):
+        if self.times < 2 or (self.times > 2 and self.act in ("sleep", "signal", "freeze", "hold")):
             return
         time.sleep(0.3)  # its line is written a moment later
         if self.act == "kill":
@@ -37,7 +41,13 @@ class Mishap:
             raise ValueError("broken on purpose")
         if self.act == "signal":
             os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(self.seconds)
+        if self.act == "freeze":
+            subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.act == "hold":  # as a regular expression that never ends does: no other thread of Python runs
+            ctypes.PyDLL(None).usleep(int(self.seconds * 1e6))
+        else:
+            time.sleep(self.seconds)
 
 
 class Benchmarks:
@@ -60,6 +70,7 @@ def main(folder: Path) -> None:
     if (stage := facts.pop("zero", None)) is not None:
         zero.prepare()
         os.environ.pop("ACCELERATE_USE_CPU")
+    _set_pg_timeout(timedelta(seconds=deadline))  # as the group of a run
     mishap = Mishap(**facts)
 
     def reward(completions: list[Any], **kwargs: Any) -> list[float]:

@@ -2,13 +2,15 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from gruppo.trainer.books.metrics import MetricStore
 from gruppo.trainer.books.profiling import Stopwatch
-from gruppo.trainer.processes.balancing import Move, max_over_mean, plan_moves, spread_of, units_of
+from gruppo.trainer.processes.balancing import Move, max_over_mean, plan_moves, spread_of, straggler_report, units_of
 from gruppo.types import TrainBatch
 from tests.processes import run_together
 from tests.trainer.scripted import relative_difference
@@ -75,6 +77,26 @@ def test_what_is_logged() -> None:
     assert max_over_mean([0, 0]) == 1.0
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert all(f"| `{key}` |" in page for key in spread_of([1], [1], [1.0]))
+
+
+def test_the_slowest_process_is_not_averaged() -> None:
+    """Of several updates between two logs; the other numbers are."""
+    took: list[list[float]] = []
+    accelerator = SimpleNamespace(device="cpu", gather=lambda mine: torch.tensor([[6, s] for s in took.pop(0)]))
+    trainer = SimpleNamespace(
+        accelerator=accelerator,
+        metrics=MetricStore(accelerator),  # type: ignore[arg-type]
+        packed=None,
+        presence=SimpleNamespace(take_seconds=lambda phase: 0.0),
+        _stopwatch=SimpleNamespace(take=lambda: 1.0),
+        ledger=SimpleNamespace(update_tokens=6),
+    )
+    took += [[3.0, 1.0, 2.0], [1.0, 1.0, 4.0]]
+    for _ in range(2):
+        trainer.metrics.add("train", straggler_report(trainer, []))
+    logged = trainer.metrics.take("train")
+    assert logged["balance/slowest_rank"] == 2.0
+    assert logged["balance/seconds_max_over_mean"] == 1.75
 
 
 def test_a_stopwatch_forgets_what_was_taken() -> None:

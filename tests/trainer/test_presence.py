@@ -40,7 +40,7 @@ def test_a_line_says_what_its_process_is_doing() -> None:
     ("line", "now", "said"),
     [
         (WORKING, 19.0, None),
-        (WORKING, 21.0, "process 1 (pid 7 on far) died, or its host did: nothing was heard of it for 21 s"),
+        (WORKING, 21.0, "process 1 (pid 7 on far) died or is frozen, or its host: nothing was heard of it for 21 s"),
         (replace(WORKING, state="left"), 99.0, None),
         (
             replace(WORKING, state="failed", said="OSError: no"),
@@ -83,10 +83,61 @@ def test_work_that_the_others_wait_for_has_a_deadline() -> None:
 
 def test_whom_the_others_wait_for_is_said() -> None:
     slow = replace(WORKING, seconds=64.0)
-    assert register(replace(WAITING, seconds=31.0), slow).late() == (
-        "Waiting for process 1 (sampling in update 7, for 64 s) since 31 s."
+    assert register(replace(WAITING, seconds=31.0), slow).late(1.0) == (
+        "Waiting for process 1 (sampling in update 7, for 65 s) since 31 s."
     )
-    assert register(replace(WAITING, seconds=29.0), slow).late() is None
+    assert register(replace(WAITING, seconds=29.0), slow).late(1.0) is None
+
+
+# On this host, and alive: what a process that is frozen said last stays there.
+FROZEN = replace(Line.here(), beat=1, phase="asking the rewards", seconds=3.0, update=7)
+
+
+def frozen(*others: Line, line: Line = FROZEN, now: float) -> Register:
+    """Process 0 is frozen since 0, the others are heard of now."""
+    made = register(line)
+    for process, other in enumerate(others, start=1):
+        made.note(process, other, now)
+    return made
+
+
+@pytest.mark.parametrize("phase", ["asking the rewards", ""])
+@pytest.mark.parametrize("others", ["", "updating"])
+def test_one_that_is_frozen_here_is_named_and_has_the_same_deadline(phase: str, others: str) -> None:
+    """Whatever it was doing, and where the others are in a pass that holds exchanges, too."""
+    line, says = replace(FROZEN, phase=phase), str(replace(FROZEN, phase=phase))
+    for now, waits in ((90.0, 120.0), (120.0, 90.0)):
+        made = frozen(replace(WAITING, phase=others, seconds=waits), line=line, now=now)
+        assert made.lost(now) is None, "one of the two has not been long enough"
+        assert made.late(now) == (
+            f"Waiting for process 0 ({says}, for {now + 3 * bool(phase):.0f} s; it is alive, but silent for "
+            f"{now:.0f} s) since {waits:.0f} s."
+        )
+    assert frozen(replace(WAITING, phase=others, seconds=120.0), line=line, now=120.0).lost(120.0) == (
+        f"process 0 (pid {os.getpid()} on {line.host}) did not come back within 100 s (ddp_timeout) from {says}, and "
+        "others wait; it is alive, but silent for 120 s"
+    )
+
+
+def test_nobody_waits_for_one_that_is_frozen_if_all_are() -> None:
+    assert register(FROZEN, replace(FROZEN, phase="")).lost(999.0) is None
+
+
+def test_one_that_was_asked_to_stop_and_froze_is_overdue() -> None:
+    made = register(WAITING, replace(FROZEN, stopping=1.0), stop_within=10.0)
+    assert made.overdue(8.0) is None
+    assert "process 1 (asking the rewards in update 7, for 33 s; it is alive" in (made.overdue(30.0) or "")
+
+
+def test_while_the_reader_was_away_nobody_was_silent() -> None:
+    """A reward that holds the interpreter in all processes at once is not the death of those that end last."""
+    made = register(WAITING, WORKING)
+    for now in (1.0, 2.0, 62.0, 63.0):
+        made.look(now)
+    assert made.lost(63.0) is None
+    for now in range(64, 90):
+        made.look(float(now))
+    assert "nothing was heard of it for" in (made.lost(90.0) or "")
 
 
 def test_phases_are_nested() -> None:
@@ -209,8 +260,8 @@ def test_a_run_that_cannot_stop_in_time_ends(victim: int, tmp_path: Path) -> Non
 )
 def test_when_a_stop_is_overdue(changes: dict[str, Any], is_overdue: bool) -> None:
     made = register(WAITING, replace(WORKING, **changes), stop_within=10.0)
-    assert (made.overdue() is not None) == is_overdue
-    assert register(WAITING, replace(WORKING, **changes)).overdue() is None, "without a limit"
+    assert (made.overdue(0.5) is not None) == is_overdue
+    assert register(WAITING, replace(WORKING, **changes)).overdue(0.5) is None, "without a limit"
 
 
 def test_only_the_thread_speaks_to_its_store() -> None:
@@ -251,11 +302,46 @@ def test_slow_is_not_dead(tmp_path: Path) -> None:
     assert "Waiting for process 1 (asking the rewards in update 2" in said[0]
 
 
+@pytest.mark.medium
+def test_one_that_holds_the_interpreter_here_is_waited_for(tmp_path: Path) -> None:
+    codes, said, _ = run(tmp_path, "rewards", "hold", 1, seconds=8.0, patience=5.5)
+    assert codes == (0, 0), said
+    assert "Waiting for process 1 (asking the rewards in update 2" in said[0]
+    assert "it is alive, but silent for" in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moment", "act", "victim"),
+    [("rewards", "freeze", 1), ("rewards", "freeze", 0), ("rewards", "hold", 1), ("update", "freeze", 1)],
+)
+def test_one_that_is_frozen_here_ends_the_run(moment: str, act: str, victim: int, tmp_path: Path) -> None:
+    """It is stopped, or holds the interpreter; when it comes to itself, the other one has ended."""
+    codes, said, _ = run(tmp_path, moment, act, victim, seconds=25.0, ddp_timeout=9, patience=5.5)
+    assert 0 not in codes
+    assert f"Waiting for process {victim} (" in said[1 - victim]
+    assert f"process {victim} (pid " in said[1 - victim]
+    assert f"did not come back within 9 s (ddp_timeout) from {PHASES[moment]} in update 2" in said[1 - victim]
+    assert "it is alive, but silent for" in said[1 - victim]
+
+
+@pytest.mark.slow
+def test_one_that_is_stopped_and_holds_the_store_does_not_keep_the_others(tmp_path: Path) -> None:
+    codes, said, seconds = run(tmp_path, "rewards", "freeze", 0, seconds=45.0, ddp_timeout=9, store="tcp")
+    assert codes[1] == LOST
+    assert seconds > 10, "the other one had ended long before"
+    assert "process 0, or who else holds the store, has not answered for" in said[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        ({"act": "kill", "victim": 1, "elsewhere": True}, "died, or its host did: nothing was heard of it for"),
+        (
+            {"act": "kill", "victim": 1, "elsewhere": True},
+            "died or is frozen, or its host: nothing was heard of it for",
+        ),
+        ({"act": "hold", "victim": 1, "seconds": 15.0, "elsewhere": True}, "died or is frozen, or its host"),
         ({"act": "kill", "victim": 0, "store": "tcp"}, "process 0"),
         ({"act": "raise", "victim": 0, "store": "tcp"}, "On process 0: RewardError: The reward 'reward' failed"),
         ({"act": "sleep", "victim": 1, "seconds": 60.0, "ddp_timeout": 8}, "process 1"),

@@ -9,7 +9,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from gruppo.config.vllm import SHAPING
 from gruppo.engine.settings import merged_config
-from gruppo.errors import RolloutError
+from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.modes import weights_version
 from gruppo.policy.weights import check_copyable, named_weights
 from gruppo.rollout.base import RolloutBackend
@@ -82,10 +82,13 @@ class VLLMBackend(RolloutBackend):
         if PartialState().num_processes == 1:
             self.refresh()
         elif self._is_stale():
-            raise RolloutError(
-                "vLLM holds other weights than the policy. With several processes all of them must renew it together: "
-                "call trainer.backend.refresh() on each before sampling."
-            )
+            raise RolloutError(self._why_stale())
+
+    def _why_stale(self) -> str:
+        return (
+            "vLLM holds other weights than the policy. With several processes all of them must renew it together: "
+            "call trainer.backend.refresh() on each before sampling."
+        )
 
     def forget(self) -> None:
         """What the copy holds is not known any more."""
@@ -140,7 +143,7 @@ def walked(policy: Any, send: Callable[[Any], None] | None) -> None:
     agreed(error)
 
 
-def agreed(error: RolloutError | None) -> None:
+def agreed(error: RolloutError | ConfigError | None) -> None:
     """Raise the main process's error on all of them, so that none waits for one that has gone."""
     if PartialState().num_processes > 1:
         said = broadcast_object_list([None if error is None else str(error)])[0]

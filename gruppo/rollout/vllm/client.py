@@ -1,12 +1,14 @@
 """HTTP to a stock vLLM server. This module, and no other of the package, opens connections on its own.
 
-Every call has a time limit, the whole of it and not only between two packets. Calls that only ask (`get`, and
+Every call has a time limit, the whole of it, from finding the address to the last byte, and not only between two
+packets. Calls that only ask (`get`, and
 completions, whose seeds make them repeatable) may be asked again when the server does not answer. Calls that change
 the server, weight updates above all, are made once: whether one that failed took effect is not known, and whoever
 asked has to begin anew.
 """
 
 import http.client
+import io
 import json
 import logging
 import threading
@@ -19,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gruppo.errors import ConfigError, RolloutError
+from gruppo.rollout.vllm.threads import started
 
 logger = logging.getLogger(__name__)
 
@@ -71,15 +74,12 @@ class Line:
         self._sockets: set[Any] = set()
         self._given_up = threading.Event()
 
-    def join(self, connection: http.client.HTTPConnection) -> Any:
-        """Connect; on a line that was given up, an error."""
-        connection.connect()
-        assert connection.sock is not None
+    def join(self, connected: Any) -> None:
+        """On a line that was given up, an error."""
         with self._lock:
             if self._given_up.is_set():
                 raise ConnectionAbortedError("the call was given up")
-            self._sockets.add(connection.sock)
-        return connection.sock
+            self._sockets.add(connected)
 
     def leave(self, connected: Any) -> None:
         with self._lock:
@@ -187,10 +187,9 @@ class VLLMClient:
 
     def own_address(self) -> str:
         """The address of this machine as the server sees it."""
-        connection = self._connect(HEALTH_SECONDS)
+        connection = self._connection(HEALTH_SECONDS)
         try:
-            connection.connect()
-            return str(connection.sock.getsockname()[0])
+            return str(_connected(connection, time.monotonic() + HEALTH_SECONDS).getsockname()[0])
         except OSError as error:
             raise ServerDownError(f"{self.url} cannot be reached: {error}") from error
         finally:
@@ -212,7 +211,7 @@ class VLLMClient:
                 line.sleep(POLL_SECONDS * attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    def _connect(self, timeout: float) -> http.client.HTTPConnection:
+    def _connection(self, timeout: float) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         return kind(self.host, self._port, timeout=timeout)
 
@@ -220,21 +219,22 @@ class VLLMClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float, line: Line | None = None
     ) -> dict[str, Any]:
         where, deadline = f"{method} {self.url}{path}", time.monotonic() + seconds
-        connection, connected = self._connect(seconds), None
+        connection, connected, line = self._connection(seconds), None, line or Line()
         try:
-            connected = None if line is None else line.join(connection)
+            connected = _connected(connection, deadline)
+            line.join(connected)
             payload = None if body is None else json.dumps(body).encode()
             headers = {} if payload is None else {"Content-Type": "application/json"}
+            connection.response_class = _response_by(deadline)
             connection.request(method, self._prefix + path, payload, headers)
             response = connection.getresponse()
-            text = _read(connection, response, deadline)
+            text = _read(response)
         except TimeoutError as error:
             raise ServerDownError(f"{where} had no answer within {seconds:g} s (vllm_request_timeout).") from error
         except (OSError, http.client.HTTPException) as error:
             raise ServerDownError(f"{where} failed: {type(error).__name__}: {error}.") from error
         finally:
-            if line is not None and connected is not None:
-                line.leave(connected)
+            line.leave(connected)
             connection.close()
         if response.status in BUSY:
             raise ServerDownError(f"{where}: status {response.status}. {_message(text)}")
@@ -243,16 +243,59 @@ class VLLMClient:
         return _parsed(text, where)
 
 
-def _read(connection: http.client.HTTPConnection, response: http.client.HTTPResponse, deadline: float) -> bytes:
-    """The body; a server that sends it drop by drop does not get more time."""
+def _connected(connection: http.client.HTTPConnection, deadline: float) -> Any:
+    """The socket, once it is connected: finding the addresses of a name, and trying each, has no limit of its own."""
+    attempt = started(connection.connect)
+    try:
+        attempt.result(max(deadline - time.monotonic(), 0.0))
+        connection.sock.settimeout(_left(deadline))
+    except TimeoutError:
+        attempt.add_done_callback(lambda _: connection.close())
+        raise
+    return connection.sock
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the time of the call is over")
+    return left
+
+
+class _InTime(io.RawIOBase):
+    """What a socket receives until a deadline: whoever sends drop by drop does not get more time."""
+
+    def __init__(self, received: Any, connected: Any, deadline: float):
+        self.received, self.connected, self.deadline = received, connected, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self.connected.settimeout(_left(self.deadline))
+        count: int | None = self.received.readinto(buffer)
+        return count
+
+    def close(self) -> None:
+        self.received.close()
+        super().close()
+
+
+def _response_by(deadline: float) -> type[http.client.HTTPResponse]:
+    """Responses of which status, headers and body must be there by then."""
+
+    class Response(http.client.HTTPResponse):
+        def __init__(self, sock: Any, *args: Any, **settings: Any):
+            super().__init__(sock, *args, **settings)
+            self.fp = io.BufferedReader(_InTime(self.fp.detach(), sock, deadline))  # type: ignore[attr-defined]
+
+    return Response
+
+
+def _read(response: http.client.HTTPResponse) -> bytes:
     parts = []
     while part := response.read1(READ_BYTES):
         parts.append(part)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the answer did not end in time")
-        if connection.sock is not None:
-            connection.sock.settimeout(left)
     if response.length:  # read1 ends where the connection does
         raise http.client.IncompleteRead(b"".join(parts), response.length)
     return b"".join(parts)

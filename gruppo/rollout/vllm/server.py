@@ -11,14 +11,16 @@ these and half from those.
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.loading import model_name
 from gruppo.policy.unwrap import inner_model
-from gruppo.rollout.vllm.base import VLLMBackend, walked
+from gruppo.rollout.vllm.base import VLLMBackend, agreed, walked
 from gruppo.rollout.vllm.client import Line, ServerDownError, ServerFacts, VLLMClient
 from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.rollout.vllm.requests import Answer, Ask, http_answers, http_request
@@ -56,6 +58,7 @@ class VLLMServerBackend(VLLMBackend):
         self.context_length = self.facts.context_length
         self.sender = make_sender(client, self.facts, group_port=group_port) if _is_main() else None
         self._in_flight: InFlight | None = None  # the latest; it may have landed
+        self._restarted = False  # and has not been sent the weights since
 
     # ---- weights
 
@@ -68,20 +71,46 @@ class VLLMServerBackend(VLLMBackend):
         self.client.wait_until_up(self.start_timeout, self.pause)
         if self.client.instance() == self.facts.instance:
             return
-        logger.warning(f"The vLLM server at {self.client.url} was started again; it is sent the weights once more.")
+        logger.warning(f"The vLLM server at {self.client.url} was started again, and has lost the weights.")
         self.forget()
+        self._restarted = True
         facts = self.client.facts()
         check_server(facts, self.client.url, model_name(inner_model(self.policy())), logps=self.logps)
         self.facts, self.context_length = facts, facts.context_length
 
+    def _why_stale(self) -> str:
+        return self._cannot_send("was started again") if self._restarted else super()._why_stale()
+
+    def _cannot_send(self, what: str) -> str:
+        return (
+            f"The vLLM server at {self.client.url} {what}. With several processes the run cannot send it the weights "
+            "again by itself; resume from the last checkpoint."
+        )
+
     def _renew(self) -> None:
         self._settle()
         PartialState().wait_for_everyone()  # no process has a request out
+        self._agree_on_server()
+        self._restarted = False
         sender = self.sender
         walked(
             self.policy(),
             None if sender is None else lambda weights: push(self.client, sender, self.facts, weights),
         )
+
+    def _agree_on_server(self) -> None:
+        """Weights go to the server that the main process sees now; it may have started again between two looks."""
+        if PartialState().num_processes == 1:
+            return
+        error: RolloutError | ConfigError | None = None
+        if _is_main():
+            try:
+                self._notice_restart()
+            except (RolloutError, ConfigError) as failure:
+                error = failure
+        agreed(error)
+        self.facts = broadcast_object_list([self.facts])[0]
+        self.context_length = self.facts.context_length
 
     def _settle(self) -> None:
         if self._in_flight is not None:
@@ -121,10 +150,7 @@ class VLLMServerBackend(VLLMBackend):
                     raise  # it is there, but too slow: asking again would only add to its work
                 what = f"went away while it sampled ({error})"
             if PartialState().num_processes > 1:
-                raise RolloutError(
-                    f"The vLLM server at {self.client.url} {what}. With several processes the run cannot send it the "
-                    "weights again by itself; resume from the last checkpoint."
-                )
+                raise RolloutError(self._cannot_send(what))
             logger.warning(f"The vLLM server at {self.client.url} {what}; asking again when it is there.")
         raise RolloutError(f"The vLLM server at {self.client.url} {what}, {RESTARTS + 1} times in one generation.")
 
@@ -150,10 +176,16 @@ def _is_main() -> bool:
 def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> None:
     """Raise for a server that cannot be what the trainer samples from."""
     check_version(facts.version, f"the server at {url}")
-    if policy and _last(policy) not in (_last(facts.model), _last(facts.root)):
+    if not policy:
+        logger.warning(
+            f"The policy has no name or folder: it cannot be compared with what the server at {url} serves, "
+            f"{facts.model!r}."
+        )
+    elif not any(_is_same(policy, served) for served in (facts.model, facts.root)):
         raise ConfigError(
             f"The server at {url} serves {facts.model!r} (from {facts.root!r}), but the policy is {policy!r}. Start "
-            f"it with `gruppo vllm-serve {policy}`."
+            f"it with `gruppo vllm-serve {policy}`; a copy of the policy in another place with --served-model-name "
+            f"{policy}."
         )
     if logps and facts.logprobs_mode != "processed_logprobs":
         raise ConfigError(
@@ -161,6 +193,27 @@ def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> N
             "from, and the correction of the sampler needs those. Start it with `gruppo vllm-serve MODEL`, or with "
             "--logprobs-mode processed_logprobs."
         )
+
+
+def _is_same(policy: str, served: str) -> bool:
+    """Whether two names can mean the same model, as far as they tell.
+
+    Names of the hub are compared as a whole, and so are folders that are known in full. A folder and a name, or a
+    folder that the server knows from where it was started, have only their last part in common.
+    """
+    if _is_of_the_hub(policy) and _is_of_the_hub(served):
+        return policy == served
+    folder = Path(policy).resolve() if Path(policy).is_dir() else Path(policy)
+    if folder.is_absolute() and Path(served).is_absolute():
+        return folder.resolve() == Path(served).resolve()
+    return _last(policy) == _last(served)
+
+
+def _is_of_the_hub(name: str) -> bool:
+    owner, slash, model = name.partition("/")
+    return (
+        bool(owner and slash and model) and "/" not in model and owner not in (".", "..") and not Path(name).is_dir()
+    )
 
 
 def _last(name: str) -> str:

@@ -1,24 +1,35 @@
 """Which releases of vLLM are known to speak as this package does."""
 
+import logging
 import re
 
 from gruppo.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 FIRST, FIRST_UNKNOWN = (0, 24), (0, 28)  # 0.28 begins a weight transfer with other fields
+LAST_READ = (0, 24)  # the newest whose source was read, and whose program was run
 
 
 def check_version(version: str, where: str) -> None:
-    """Raise for a release whose protocol is not known to be ours; `where` says whose it is.
+    """Raise for a release whose protocol is not ours, warn of one that nobody looked at; `where` says whose it is.
 
     Example:
         check_version("0.24.1", "the server at http://127.0.0.1:8000")      # fine
+        check_version("0.26.0", "this environment")                         # a warning: … not been tried …
         check_version("0.31.0", "this environment")                         # ConfigError: … 0.24 to 0.27 …
     """
     found = re.match(r"v?(\d+)\.(\d+)", version)
     release = None if found is None else (int(found[1]), int(found[2]))
+    first, last = f"{FIRST[0]}.{FIRST[1]}", f"{FIRST_UNKNOWN[0]}.{FIRST_UNKNOWN[1] - 1}"
     if release is None or not FIRST <= release < FIRST_UNKNOWN:
-        first, last = f"{FIRST[0]}.{FIRST[1]}", f"{FIRST_UNKNOWN[0]}.{FIRST_UNKNOWN[1] - 1}"
         raise ConfigError(
             f"vLLM {version} of {where} is not supported: weights and samples are exchanged as in vLLM {first} to "
             f"{last}. Install one of these: pip install 'vllm=={first}.*'."
+        )
+    if release > LAST_READ:
+        read = f"{LAST_READ[0]}.{LAST_READ[1]}"
+        logger.warning(
+            f"vLLM {version} of {where} has not been tried: what is used of it was read and run in {read}. Releases "
+            f"up to {last} are accepted; if this one fails, pip install 'vllm=={read}.*'."
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PATIENCE = 30.0  # seconds of waiting after which it is said, once, whom one waits for
+PER_LOOK = 3.0  # seconds of silence that one look of the reader can tell of; if more passed, it was away itself
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,26 @@ def _is_alive(pid: int) -> bool:
 class Register:
     """The lines of several processes as they come in, and what follows from them.
 
+    A process that is frozen does not say so: how long one has been away is counted from its last line on, by the clock
+    of the reader.
+
     Example, process 1 was last heard of 21 seconds ago:
         register = Register(silence=20, deadline=1800)
         register.note(1, line, now=0.0)
-        register.lost(now=21.0) == "process 1 (pid 17 on a) died, or its host did: nothing was heard of it for 21 s, …"
+        register.lost(now=21.0) == "process 1 (pid 17 on a) died or is frozen, or its host: nothing was heard …"
     """
 
     def __init__(self, *, silence: float, deadline: float, stop_within: float | None = None):
         self.silence, self.deadline, self.stop_within = silence, deadline, stop_within
         self.lines: dict[int, Line] = {}
         self._heard: dict[int, float] = {}  # when a line last changed, by the clock of the reader
+        self._looked: float | None = None
+
+    def look(self, now: float) -> None:
+        """Begin to read the lines again: while the reader was frozen, or in a slow store, nobody was silent."""
+        away = 0.0 if self._looked is None else max(now - self._looked - PER_LOOK, 0.0)
+        self._heard = {process: heard + away for process, heard in self._heard.items()}
+        self._looked = now
 
     def note(self, process: int, line: Line, now: float) -> None:
         if self.lines.get(process) != line:
@@ -86,46 +97,78 @@ class Register:
         return None
 
     def _wrong(self, process: int, line: Line, now: float) -> str | None:
-        who, quiet = f"process {process} (pid {line.pid} on {line.host})", now - self._heard[process]
+        who, quiet = f"process {process} (pid {line.pid} on {line.host})", self._quiet(process, now)
         if line.state == "failed":
             return f"process {process} failed: {line.said}, while {line}"
         if line.state == "left":
             return None
         if line.is_gone:
             return f"{who} died while {line}"
-        if quiet > self.silence and line.place != _place():
-            return f"{who} died, or its host did: nothing was heard of it for {quiet:.0f} s, while {line}"
-        if line.phase and line.seconds > self.deadline and self._waiting() > self.deadline:
-            return f"{who} did not come back within {self.deadline:.0f} s (ddp_timeout) from {line}, and others wait"
+        if self.is_silent(process, now) and line.place != _place():
+            return f"{who} died or is frozen, or its host: nothing was heard of it for {quiet:.0f} s, while {line}"
+        if min(self._away(process, now), self._waited_for(process, now)) > self.deadline:
+            return (
+                f"{who} did not come back within {self.deadline:.0f} s (ddp_timeout) from {line}, and others wait"
+                f"{self._silent(process, now)}"
+            )
         return None
 
-    def _waiting(self) -> float:
-        """For how long the one that waits longest has done so."""
-        return max(
-            (line.seconds for line in self.lines.values() if line.state == "here" and not line.phase), default=0
-        )
+    def is_silent(self, process: int, now: float) -> bool:
+        return process in self.lines and self._quiet(process, now) > self.silence
 
-    def overdue(self) -> str | None:
+    def _quiet(self, process: int, now: float) -> float:
+        return now - self._heard[process]
+
+    def _away(self, process: int, now: float) -> float:
+        """For how long a process has been in its own work, or, if it only waits, has not said so."""
+        line = self.lines[process]
+        return self._quiet(process, now) + (line.seconds if line.phase else 0.0)
+
+    def _silent(self, process: int, now: float) -> str:
+        quiet = self._quiet(process, now)
+        return f"; it is alive, but silent for {quiet:.0f} s" if self.is_silent(process, now) else ""
+
+    def _waited_for(self, process: int, now: float) -> float:
+        """For how long another one has waited, the longest.
+
+        Passes of the model hold exchanges, so for one that is silent whoever does not come to an end counts.
+        """
+        silent = self.is_silent(process, now)
+        waits = [
+            line.seconds
+            for other, line in self.lines.items()
+            if line.state == "here" and (silent or not line.phase) and not self.is_silent(other, now)
+        ]
+        return max(waits, default=0.0)
+
+    def overdue(self, now: float) -> str | None:
         """Who keeps the run from ending, if it was asked to too long ago; what is being saved is waited for."""
         here = {process: line for process, line in self.lines.items() if line.state == "here"}
-        waited = max((line.stopping for line in here.values()), default=0.0)
+        waited = max(
+            (line.stopping + self._quiet(process, now) for process, line in here.items() if line.stopping), default=0.0
+        )
         saves = any(line.phase == "saving" for line in here.values())
         if self.stop_within is None or waited <= self.stop_within or saves:
             return None
-        busy = [
-            f"process {process} ({line}, for {line.seconds:.0f} s)" for process, line in here.items() if line.phase
-        ]
+        busy = [self._described(process, now) for process in here if self._is_away(process, now)]
         return (
             f"the run was asked to stop {waited:.0f} s ago (stop_timeout={self.stop_within:g}), and its update has "
             f"not ended: {', '.join(busy) or 'all processes wait'}. Updates after the last checkpoint are lost"
         )
 
-    def late(self) -> str | None:
+    def late(self, now: float) -> str | None:
         """Whom the others have been waiting for longer than is usual."""
-        waited = self._waiting()
-        busy = [
-            f"process {process} ({line}, for {line.seconds:.0f} s)"
+        waited = {
+            process: self._waited_for(process, now)
             for process, line in sorted(self.lines.items())
-            if line.state == "here" and line.phase and line.seconds > PATIENCE
-        ]
-        return f"Waiting for {', '.join(busy)} since {waited:.0f} s." if busy and waited > PATIENCE else None
+            if line.state == "here" and self._is_away(process, now) and self._away(process, now) > PATIENCE
+        }
+        busy = [self._described(process, now) for process, seconds in waited.items() if seconds > PATIENCE]
+        return f"Waiting for {', '.join(busy)} since {max(waited.values()):.0f} s." if busy else None
+
+    def _is_away(self, process: int, now: float) -> bool:
+        return bool(self.lines[process].phase) or self.is_silent(process, now)
+
+    def _described(self, process: int, now: float) -> str:
+        away = f"process {process} ({self.lines[process]}, for {self._away(process, now):.0f} s"
+        return f"{away}{self._silent(process, now)})"

@@ -24,6 +24,7 @@ from gruppo.trainer.update.rows import Update
 from gruppo.types import TrainBatch
 
 OWN_WORK = ("sampling", "running tools", "asking the rewards", "computing log-probs")  # beside the update
+SLOWEST = "balance/slowest_rank"
 WORTHWHILE = 1.05  # the fullest process over the mean, up to which rows stay where they are
 
 
@@ -175,6 +176,8 @@ def straggler_report(trainer: Any, passes: float, costs: Sequence[int]) -> dict[
     busy = sum(trainer.presence.take_seconds(phase) for phase in phases) + passes
     mine = torch.tensor([[trainer.ledger.update_tokens, busy]], dtype=torch.double, device=trainer.accelerator.device)
     tokens, seconds = trainer.accelerator.gather(mine).T.tolist()
+    # The mean of two processes' numbers is a third's: of the updates between two logs the last one's is logged.
+    trainer.metrics.values["train"].pop(SLOWEST, None)
     return spread_of(tokens, costs or tokens, seconds)
 
 
@@ -190,5 +193,5 @@ def spread_of(tokens: Sequence[float], before: Sequence[float], seconds: Sequenc
         "balance/tokens_max_over_mean": max_over_mean(tokens),
         "balance/tokens_before": max_over_mean(before),
         "balance/seconds_max_over_mean": max_over_mean(seconds),
-        "balance/slowest_rank": float(max(range(len(seconds)), key=seconds.__getitem__)),
+        SLOWEST: float(max(range(len(seconds)), key=seconds.__getitem__)),
     }

@@ -6,12 +6,13 @@ line about it into the store by which the processes found each other, every seco
 busy with. The main process reads all of them, the others read the main one's and its verdict: nothing is exchanged
 between the processes that train, and no work waits for it.
 
-    dead      its process is gone (known at once on the same host), or nothing was heard of it for `silence` seconds
+    dead      its process is gone, known at once on the same host; of one elsewhere, nothing was heard for `silence` s
     failed    it said so, with its error
-    missing   alive, but for `deadline` seconds in the work that the others wait for; before that it is only named
+    missing   alive, but for `deadline` seconds in the work that the others wait for, or frozen; till then only named
     overdue   a signal asked the run to stop, and its update has not ended within `stop_within` seconds
 
-Slow is not dead: a process that sleeps or computes goes on writing its line.
+Slow is not dead: a process that sleeps or computes goes on writing its line. One that is stopped, or holds the
+interpreter's lock, cannot write: on the same host its process is seen to be alive, on another it counts as dead.
 """
 
 import itertools
@@ -43,7 +44,10 @@ CALL = 10.0  # seconds that a call to the store may take
 GRACE = 5.0  # seconds in which a process may end by itself once it is told that another one is lost
 _SESSIONS = itertools.count()  # of this program: processes begin them in the same order
 # What a collective that lost a peer says in the backends of torch.
-_OF_A_PEER = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "timed out", "store")
+_OF_A_PEER = (
+    *("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "timed out", "store"),
+    "pair closure",  # gloo in a backward pass, once the timeout is over
+)
 
 
 class Verdict(NamedTuple):
@@ -113,13 +117,16 @@ class Presence:
         """What is done in here is this process's own work, which the others may have to wait for."""
         self._failed_in = None  # of an error that was mended
         self._enter([*self._phases, phase])
+        since = None
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._failed_in = self._failed_in or phase
+            since = self._since if _is_of_a_peer(error) else None
             raise
         finally:
             self._enter(self._phases[:-1])
+            self._since = since or self._since  # the others were waited for till now, which is what a verdict goes by
 
     @property
     def phase(self) -> tuple[str, float]:
@@ -165,6 +172,7 @@ class Presence:
                 return SystemExit(self.verdict.code)
             if self.verdict is not None:
                 return ProcessLostError(f"{self.verdict.said}. This process ends too.")
+            self._watch.end_if_stuck()
         self._watch.end("failed", _short(error), self._failed_in)
         return error
 
@@ -173,7 +181,8 @@ class _Watch:
     """The thread of a process that says its line, and hears those of the others.
 
     Only this thread speaks to its store: a client of a store is not for two. It is no daemon, and nobody's end is
-    missed: a program that ends waits until the thread is out of the store, in which no call takes longer than `CALL`.
+    missed: a program that ends waits until the thread is out of the store, in which no call takes longer than `CALL`
+    if the store answers at all.
     """
 
     def __init__(self, presence: Presence, store: Any):
@@ -188,6 +197,7 @@ class _Watch:
         self._ended = threading.Event()
         self._last: Line | None = None  # what is said at the end
         self._beat = 0
+        self._turned = time.monotonic()
         self._said_late = False
         self._thread = threading.Thread(target=self._run, name="gruppo-presence", daemon=False)
 
@@ -208,10 +218,19 @@ class _Watch:
         if self._thread.is_alive():
             logger.warning("The thread that watches the other processes is still waiting for the store.")
 
+    def end_if_stuck(self) -> None:
+        """End the program at once if its thread sits in a store that a stopped process holds: it would wait for ever.
+
+        The limit on calls does not help. It is on what the store waits for, not on a store that says nothing.
+        """
+        seconds = time.monotonic() - self._turned
+        if seconds > self.register.silence and self._thread.is_alive():
+            self._exit(Verdict(f"process 0, or who else holds the store, has not answered for {seconds:.0f} s"))
+
     def _run(self) -> None:
         due = time.monotonic()
         while not self._ended.is_set() and threading.main_thread().is_alive():
-            verdict = None
+            self._turned, verdict = time.monotonic(), None
             try:
                 self._say(self.presence.line())
                 self._spoken.set()
@@ -251,14 +270,14 @@ class _Watch:
         known = [process for process in (range(world) if rank == 0 else [0]) if process not in (*missing, rank)]
         known += [process for process in missing if (rank == 0 or process == 0) and self._has(f"line/{process}")]
         now = time.monotonic()
+        self.register.look(now)
         if known:
             texts = self.store.multi_get([f"line/{process}" for process in known])
             for process, text in zip(known, texts, strict=True):
                 self.register.note(process, Line(**json.loads(text)), now)
-        if rank == 0:
-            own = self.presence.line()
-            self.register.note(0, own, now)
-            self._report_late()
+        self.register.note(rank, self.presence.line(), now)  # one that waits for the main one must know that it does
+        if rank == 0 or (rank == 1 and self.register.is_silent(0, now)):  # the main one cannot tell of itself then
+            self._report_late(now)
         if rank != 0 and self._has("verdict"):
             return Verdict(*json.loads(self.store.get("verdict")))
         verdict = self._judge(now)
@@ -269,14 +288,14 @@ class _Watch:
     def _judge(self, now: float) -> Verdict | None:
         if (lost := self.register.lost(now)) is not None:
             return Verdict(lost)
-        overdue = self.register.overdue() if self.presence.rank == 0 else None  # who knows of all
+        overdue = self.register.overdue(now) if self.presence.rank == 0 else None  # who knows of all
         return None if overdue is None else Verdict(overdue, STOPPED_UNSAVED)
 
     def _has(self, key: str) -> bool:
         return bool(self.store.check([key]))
 
-    def _report_late(self) -> None:
-        late = self.register.late()
+    def _report_late(self, now: float) -> None:
+        late = self.register.late(now)
         if late is not None and not self._said_late:
             logger.warning(late)
         self._said_late = late is not None
@@ -294,11 +313,14 @@ class _Watch:
         with suppress(RuntimeError, OSError):  # of the store, if nobody is there to hear it
             self.store.add("heard", 1)
         own = self.presence.line()
-        if self._ended.wait(GRACE if verdict.code == LOST else 2 * BEAT):  # so long that the others hear of it
-            return
+        if not self._ended.wait(GRACE if verdict.code == LOST else 2 * BEAT):  # so long that the others hear of it
+            self._exit(verdict, own)
+
+    def _exit(self, verdict: Verdict, own: Line | None = None) -> None:
         sys.stdout.flush()
         print(
-            f"gruppo: {verdict.said}. Process {self.presence.rank}, {own}, ends too, with code {verdict.code}.",
+            f"gruppo: {verdict.said}. Process {self.presence.rank}, {own or self.presence.line()}, ends too, "
+            f"with code {verdict.code}.",
             file=sys.stderr,
             flush=True,
         )
