@@ -32,7 +32,7 @@ from gruppo.trainer.books.metrics import value_stat
 from gruppo.trainer.books.profiling import Stopwatch
 from gruppo.trainer.collecting import Collecting
 from gruppo.trainer.logprobs import LogpsAndLoss
-from gruppo.trainer.processes.balancing import Work, exchange_rows, straggler_report
+from gruppo.trainer.processes.balancing import Work, exchange_rows, report_stragglers
 from gruppo.trainer.processes.collectives import any_process, gather_rows
 from gruppo.trainer.update.drift import Sums, drift_stats
 from gruppo.trainer.update.remembering import Remembered, UpdateMemory
@@ -373,7 +373,7 @@ class Updating(Collecting):
         update = self._this_update
         self.ledger.took(update.pass_seconds + waited)
         if self.accelerator.num_processes > 1:
-            self.metrics.add("train", straggler_report(self, self._stopwatch.take(), update.costs))
+            report_stragglers(self, self._stopwatch.take(), update.costs)
         self.metrics.add("train", self.ledger.metrics() | {"step_time": update.seconds + waited})
         if self.entropy_control.enabled:
             self.entropy_control.update(means.get("_chosen_entropy", []))

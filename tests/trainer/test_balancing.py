@@ -10,7 +10,7 @@ import torch
 
 from gruppo.trainer.books.metrics import MetricStore
 from gruppo.trainer.books.profiling import Stopwatch
-from gruppo.trainer.processes.balancing import Move, max_over_mean, plan_moves, spread_of, straggler_report, units_of
+from gruppo.trainer.processes.balancing import Move, max_over_mean, plan_moves, report_stragglers, spread_of, units_of
 from gruppo.types import TrainBatch
 from tests.processes import run_together
 from tests.trainer.scripted import relative_difference
@@ -88,12 +88,11 @@ def test_the_slowest_process_is_not_averaged() -> None:
         metrics=MetricStore(accelerator),  # type: ignore[arg-type]
         packed=None,
         presence=SimpleNamespace(take_seconds=lambda phase: 0.0),
-        _stopwatch=SimpleNamespace(take=lambda: 1.0),
         ledger=SimpleNamespace(update_tokens=6),
     )
     took += [[3.0, 1.0, 2.0], [1.0, 1.0, 4.0]]
     for _ in range(2):
-        trainer.metrics.add("train", straggler_report(trainer, []))
+        report_stragglers(trainer, 1.0, [])
     logged = trainer.metrics.take("train")
     assert logged["balance/slowest_rank"] == 2.0
     assert logged["balance/seconds_max_over_mean"] == 1.75

@@ -167,8 +167,8 @@ def exchange_rows(trainer: Any, update: Update, rows: Sequence[int]) -> Work | N
         return Work.of(trainer.accelerator, update, rows)
 
 
-def straggler_report(trainer: Any, passes: float, costs: Sequence[int]) -> dict[str, float]:
-    """How uneven the work of the processes was, once the device was waited for.
+def report_stragglers(trainer: Any, passes: float, costs: Sequence[int]) -> None:
+    """Log how uneven the work of the processes was, once the device was waited for.
 
     `passes`: seconds of this process's own, before it waited for the others. `costs`: tokens, had none been exchanged.
     """
@@ -176,9 +176,10 @@ def straggler_report(trainer: Any, passes: float, costs: Sequence[int]) -> dict[
     busy = sum(trainer.presence.take_seconds(phase) for phase in phases) + passes
     mine = torch.tensor([[trainer.ledger.update_tokens, busy]], dtype=torch.double, device=trainer.accelerator.device)
     tokens, seconds = trainer.accelerator.gather(mine).T.tolist()
+    found = spread_of(tokens, costs or tokens, seconds)
+    trainer.metrics.add("train", found)
     # The mean of two processes' numbers is a third's: of the updates between two logs the last one's is logged.
-    trainer.metrics.values["train"].pop(SLOWEST, None)
-    return spread_of(tokens, costs or tokens, seconds)
+    trainer.metrics.set("train", {SLOWEST: found[SLOWEST]})
 
 
 def spread_of(tokens: Sequence[float], before: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
