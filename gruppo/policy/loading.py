@@ -25,7 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
-from gruppo.policy.quantised import with_quantisation
+from gruppo.policy.quantised import is_quantised, with_quantisation
 from gruppo.policy.sharding import shape_of
 from gruppo.policy.unwrap import dropouts, functional_dropouts
 
@@ -40,6 +40,11 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
             raise TypeError(f"model must be a name, a PreTrainedModel or a PeftModel, not {type(model).__name__}.")
         if args.model_init_kwargs:
             logger.warning("model_init_kwargs is ignored: the model was passed as an object, not by name.")
+        if quantization_config is not None and not is_quantised(model):
+            raise ConfigError(
+                f"quantization_config was given, but the {type(model).__name__} was passed as an object, which is not "
+                "quantised and would be trained as it is. Pass its name, or load it with quantization_config."
+            )
         if quantization_config is not None:
             logger.warning("quantization_config is ignored: the model was passed as an object, not by name.")
         return model
