@@ -462,6 +462,7 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("vllm-hot", vllm(temperature=2.5), "temperature=2.5 is outside of what vLLM samples with"),
         ("vllm-cold", vllm(temperature=0.001), "temperature=0.001 is outside of what vLLM samples with"),
         ("vllm-cache", vllm(cache_implementation="static"), "cache_implementation='static' is for transformers"),
+        ("vllm-spread", vllm(ds3_gather_for_generation=False), "ds3_gather_for_generation=False .*Leave it out"),
         ("vllm-n", vllm(generation_kwargs={"n": 4}), r"\['n'\]=4 cannot be set: .* num_generations"),
         ("vllm-seed", vllm(generation_kwargs={"seed": 4}), r"\['seed'\]=4 cannot be set"),
         ("vllm-kwargs", vllm(generation_kwargs={"presence": 1}), "no field `presence` with vLLM"),
