@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
         if quantization_config is not None:
             logger.warning("quantization_config is ignored: the model was passed as an object, not by name.")
         return model
+    reject_tensor_parallel(args.model_init_kwargs or {})
     kwargs = with_quantisation(dict(args.model_init_kwargs or {}), quantization_config)
     kwargs["dtype"] = resolve_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype", "float32"))
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
@@ -58,6 +60,17 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
     else:
         kwargs.setdefault("device_map", "auto")
     return model_class(model, kwargs).from_pretrained(model, **kwargs)
+
+
+def reject_tensor_parallel(kwargs: Mapping[str, Any]) -> None:
+    """Raise for arguments with which transformers cuts a model up over processes as it loads it."""
+    for name in ("tp_plan", "tp_size", "device_mesh", "distributed_config"):
+        if kwargs.get(name) is not None:
+            raise ConfigError(
+                f"model_init_kwargs[{name!r}]={kwargs[name]!r} cuts the model up over processes as it is loaded, "
+                "which nothing here can train. Leave it out; FSDP2 (recipes/accelerate/fsdp2.yaml) is for models that "
+                "do not fit on one device."
+            )
 
 
 def compiled_in_place(model: Any) -> Any:

@@ -40,6 +40,8 @@ def find_sharding(trainer: Any) -> Sharding:
     """Who holds the weights; raises where they cannot be spread and be what the config asks for."""
     _reject_unused_deepspeed(trainer)
     kind = sharding_of(trainer.accelerator)
+    _reject_other_parallelism(trainer, kind)
+    _warn_not_gathered(trainer, kind)
     if not kind.spread:
         return kind
     if trainer.prompt_encoder.takes_images:
@@ -70,6 +72,24 @@ def _reject_unused_deepspeed(trainer: Any) -> None:
             "DeepSpeed was asked for, but accelerate passes over it with ACCELERATE_USE_CPU=true (`use_cpu: true` of "
             "its config, or --cpu). Leave that out; use_cpu=True of the training arguments is enough for CPUs."
         )
+
+
+def _reject_other_parallelism(trainer: Any, kind: Sharding) -> None:
+    """Of what a launcher asks for, or a model that comes in cut up; the config has looked at its own field."""
+    asked = getattr(trainer.accelerator, "parallelism_config", None)
+    found = [name for name in ("tp", "cp", "sp") if getattr(asked, f"{name}_enabled", False)]
+    if found or (kind is Sharding.NONE and is_spread(trainer.model)):
+        what = f"{found[0]}_size above 1 (accelerate's parallelism config)" if found else "The model's weights"
+        raise ConfigError(
+            f"{what}: tensor, context and sequence parallelism cannot work here, because every process samples and "
+            "trains rows of its own. Pass a whole model and use data parallelism; FSDP2 "
+            "(recipes/accelerate/fsdp2.yaml) is for models that do not fit on one device."
+        )
+
+
+def _warn_not_gathered(trainer: Any, kind: Sharding) -> None:
+    if not trainer.args.ds3_gather_for_generation and kind is not Sharding.ZERO3:
+        logger.warning("ds3_gather_for_generation=False has no effect: only DeepSpeed ZeRO-3 reads it.")
 
 
 def _save_whole_weights(accelerator: Any) -> None:
