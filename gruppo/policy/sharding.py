@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -145,6 +146,19 @@ def compute_dtype(accelerator: Any, sharding: Sharding) -> torch.dtype | None:
     policy = accelerator.state.fsdp_plugin.mixed_precision_policy
     dtype: torch.dtype | None = getattr(policy, "param_dtype", None)
     return dtype
+
+
+def reduce_in_float32(plugin: Any) -> None:
+    """Let FSDP2 sum gradients in float32, as DDP does with float32 weights, and not in the type of the passes.
+
+    It sums after each pack, so that rounding would add up. What modules return stays in the type of the passes: the
+    head computes in it anyway, and log-probs are made in float32 of whatever it returns. A policy that is not the one
+    that accelerate makes from `mixed_precision` is left as it is. Before the model is prepared.
+    """
+    policy: Any = getattr(plugin, "mixed_precision_policy", None)
+    dtype = getattr(policy, "param_dtype", None)
+    if dtype in (torch.bfloat16, torch.float16) and (policy.reduce_dtype, policy.output_dtype) == (dtype, dtype):
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
 
 
 def reshard(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from gruppo.audit.weights import WeightProbe
 from gruppo.errors import ConfigError
@@ -199,6 +200,33 @@ def test_only_zero3_can_leave_weights_where_they_are(gathers: bool, caplog: pyte
         caplog.clear()
         find_sharding(trainer_on(processes, ds3_gather_for_generation=gathers))
         assert ("ds3_gather_for_generation=False has no effect" in caplog.text) == (not gathers and not effect)
+
+
+def in_type(dtype: torch.dtype | None, **other: torch.dtype | None) -> MixedPrecisionPolicy:
+    """The policy that accelerate makes from mixed_precision, or another."""
+    return MixedPrecisionPolicy(**{"param_dtype": dtype, "reduce_dtype": dtype, "output_dtype": dtype, **other})
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("policy", "args", "expected"),
+    [
+        (in_type(BF16), {}, in_type(BF16, reduce_dtype=FP32)),
+        (in_type(FP16), {"fsdp_plugin_args": None}, in_type(FP16, reduce_dtype=FP32)),
+        (in_type(BF16), {"fsdp_plugin_args": {"fsdp_version": 2}}, in_type(BF16, reduce_dtype=FP32)),
+        (in_type(BF16), {"fsdp_plugin_args": {"mixed_precision_policy": "bf16"}}, in_type(BF16)),
+        (in_type(BF16, output_dtype=FP32), {}, in_type(BF16, output_dtype=FP32)),
+        (in_type(BF16, reduce_dtype=None), {}, in_type(BF16, reduce_dtype=None)),
+        (in_type(FP32), {}, in_type(FP32)),
+        (None, {}, None),
+    ],
+)
+def test_fsdp2_sums_gradients_in_float32(policy: Any, args: dict[str, Any], expected: Any) -> None:
+    plugin = SimpleNamespace(fsdp_version=2, mixed_precision_policy=policy)
+    find_sharding(trainer_on(accelerator(DistributedType.FSDP, fsdp_plugin=plugin), **args))
+    assert plugin.mixed_precision_policy == expected
 
 
 def zero3(**zero: Any) -> Any:

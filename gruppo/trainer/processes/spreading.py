@@ -25,6 +25,7 @@ from gruppo.policy.sharding import (
     compute_dtype,
     describe,
     is_spread,
+    reduce_in_float32,
     shard_reference,
     sharding_of,
 )
@@ -61,6 +62,8 @@ def find_sharding(trainer: Any) -> Sharding:
         )
     if kind is Sharding.ZERO3:
         _save_whole_weights(trainer.accelerator)
+    elif not (getattr(trainer.args, "fsdp_plugin_args", None) or {}).get("mixed_precision_policy"):
+        reduce_in_float32(trainer.accelerator.state.fsdp_plugin)
     return kind
 
 
