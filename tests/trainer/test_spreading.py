@@ -15,7 +15,7 @@ from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, plan_whole_weights, training_bytes
 from gruppo.policy.sharding import Sharding, WholeWeights, compute_dtype, shape_of, sharding_of
 from gruppo.trainer.processes.spreading import SAVES_WHOLE, agreed, find_sharding, reject_together
-from tests.helpers import tiny_model
+from tests.helpers import tiny_gpt2, tiny_model
 
 
 def accelerator(kind: DistributedType, **state: Any) -> Any:
@@ -200,6 +200,17 @@ def test_only_zero3_can_leave_weights_where_they_are(gathers: bool, caplog: pyte
         caplog.clear()
         find_sharding(trainer_on(processes, ds3_gather_for_generation=gathers))
         assert ("ds3_gather_for_generation=False has no effect" in caplog.text) == (not gathers and not effect)
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_layers_that_are_computed_again_without_their_noise(recomputes: bool, share: float) -> None:
+    plugin = SimpleNamespace(fsdp_version=2, activation_checkpointing=recomputes)
+    for model in (tiny_model(attention_dropout=share), tiny_gpt2(resid_pdrop=share, embd_pdrop=0.0, attn_pdrop=0.0)):
+        trainer = trainer_on(accelerator(DistributedType.FSDP, fsdp_plugin=plugin), model)
+        refused = pytest.raises(ConfigError, match="Set gradient_checkpointing=True instead, or train without")
+        with refused if recomputes and share else nullcontext():
+            find_sharding(trainer)
 
 
 def in_type(dtype: torch.dtype | None, **other: torch.dtype | None) -> MixedPrecisionPolicy:

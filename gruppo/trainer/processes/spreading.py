@@ -29,6 +29,7 @@ from gruppo.policy.sharding import (
     shard_reference,
     sharding_of,
 )
+from gruppo.policy.unwrap import dropouts, functional_dropouts
 from gruppo.rollout.select import Spread
 from gruppo.trainer.books.metrics import any_process, from_main
 
@@ -60,6 +61,8 @@ def find_sharding(trainer: Any) -> Sharding:
             f"A quantised model is not available under {kind.value}: its weights cannot be gathered for sampling. "
             "Keep the whole model on every process (DDP), or load it without quantization_config."
         )
+    if kind is Sharding.FSDP2:
+        _reject_other_noise(trainer)
     if kind is Sharding.ZERO3:
         _save_whole_weights(trainer.accelerator)
     elif not (getattr(trainer.args, "fsdp_plugin_args", None) or {}).get("mixed_precision_policy"):
@@ -87,6 +90,17 @@ def _reject_other_parallelism(trainer: Any, kind: Sharding) -> None:
             f"{what}: tensor, context and sequence parallelism cannot work here, because every process samples and "
             "trains rows of its own. Pass a whole model and use data parallelism; FSDP2 "
             "(recipes/accelerate/fsdp2.yaml) is for models that do not fit on one device."
+        )
+
+
+def _reject_other_noise(trainer: Any) -> None:
+    """accelerate has layers computed again without the random state that they were computed with."""
+    plugin = trainer.accelerator.state.fsdp_plugin
+    drops = any(module.p > 0 for module in dropouts(trainer.model)) or functional_dropouts(trainer.model)
+    if drops and getattr(plugin, "activation_checkpointing", False):
+        raise ConfigError(
+            "fsdp_activation_checkpointing: true draws dropout anew where it computes layers again, so that gradients "
+            "are wrong. Set gradient_checkpointing=True instead, or train without dropout."
         )
 
 
