@@ -27,7 +27,7 @@ from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
 from gruppo.policy.quantised import is_quantised, with_quantisation
-from gruppo.policy.sharding import shape_of
+from gruppo.policy.sharding import is_tensor_parallel, shape_of
 from gruppo.policy.unwrap import dropouts, functional_dropouts
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,12 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
         model = compiled_in_place(model)
         if not isinstance(model, PreTrainedModel) and not is_peft_model(model):
             raise TypeError(f"model must be a name, a PreTrainedModel or a PeftModel, not {type(model).__name__}.")
+        if is_tensor_parallel(model):
+            raise ConfigError(
+                f"The {type(model).__name__} came in cut up over processes (tensor parallelism), which nothing here "
+                "can train. Load it without tp_plan and distributed_config; FSDP2 (recipes/accelerate/fsdp2.yaml) is "
+                "for models that do not fit on one device."
+            )
         if args.model_init_kwargs:
             logger.warning("model_init_kwargs is ignored: the model was passed as an object, not by name.")
         if quantization_config is not None and not is_quantised(model):

@@ -128,6 +128,11 @@ def is_spread(model: nn.Module) -> bool:
     )
 
 
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether weights were cut up as the model was loaded, by `tp_plan` and not by FSDP2 or ZeRO-3."""
+    return any(hasattr(p, "full_tensor") for p in model.parameters()) and not any(map(is_fsdp_module, model.modules()))
+
+
 def shape_of(parameter: Tensor) -> torch.Size:
     """The shape of a parameter as a whole; under ZeRO-3 what a process holds is flat, or nothing."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
