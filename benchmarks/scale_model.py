@@ -54,6 +54,7 @@ class Assumptions:
     straggler: float = 1.1  # the slowest process's sampling over the mean: `balance/seconds_max_over_mean`
     imbalance: float = 1.03  # of the update, after rows were exchanged: `balance/tokens_max_over_mean`
     hidden: float = 0.7  # share of FSDP2's gathering that computing hides
+    reduced_bytes: int = 4  # of a gradient that FSDP2 sums: float32 under mixed precision, as in the ready config
     small_collectives: int = 25  # per update: counts, rewards, metrics, findings
     pack_tokens: int = 8192  # that a pass of the update runs at once
     exchanged_mb: float = 0.2  # rows and scores that one process gives away in an update; all processes get them
@@ -82,7 +83,8 @@ def predict(way: str, gpus: int, measured: Measured, links: Links, given: Assump
         exchanged, gathered = 2 * once, 0.0  # gradients, once an update: reduced, then gathered
     else:
         # Each pack gathers the weights for its forward and for its backward pass and scatters its gradients.
-        exchanged, gathered = 3 * measured.packs * once * (1 - given.hidden), once
+        scattered = ring(measured.weights * given.reduced_bytes, gpus, links)
+        exchanged, gathered = measured.packs * (2 * once + scattered) * (1 - given.hidden), once
     small = given.small_collectives * (gpus - 1).bit_length() * links.latency_us * 1e-6
     rows = ring(given.exchanged_mb * 1e6 * gpus, gpus, links)
     slow, uneven = (given.straggler, given.imbalance) if gpus > 1 else (1.0, 1.0)

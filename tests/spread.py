@@ -8,6 +8,8 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from gruppo.policy.sharding import plain_name
+
 FSDP2: dict[str, Any] = {
     "fsdp": True,
     "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
@@ -24,7 +26,7 @@ def as_on_gpus() -> None:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """The weights as a whole, by name; all processes ask together."""
-    return {name: whole(weight) for name, weight in model.named_parameters()}
+    return {plain_name(name): whole(weight) for name, weight in model.named_parameters()}
 
 
 def whole(tensor: Any) -> Tensor:

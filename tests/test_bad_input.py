@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.parallelism_config import ParallelismConfig
 from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainingArguments
@@ -47,6 +48,10 @@ def vllm(**wrong: Any) -> Build:
 
 def served(**wrong: Any) -> Build:
     return vllm(vllm_mode="server", **wrong)
+
+
+def parallel(**sizes: int) -> Build:
+    return lambda folder: GRPOConfig(**base_args(folder, parallelism_config=ParallelismConfig(**sizes)))
 
 
 def generating(**kwargs: Any) -> Build:
@@ -287,6 +292,11 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ),
         ("eval-group-negative", grpo(num_generations_eval=-2), "num_generations_eval=-2 must be at least 0"),
         ("auto-batch", grpo(auto_find_batch_size=True), "auto_find_batch_size=True would break up prompt"),
+        ("tensor-parallel", parallel(tp_size=2), "parallelism_config with tp_size=2 cannot work.*Use data parallel"),
+        ("context-parallel", parallel(cp_size=2), "context or sequence parallelism cannot work.*Use data parallel"),
+        ("tensor-parallel-model", loading(tp_plan="auto"), r"model_init_kwargs\['tp_plan'\]='auto' cuts the model up"),
+        ("tensor-parallel-size", loading(tp_size=2), r"model_init_kwargs\['tp_size'\]=2 cuts the model up"),
+        ("model-on-a-mesh", loading(distributed_config={"tp_size": 2}), r"\['distributed_config'\]=.* cuts the model"),
         ("temperature-0", grpo(temperature=0.0), "temperature=0.0 must be greater than 0"),
         ("temperature-negative", grpo(temperature=-1.0), "temperature=-1.0 must be greater than 0"),
         ("temperature-nan", grpo(temperature=math.nan), "temperature=nan must be a number"),
@@ -462,6 +472,7 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("vllm-hot", vllm(temperature=2.5), "temperature=2.5 is outside of what vLLM samples with"),
         ("vllm-cold", vllm(temperature=0.001), "temperature=0.001 is outside of what vLLM samples with"),
         ("vllm-cache", vllm(cache_implementation="static"), "cache_implementation='static' is for transformers"),
+        ("vllm-spread", vllm(ds3_gather_for_generation=False), "ds3_gather_for_generation=False .*Leave it out"),
         ("vllm-n", vllm(generation_kwargs={"n": 4}), r"\['n'\]=4 cannot be set: .* num_generations"),
         ("vllm-seed", vllm(generation_kwargs={"seed": 4}), r"\['seed'\]=4 cannot be set"),
         ("vllm-kwargs", vllm(generation_kwargs={"presence": 1}), "no field `presence` with vLLM"),

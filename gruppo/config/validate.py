@@ -101,6 +101,12 @@ def check_inherited(config: Any) -> None:
             "parallelism_config with context or sequence parallelism cannot work: the sequences are sampled after "
             "the batch is drawn. Use data parallelism."
         )
+    if parallelism is not None and parallelism.tp_enabled:
+        raise ConfigError(
+            f"parallelism_config with tp_size={parallelism.tp_size} cannot work: processes draw and sample rows of "
+            "their own, and those of one model would need the same. Use data parallelism; FSDP2 "
+            "(recipes/accelerate/fsdp2.yaml) is for models that do not fit on one device."
+        )
 
 
 def check_reports(config: Any) -> None:

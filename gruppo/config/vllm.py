@@ -10,6 +10,8 @@ from gruppo.config.hints import nearest
 from gruppo.config.validate import LONGEST_WAIT, in_range, one_of
 from gruppo.errors import ConfigError
 
+GROUP_PORT = 51216
+
 
 @dataclass
 class VLLMConfig:
@@ -25,7 +27,7 @@ class VLLMConfig:
     vllm_server_port: int = option(8000, "Port of the server.")
     vllm_server_timeout: float = option(240.0, "Seconds to wait for the server to come up.")
     vllm_request_timeout: float = option(600.0, "Seconds that one call of the server may take, samples included.")
-    vllm_group_port: int = option(51216, "Port of the weight-transfer rendezvous.")
+    vllm_group_port: int = option(GROUP_PORT, "Port of the weight-transfer rendezvous.")
     vllm_gpu_memory_utilization: float = option(0.3, "Share of GPU memory for the colocated engine.")
     vllm_max_model_length: int | None = option(None, "Context length of the colocated engine; None is the model's.")
     vllm_tensor_parallel_size: int = option(1, "Tensor-parallel degree of the colocated engine.")
@@ -153,6 +155,11 @@ def _check_together(config: Any) -> None:
         raise ConfigError(
             f"cache_implementation={config.cache_implementation!r} is for transformers; vLLM has a cache of its own. "
             "Leave it out."
+        )
+    if not config.ds3_gather_for_generation:
+        raise ConfigError(
+            "ds3_gather_for_generation=False is for sampling with the policy itself; vLLM holds whole weights of its "
+            "own. Leave it out."
         )
     size = config.vllm_tensor_parallel_size
     if config.world_size % size:

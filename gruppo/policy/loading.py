@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
-from gruppo.policy.quantised import with_quantisation
-from gruppo.policy.sharding import shape_of
+from gruppo.policy.quantised import is_quantised, with_quantisation
+from gruppo.policy.sharding import is_tensor_parallel, shape_of
 from gruppo.policy.unwrap import dropouts, functional_dropouts
 
 logger = logging.getLogger(__name__)
@@ -38,11 +39,23 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
         model = compiled_in_place(model)
         if not isinstance(model, PreTrainedModel) and not is_peft_model(model):
             raise TypeError(f"model must be a name, a PreTrainedModel or a PeftModel, not {type(model).__name__}.")
+        if is_tensor_parallel(model):
+            raise ConfigError(
+                f"The {type(model).__name__} came in cut up over processes (tensor parallelism), which nothing here "
+                "can train. Load it without tp_plan and distributed_config; FSDP2 (recipes/accelerate/fsdp2.yaml) is "
+                "for models that do not fit on one device."
+            )
         if args.model_init_kwargs:
             logger.warning("model_init_kwargs is ignored: the model was passed as an object, not by name.")
+        if quantization_config is not None and not is_quantised(model):
+            raise ConfigError(
+                f"quantization_config was given, but the {type(model).__name__} was passed as an object, which is not "
+                "quantised and would be trained as it is. Pass its name, or load it with quantization_config."
+            )
         if quantization_config is not None:
             logger.warning("quantization_config is ignored: the model was passed as an object, not by name.")
         return model
+    reject_tensor_parallel(args.model_init_kwargs or {})
     kwargs = with_quantisation(dict(args.model_init_kwargs or {}), quantization_config)
     kwargs["dtype"] = resolve_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype", "float32"))
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
@@ -53,6 +66,17 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
     else:
         kwargs.setdefault("device_map", "auto")
     return model_class(model, kwargs).from_pretrained(model, **kwargs)
+
+
+def reject_tensor_parallel(kwargs: Mapping[str, Any]) -> None:
+    """Raise for arguments with which transformers cuts a model up over processes as it loads it."""
+    for name in ("tp_plan", "tp_size", "device_mesh", "distributed_config"):
+        if kwargs.get(name) is not None:
+            raise ConfigError(
+                f"model_init_kwargs[{name!r}]={kwargs[name]!r} cuts the model up over processes as it is loaded, "
+                "which nothing here can train. Leave it out; FSDP2 (recipes/accelerate/fsdp2.yaml) is for models that "
+                "do not fit on one device."
+            )
 
 
 def compiled_in_place(model: Any) -> Any:

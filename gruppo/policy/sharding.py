@@ -9,6 +9,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -124,6 +125,11 @@ def is_spread(model: nn.Module) -> bool:
     )
 
 
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether weights were cut up as the model was loaded, by `tp_plan` and not by FSDP2 or ZeRO-3."""
+    return any(hasattr(p, "full_tensor") for p in model.parameters()) and not any(map(is_fsdp_module, model.modules()))
+
+
 def shape_of(parameter: Tensor) -> torch.Size:
     """The shape of a parameter as a whole; under ZeRO-3 what a process holds is flat, or nothing."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
@@ -142,6 +148,19 @@ def compute_dtype(accelerator: Any, sharding: Sharding) -> torch.dtype | None:
     policy = accelerator.state.fsdp_plugin.mixed_precision_policy
     dtype: torch.dtype | None = getattr(policy, "param_dtype", None)
     return dtype
+
+
+def reduce_in_float32(plugin: Any) -> None:
+    """Let FSDP2 sum gradients in float32, as DDP does with float32 weights, and not in the type of the passes.
+
+    It sums after each pack, so that rounding would add up. What modules return stays in the type of the passes: the
+    head computes in it anyway, and log-probs are made in float32 of whatever it returns. A policy that is not the one
+    that accelerate makes from `mixed_precision` is left as it is. Before the model is prepared.
+    """
+    policy: Any = getattr(plugin, "mixed_precision_policy", None)
+    dtype = getattr(policy, "param_dtype", None)
+    if dtype in (torch.bfloat16, torch.float16) and (policy.reduce_dtype, policy.output_dtype) == (dtype, dtype):
+        plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32)
 
 
 def reshard(model: nn.Module) -> None:

@@ -30,9 +30,9 @@ def test_gradients_travel_once_with_ddp() -> None:
 
 def test_weights_travel_with_every_pack_of_fsdp2() -> None:
     found = predict("fsdp2", 8, ONE, LINKS, FAIR)
-    assert found["weights_and_gradients"] == pytest.approx(3 * 10 * 0.07 * 0.5)
+    assert found["weights_and_gradients"] == pytest.approx(10 * (2 * 0.07 + 0.14) * 0.5), "gradients have 4 bytes"
     assert found["gathered_for_sampling"] == pytest.approx(0.07)
-    assert found["step"] == pytest.approx(9 + 1.05 + 0.07)
+    assert found["step"] == pytest.approx(9 + 1.4 + 0.07)
 
 
 def test_one_gpu_is_what_was_measured() -> None:

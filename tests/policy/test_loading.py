@@ -85,6 +85,20 @@ def test_a_model_object_is_used_as_it_is(caplog):
     assert model.dtype == torch.float32
 
 
+class Cut(torch.Tensor):
+    """A share of a weight, as far as one is recognised."""
+
+    def full_tensor(self):
+        raise AssertionError("nobody asks for it")
+
+
+def test_a_model_object_that_is_tensor_parallel_is_refused():
+    model = tiny_model()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data.as_subclass(Cut))
+    with pytest.raises(ConfigError, match=r"The LlamaForCausalLM came in cut up over processes.*without tp_plan"):
+        loading.load_policy(model, args())
+
+
 def test_an_unknown_architecture_is_left_to_the_auto_class(folder, monkeypatch):
     assert loading.model_class(folder, {}) is LlamaForCausalLM
     unknown = SimpleNamespace(architectures=["NobodysModel"])

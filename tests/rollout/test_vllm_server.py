@@ -368,6 +368,13 @@ def test_a_server_that_cannot_be_sampled_from(double: Double, prepare: Any, mess
         backend_of(double)
 
 
+def test_a_port_that_nobody_listens_on_is_named(double: Double, caplog: pytest.LogCaptureFixture) -> None:
+    backend_of(double)
+    assert "vllm_group_port" not in caplog.text
+    backend_of(double, group_port=5000)
+    assert "vllm_group_port=5000 has no effect: the server at" in caplog.text
+
+
 def test_another_model_is_refused_by_name(double: Double) -> None:
     model = tiny_model()
     model.config._name_or_path = "org/another"

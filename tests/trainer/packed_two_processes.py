@@ -64,6 +64,7 @@ TWO_STEPS = {"max_steps": 2, "learning_rate": 0.1}
 CASES = {
     "packs of many and of one": Case("grpo", (ALL, 1)),
     "packs of one and of many": Case("dapo", (1, ALL)),
+    "adapter": Case("dapo", (12, ALL), {"adapter": True, "beta": 0.1}),
     "off policy": Case("rloo", (15, ALL), {"num_iterations": 2, **TWO_STEPS}),
     "checkpointing": Case("grpo", (20, 10), {"gradient_checkpointing": True}),
     "a threshold of all, first cut": Case("top_entropy", (1, ALL)),

@@ -60,11 +60,12 @@ class ScriptedRLOO(RLOOTrainer):
         return scripted_rollout(texts, self)["completion_ids"], None
 
 
-def lora() -> Any:
+def lora(**more: Any) -> Any:
     """Both of its matrices are random, so that both have a gradient."""
     from peft import LoraConfig
 
-    return LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    where = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    return LoraConfig(r=2, init_lora_weights=False, **where, **more)
 
 
 def policy(seed: int, dtype: torch.dtype) -> Any:
@@ -80,7 +81,7 @@ def make_trainer(
     subclass: Any = None,
     reward: Any = length_reward,
     rollout: Any = None,
-    adapter: bool = False,
+    adapter: bool | str = False,
     **kw: Any,
 ) -> Any:
     """A trainer for one SGD update with learning rate 1 and no clipping."""
@@ -112,7 +113,7 @@ def make_trainer(
         args=config,
         train_dataset=prompts(rows),
         processing_class=tiny_tokenizer(),
-        peft_config=lora() if adapter else None,
+        peft_config=lora(use_dora=adapter == "dora") if adapter else None,
         **({} if is_rloo else {"rollout_func": rollout or scripted_rollout}),
     )
     if trainer.ref_model is not None:

@@ -185,11 +185,16 @@ def test_two_places(base: str, tmp_path: Path) -> None:
     assert with_quantisation({"quantization_config": None}, 5) == {"quantization_config": 5}
 
 
-def test_an_object_is_taken_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_object_is_taken_as_it_is(base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=TinyInt8Config())
     with caplog.at_level(logging.WARNING):
-        trainer = trainer_of(tiny_model(hidden_size=32), tmp_path, quantization_config=TinyInt8Config())
+        trainer_of(model, tmp_path, peft_config=METHODS["lora"](), quantization_config=TinyInt8Config())
     assert "quantization_config is ignored: the model was passed as an object" in caplog.text
-    assert not is_quantised(trainer.model)
+
+
+def test_an_object_that_is_not_quantised_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the LlamaForCausalLM was passed as an object, which is not quantised"):
+        trainer_of(tiny_model(hidden_size=32), tmp_path, quantization_config=TinyInt8Config())
 
 
 def test_compiled_and_quantised(tmp_path: Path) -> None:

@@ -6,18 +6,30 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from gruppo.audit.weights import WeightProbe
 from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, plan_whole_weights, training_bytes
 from gruppo.policy.sharding import Sharding, WholeWeights, compute_dtype, shape_of, sharding_of
 from gruppo.trainer.processes.spreading import SAVES_WHOLE, agreed, find_sharding, reject_together
-from tests.helpers import tiny_model
+from tests.helpers import tiny_gpt2, tiny_model
 
 
 def accelerator(kind: DistributedType, **state: Any) -> Any:
-    return SimpleNamespace(distributed_type=kind, state=SimpleNamespace(**state))
+    return SimpleNamespace(distributed_type=kind, state=SimpleNamespace(**state), parallelism_config=None)
+
+
+def trainer_on(processes: Any, model: Any = None, *, images: bool = False, **args: Any) -> Any:
+    """As far as `find_sharding` looks at it."""
+    return SimpleNamespace(
+        accelerator=processes,
+        model=model or tiny_model(),
+        args=SimpleNamespace(**{"ds3_gather_for_generation": True, **args}),
+        prompt_encoder=SimpleNamespace(takes_images=images),
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,12 +160,84 @@ STAGE_3 = accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespac
 def test_models_that_cannot_be_spread(has: set[str], processes: Any, named: str | None) -> None:
     model = tiny_model()
     model.is_quantized = "quantised" in has
-    parts = {
-        "args": SimpleNamespace(cast_lm_head_to_fp32="cast" in has),
-        "prompt_encoder": SimpleNamespace(takes_images="images" in has),
-    }
+    trainer = trainer_on(processes, model, images="images" in has, cast_lm_head_to_fp32="cast" in has)
     with nullcontext() if named is None else pytest.raises(NotImplementedError, match=named):
-        find_sharding(SimpleNamespace(accelerator=processes, model=model, **parts))
+        find_sharding(trainer)
+
+
+class Cut(torch.Tensor):
+    """A share of a weight, as far as one is recognised."""
+
+    def full_tensor(self) -> Any:
+        raise AssertionError("nobody asks for it")
+
+
+@pytest.mark.parametrize(
+    ("asked", "cut", "named"),
+    [
+        (ParallelismConfig(tp_size=2), False, "tp_size above 1 .*Pass a whole model and use data parallelism"),
+        (ParallelismConfig(cp_size=2), False, "cp_size above 1"),
+        (ParallelismConfig(dp_shard_size=2), False, None),
+        (None, True, "The model's weights: tensor, .* cannot work here"),
+        (None, False, None),
+    ],
+)
+@pytest.mark.parametrize("kind", [DistributedType.NO, DistributedType.MULTI_GPU])
+def test_parallelism_that_no_config_of_ours_has_seen(
+    kind: DistributedType, asked: Any, cut: bool, named: str | None
+) -> None:
+    processes, model = accelerator(kind), tiny_model()
+    processes.parallelism_config = asked
+    if cut:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data.as_subclass(Cut))
+    with nullcontext() if named is None else pytest.raises(ConfigError, match=named):
+        assert find_sharding(trainer_on(processes, model)) is Sharding.NONE
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_only_zero3_can_leave_weights_where_they_are(gathers: bool, caplog: pytest.LogCaptureFixture) -> None:
+    for processes, effect in ((accelerator(DistributedType.NO), False), (FULLY, False), (zero3(), True)):
+        caplog.clear()
+        find_sharding(trainer_on(processes, ds3_gather_for_generation=gathers))
+        assert ("ds3_gather_for_generation=False has no effect" in caplog.text) == (not gathers and not effect)
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_layers_that_are_computed_again_without_their_noise(recomputes: bool, share: float) -> None:
+    plugin = SimpleNamespace(fsdp_version=2, activation_checkpointing=recomputes)
+    for model in (tiny_model(attention_dropout=share), tiny_gpt2(resid_pdrop=share, embd_pdrop=0.0, attn_pdrop=0.0)):
+        trainer = trainer_on(accelerator(DistributedType.FSDP, fsdp_plugin=plugin), model)
+        refused = pytest.raises(ConfigError, match="Set gradient_checkpointing=True instead, or train without")
+        with refused if recomputes and share else nullcontext():
+            find_sharding(trainer)
+
+
+def in_type(dtype: torch.dtype | None, **other: torch.dtype | None) -> MixedPrecisionPolicy:
+    """The policy that accelerate makes from mixed_precision, or another."""
+    return MixedPrecisionPolicy(**{"param_dtype": dtype, "reduce_dtype": dtype, "output_dtype": dtype, **other})
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("policy", "args", "expected"),
+    [
+        (in_type(BF16), {}, in_type(BF16, reduce_dtype=FP32)),
+        (in_type(FP16), {"fsdp_plugin_args": None}, in_type(FP16, reduce_dtype=FP32)),
+        (in_type(BF16), {"fsdp_plugin_args": {"fsdp_version": 2}}, in_type(BF16, reduce_dtype=FP32)),
+        (in_type(BF16), {"fsdp_plugin_args": {"mixed_precision_policy": "bf16"}}, in_type(BF16)),
+        (in_type(BF16, output_dtype=FP32), {}, in_type(BF16, output_dtype=FP32)),
+        (in_type(BF16, reduce_dtype=None), {}, in_type(BF16, reduce_dtype=None)),
+        (in_type(FP32), {}, in_type(FP32)),
+        (None, {}, None),
+    ],
+)
+def test_fsdp2_sums_gradients_in_float32(policy: Any, args: dict[str, Any], expected: Any) -> None:
+    plugin = SimpleNamespace(fsdp_version=2, mixed_precision_policy=policy)
+    find_sharding(trainer_on(accelerator(DistributedType.FSDP, fsdp_plugin=plugin), **args))
+    assert plugin.mixed_precision_policy == expected
 
 
 def zero3(**zero: Any) -> Any:
@@ -168,18 +252,13 @@ def test_saved_models_are_whole_under_zero3(
     set_to: dict[str, Any], says: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     processes = zero3(**set_to)
-    text = SimpleNamespace(takes_images=False)
-    find_sharding(
-        SimpleNamespace(accelerator=processes, model=tiny_model(), args=SimpleNamespace(), prompt_encoder=text)
-    )
+    find_sharding(trainer_on(processes))
     assert processes.state.deepspeed_plugin.deepspeed_config["zero_optimization"][SAVES_WHOLE] is True
     assert ("zero3_save_16bit_model" in caplog.text) == says
 
 
 def test_deepspeed_that_is_passed_over_is_an_error() -> None:
-    trainer = SimpleNamespace(
-        accelerator=accelerator(DistributedType.MULTI_CPU), args=SimpleNamespace(deepspeed_plugin=object())
-    )
+    trainer = trainer_on(accelerator(DistributedType.MULTI_CPU), deepspeed_plugin=object())
     with pytest.raises(ConfigError, match="passes over it with ACCELERATE_USE_CPU=true"):
         find_sharding(trainer)
 

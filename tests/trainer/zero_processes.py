@@ -30,17 +30,18 @@ class Case(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
 
 
+# Every recipe but dapo itself, of which two others are made, and every stage.
 FEW = {
-    "the optimizer": Case("grpo", 1),
+    "the optimizer": Case("vespo", 1),
     "gradients": Case("dr_grpo", 2, "launcher"),
     "weights": Case("grpo", 3, "launcher"),
     "a reference, 1": Case("kl", 1, "launcher"),
     "a reference, 3": Case("rloo", 3, settings=OFF_POLICY),
-    "adapter, 2": Case("dapo", 2, settings=ADAPTER),
+    "adapter, 2": Case("sapo", 2, settings=ADAPTER),
     "adapter, 3": Case("cispo", 3, "launcher", ADAPTER),
     "checkpointing": Case("gspo", 3, settings={"gradient_checkpointing": True}),
-    "clipped": Case("grpo", 2, settings={"max_grad_norm": 0.05, **OFF_POLICY}),
-    "clipped shares": Case("grpo", 3, settings={"max_grad_norm": 0.05, "optim": "adamw_torch", **OFF_POLICY}),
+    "clipped": Case("truncated", 2, settings={"max_grad_norm": 0.05, **OFF_POLICY}),
+    "clipped shares": Case("luspo", 3, settings={"max_grad_norm": 0.05, "optim": "adamw_torch", **OFF_POLICY}),
     "a threshold of all": Case("top_entropy", 2),
     "rows that stand still": Case("grpo", 1, settings={"reward": one_group_differs, **OFF_POLICY}),
     "micro-batches": Case("bnpo", 3, settings={"reward": one_group_differs}),

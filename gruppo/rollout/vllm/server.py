@@ -17,6 +17,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
+from gruppo.config.vllm import GROUP_PORT
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.loading import model_name
 from gruppo.policy.unwrap import inner_model
@@ -46,7 +47,7 @@ class VLLMServerBackend(VLLMBackend):
         stop_ids: Sequence[int],
         client: VLLMClient,
         start_timeout: float = 240.0,
-        group_port: int = 51216,
+        group_port: int = GROUP_PORT,
         logps: bool = True,
         seeded: bool = True,
     ):

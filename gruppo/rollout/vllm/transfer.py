@@ -13,6 +13,7 @@ NCCL refuses two ranks on one.
 """
 
 import base64
+import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gruppo.config.vllm import GROUP_PORT
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.rollout.vllm.client import ServerFacts, ServerRefusedError, VLLMClient
 from gruppo.rollout.vllm.threads import started
 
 __all__ = ["IPCSender", "NCCLSender", "Sender", "make_sender", "push"]
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 29
 
@@ -97,6 +101,8 @@ def make_sender(client: VLLMClient, facts: ServerFacts, *, group_port: int) -> S
             f"The server at {client.url} runs on {facts.workers} GPUs, and IPC reaches only the trainer's own. "
             f"{again} nccl`."
         )
+    if group_port != GROUP_PORT:
+        logger.warning(f"vllm_group_port={group_port} has no effect: the server at {client.url} takes weights by IPC.")
     return IPCSender(client)
 
 

@@ -22,8 +22,11 @@ from gruppo.policy.sharding import (
     WholeWeights,
     compute_dtype,
     describe,
+    is_spread,
+    reduce_in_float32,
     sharding_of,
 )
+from gruppo.policy.unwrap import dropouts, functional_dropouts
 from gruppo.rollout.select import Spread
 from gruppo.trainer.processes.collectives import any_process, from_main
 
@@ -36,6 +39,8 @@ def find_sharding(trainer: Any) -> Sharding:
     """Who holds the weights; raises where they cannot be spread and be what the config asks for."""
     _reject_unused_deepspeed(trainer)
     kind = sharding_of(trainer.accelerator)
+    _reject_other_parallelism(trainer, kind)
+    _warn_not_gathered(trainer, kind)
     if not kind.spread:
         return kind
     if trainer.prompt_encoder.takes_images:
@@ -55,6 +60,10 @@ def find_sharding(trainer: Any) -> Sharding:
         )
     if kind is Sharding.ZERO3:
         _save_whole_weights(trainer.accelerator)
+    else:
+        _reject_other_noise(trainer)
+        if not (getattr(trainer.args, "fsdp_plugin_args", None) or {}).get("mixed_precision_policy"):
+            reduce_in_float32(trainer.accelerator.state.fsdp_plugin)
     return kind
 
 
@@ -66,6 +75,35 @@ def _reject_unused_deepspeed(trainer: Any) -> None:
             "DeepSpeed was asked for, but accelerate passes over it with ACCELERATE_USE_CPU=true (`use_cpu: true` of "
             "its config, or --cpu). Leave that out; use_cpu=True of the training arguments is enough for CPUs."
         )
+
+
+def _reject_other_parallelism(trainer: Any, kind: Sharding) -> None:
+    """Of what a launcher asks for, or a model that comes in cut up; the config has looked at its own field."""
+    asked = getattr(trainer.accelerator, "parallelism_config", None)
+    found = [name for name in ("tp", "cp", "sp") if getattr(asked, f"{name}_enabled", False)]
+    if found or (kind is Sharding.NONE and is_spread(trainer.model)):
+        what = f"{found[0]}_size above 1 (accelerate's parallelism config)" if found else "The model's weights"
+        raise ConfigError(
+            f"{what}: tensor, context and sequence parallelism cannot work here, because every process samples and "
+            "trains rows of its own. Pass a whole model and use data parallelism; FSDP2 "
+            "(recipes/accelerate/fsdp2.yaml) is for models that do not fit on one device."
+        )
+
+
+def _reject_other_noise(trainer: Any) -> None:
+    """accelerate has layers computed again without the random state that they were computed with."""
+    plugin = trainer.accelerator.state.fsdp_plugin
+    drops = any(module.p > 0 for module in dropouts(trainer.model)) or functional_dropouts(trainer.model)
+    if drops and getattr(plugin, "activation_checkpointing", False):
+        raise ConfigError(
+            "fsdp_activation_checkpointing: true draws dropout anew where it computes layers again, so that gradients "
+            "are wrong. Set gradient_checkpointing=True instead, or train without dropout."
+        )
+
+
+def _warn_not_gathered(trainer: Any, kind: Sharding) -> None:
+    if not trainer.args.ds3_gather_for_generation and kind is not Sharding.ZERO3:
+        logger.warning("ds3_gather_for_generation=False has no effect: only DeepSpeed ZeRO-3 reads it.")
 
 
 def _save_whole_weights(accelerator: Any) -> None:
