@@ -4,8 +4,6 @@ PIP_ARGS ?=
 VENV     := .venv
 BIN      := $(VENV)/bin
 # A process of several that a segmentation fault ended is run once more: gloo now and then has one (docs/scaling.md).
-# One more than the cores of a small machine: many tests wait for processes that they started, or for files.
-WORKERS  ?= 3
 RERUN    := --reruns 1 --only-rerun 'exit codes .*-11'
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
@@ -32,15 +30,15 @@ static: $(VENV)/.ready
 	$(BIN)/mypy
 
 fast: $(VENV)/.ready
-	$(BIN)/pytest $(RERUN) -m "not slow and not medium" -n $(WORKERS) -q
+	$(BIN)/pytest $(RERUN) -m "not slow and not medium" -n 2 -q
 
 check: static fast
 
 test: $(VENV)/.ready
-	$(BIN)/pytest $(RERUN) -m "not slow" -n $(WORKERS)
+	$(BIN)/pytest $(RERUN) -m "not slow" -n 2
 
 test-slow: $(VENV)/.ready
-	$(BIN)/pytest $(RERUN) -m slow -n $(WORKERS) --summary=benchmarks/results/test_slow.json
+	$(BIN)/pytest $(RERUN) -m slow -n 2 --summary=benchmarks/results/test_slow.json
 
 # The site, into site/; a link that leads nowhere is an error.
 docs: $(VENV)/.ready
@@ -64,7 +62,7 @@ INTO_517 := .venv-tf517/bin/pip install $(PIP_ARGS) -q --no-compile -c constrain
 COMPAT := cli config data demo engine evaluation/test_run.py policy rollout trainer rewards/test_models.py
 ALIKE := engine/test_kernels.py engine/test_sampling.py engine/test_turns.py trainer/test_audits.py
 test-compat: .venv-tf517/.ready
-	.venv-tf517/bin/pytest $(RERUN) -m "not slow and not medium" --thin 4 -n $(WORKERS) -q $(COMPAT:%=tests/%) tests/test_*.py \
+	.venv-tf517/bin/pytest $(RERUN) -m "not slow and not medium" --thin 4 -n 2 -q $(COMPAT:%=tests/%) tests/test_*.py \
 		$(ALIKE:%=--ignore=tests/%)
 
 # What we measure ourselves against lives in its own environment and is never a dependency.
