@@ -310,7 +310,7 @@ class Checkpointing(Watching):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Trainer's, after an update and again at the end of an epoch, with our own reasons to save and to stop."""
         control, epoch_is_over = self.control, self._epoch_is_over
-        update_ended = self._this_update.ended  # watching.py, below, takes note of it
+        update_ended = self._this_update.ended  # read before super(), which takes note of it (watching.py)
         if self._retry_at is not None and self.state.global_step >= self._retry_at:
             control.should_save = True
         if self._should_stop():

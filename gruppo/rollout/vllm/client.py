@@ -1,10 +1,9 @@
 """HTTP to a stock vLLM server. This module, and no other of the package, opens connections on its own.
 
 Every call has a time limit, the whole of it, from finding the address to the last byte, and not only between two
-packets. Calls that only ask (`get`, and
-completions, whose seeds make them repeatable) may be asked again when the server does not answer. Calls that change
-the server, weight updates above all, are made once: whether one that failed took effect is not known, and whoever
-asked has to begin anew.
+packets. Calls that only ask (`get`, and completions, whose seeds make them repeatable) may be asked again when the
+server does not answer. Calls that change the server, weight updates above all, are made once: whether one that failed
+took effect is not known, and whoever asked has to begin anew.
 """
 
 import http.client

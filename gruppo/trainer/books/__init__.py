@@ -1,1 +1,1 @@
-"""Metrics, where tokens and seconds went, and audits."""
+"""Metrics, where tokens and seconds went, audits, and the machine of a run."""

@@ -1,1 +1,1 @@
-"""Several processes: who is there, who runs what, and where the weights are."""
+"""Several processes: who is there, who runs what, where the weights are, and how they end together."""

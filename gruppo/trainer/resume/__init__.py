@@ -1,1 +1,1 @@
-"""What a checkpoint remembers beside weights, and an orderly end."""
+"""What a checkpoint remembers beside weights."""
