@@ -4,11 +4,13 @@
     python benchmarks/vllm_modes.py --tiny                              (on a CPU against stand-ins, to try it)
 
 The same model, prompts, seed and settings, one process after another: the built-in engine, vLLM in the trainer's
-process (colocate; sleep gives its memory back in between), and a stock server on the same GPU that gets its weights by
-CUDA IPC (server; server-async samples the next generation while updates run). It is started and stopped here, with the
-flags of `gruppo vllm-serve`, once for server modes that follow each other. The trainer of these does not see vLLM's
-packages. The result is written after each mode, with logs beside it. A mode that fails or runs out of time is named in
-`failed`, with the ends of its logs; the others still count.
+process (colocate; sleep gives its memory back in between), and a stock server on the same GPU that gets its weights
+by CUDA IPC (server; server-async samples the next generation while updates run) or by NCCL (server-nccl, as if the two
+were on two hosts, since NCCL refuses two ranks on one GPU of a host: its code is run, its speed says nothing). It is
+started and stopped here, with the flags of `gruppo vllm-serve`, once for server modes that follow each other and take
+weights the same way. The trainer does not see vLLM's packages with IPC. The result is written after each mode, with
+logs beside it. A mode that fails or runs out of time is named in `failed`, with the ends of its logs; the others still
+count.
 """
 
 import argparse
@@ -32,7 +34,7 @@ from benchmarks.common import provenance
 from benchmarks.vllm_processes import Runner, vllm_version
 
 RESULTS = Path(__file__).parent / "results"
-MODES = ("builtin", "colocate", "sleep", "server", "server-async")
+MODES = ("builtin", "colocate", "sleep", "server", "server-async", "server-nccl")
 FIELDS: dict[str, Any] = {
     "per_device_train_batch_size": 32,
     "num_generations": 16,
@@ -233,6 +235,8 @@ def main() -> None:
     options = parser().parse_args()
     if unknown := set(options.modes.split(",")) - set(MODES):
         parser().error(f"--modes {', '.join(sorted(unknown))}: choose from {', '.join(MODES)}")
+    if options.tiny and "server-nccl" in options.modes.split(","):
+        parser().error("--modes server-nccl: stand-ins on the CPU have no NCCL")
     if options.record is not None:
         work(options)
         return

@@ -16,7 +16,9 @@ from typing import Any, Self
 
 from benchmarks import rollout_vllm
 
-WITH_VLLM = ("colocate", "sleep")  # in the trainer's process
+WITH_VLLM = ("colocate", "sleep", "server-nccl")  # in the trainer's process, the last for vLLM's side of NCCL only
+# NCCL refuses two ranks on one GPU of a host. With a host's name each they count as two hosts, and talk by sockets.
+NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 LEAST = 20.0  # seconds; with fewer left a mode is not begun
 TAIL = 4000  # characters of a log
 USUAL = ("Route: /", '" 200 OK', ": Failed to load weights")  # the last of layers that an update has nothing for
@@ -36,6 +38,7 @@ class Runner:
         self.deadline = time.monotonic() + options.total
         self._servers = ExitStack()
         self._server_log: Path | None = None
+        self._transfer: str | None = None  # how the server takes its weights
         self._start_seconds: float | None = None
 
     def __enter__(self) -> Self:
@@ -81,9 +84,12 @@ class Runner:
     # ---- the server
 
     def _need_server(self, mode: str) -> None:
-        if self._server_log is not None:
+        transfer = "nccl" if mode == "server-nccl" else "ipc"
+        if self._server_log is not None and self._transfer == transfer:
             return
+        self._stop_server()
         begun = time.monotonic()
+        self._transfer = transfer
         self._server_log = self.options.out.with_suffix(f".{mode}.vllm-serve.log")
         if self.options.tiny:
             from tests.rollout.vllm_doubles import serving
@@ -98,10 +104,12 @@ class Runner:
         from gruppo.rollout.vllm.serve import parser, server_command
 
         port = str(self.options.port)
-        command = server_command(parser().parse_args([str(self.options.model), "--port", port]))
+        asked = [str(self.options.model), "--port", port, "--weight-transfer", str(self._transfer)]
+        command = server_command(parser().parse_args(asked))
         variables = environment("colocate", self.options) | command.environment
         # The server has a process for the engine, which this variable would put into the one that answers.
         variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        variables |= {**NCCL, "NCCL_HOSTID": "server"}
         variables.setdefault("VLLM_HOST_IP", "127.0.0.1")  # a machine without a network has no other address
         paths = [variables["PYTHONPATH"], str(self._place_of_ray(variables))]
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -125,7 +133,7 @@ class Runner:
 
     def _stop_server(self) -> None:
         self._servers.close()
-        self._server_log = self._start_seconds = None
+        self._server_log = self._transfer = self._start_seconds = None
 
 
 @contextmanager
@@ -156,7 +164,8 @@ def environment(mode: str, options: argparse.Namespace) -> dict[str, str]:
     if mode not in WITH_VLLM:
         return dict(os.environ)
     paths = [str(options.vllm_site or ""), os.environ.get("PYTHONPATH", "")]
-    return {**rollout_vllm.ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    own = {**NCCL, "NCCL_HOSTID": "trainer"} if mode == "server-nccl" else {}
+    return {**rollout_vllm.ENVIRONMENT, **os.environ, **own, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def vllm_version(options: argparse.Namespace) -> str:

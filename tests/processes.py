@@ -67,7 +67,7 @@ def run_apart(
     `store`: what the processes meet at, a "file" or a "tcp" server in process 0, which ends with it.
     """
     logs = [folder / f"process{rank}.log" for rank in range(count)]
-    meeting = f"tcp://127.0.0.1:{_free_port()}" if store == "tcp" else f"file://{folder / 'meeting'}"
+    meeting = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{folder / 'meeting'}"
     processes = [
         context().Process(target=_work, args=(module, folder, rank, count, log, meeting))
         for rank, log in enumerate(logs)
@@ -89,7 +89,8 @@ def run_apart(
     return tuple(process.exitcode for process in processes), texts, ends[-1] - ends[0]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -123,12 +123,13 @@ def test_servers_that_follow_each_other_are_one_unless_a_mode_failed(
 @pytest.mark.slow
 def test_a_tiny_run_of_all_modes(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
+    modes = [mode for mode in vllm_modes.MODES if mode != "server-nccl"]  # for which there is no stand-in
     command = [sys.executable, "benchmarks/vllm_modes.py", "--tiny", "--steps", "3", "--groups", "2"]
-    command += ["--modes", ",".join(vllm_modes.MODES), "--out", str(out)]
+    command += ["--modes", ",".join(modes), "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=240)
     result = json.loads(out.read_text())
     assert result["failed"] == {}
-    assert result["modes"].keys() == set(vllm_modes.MODES)
+    assert result["modes"].keys() == set(modes)
     colocate, server = result["modes"]["colocate"], result["modes"]["server"]
     assert colocate["reward_last"] == server["reward_last"], "the same run"
     for mode in ("colocate", "sleep", "server"):

@@ -1,22 +1,19 @@
 """A run in bfloat16 under DeepSpeed on a single process, on a GPU if there is one: `zero_alone FOLDER STAGE`."""
 
 import os
-import socket
 import sys
 from pathlib import Path
 
 import torch
 
 from tests import zero
+from tests.processes import free_port
 from tests.trainer.zero_run import STEPS, same, seen, trainer_of
 
 
 def as_launched() -> None:
     """Set what a launcher sets for a single process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    places = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    places = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
     os.environ.update({name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"})
 
 
