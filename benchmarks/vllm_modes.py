@@ -4,13 +4,13 @@
     python benchmarks/vllm_modes.py --tiny                              (on a CPU against stand-ins, to try it)
 
 The same model, prompts, seed and settings, one process after another: the built-in engine, vLLM in the trainer's
-process (colocate; sleep gives its memory back in between), and a stock server on the same GPU that gets its weights
-by CUDA IPC (server; server-async samples the next generation while updates run) or by NCCL (server-nccl, as if the two
-were on two hosts, since NCCL refuses two ranks on one GPU of a host: its code is run, its speed says nothing). It is
-started and stopped here, with the flags of `gruppo vllm-serve`, once for server modes that follow each other and take
-weights the same way. The trainer does not see vLLM's packages with IPC. The result is written after each mode, with
-logs beside it. A mode that fails or runs out of time is named in `failed`, with the ends of its logs; the others still
-count.
+process (colocate; sleep gives its memory back in between), and a stock server on the same GPU that gets its weights by
+CUDA IPC (server; server-async samples the next generation while updates run; server-unseeded leaves the completions
+without seeds of their own) or by NCCL (server-nccl, as if the two were on two hosts, since NCCL refuses two ranks on
+one GPU of a host: its code is run, its speed says nothing). It is started and stopped here, with the flags of `gruppo
+vllm-serve`, once for server modes that follow each other and take weights the same way. The trainer does not see
+vLLM's packages with IPC. The result is written after each mode, with logs beside it. A mode that fails or runs out of
+time is named in `failed`, with the ends of its logs; the others still count.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from benchmarks.common import provenance
 from benchmarks.vllm_processes import Runner, vllm_version
 
 RESULTS = Path(__file__).parent / "results"
-MODES = ("builtin", "colocate", "sleep", "server", "server-async", "server-nccl")
+MODES = ("builtin", "colocate", "sleep", "server", "server-async", "server-unseeded", "server-nccl")
 FIELDS: dict[str, Any] = {
     "per_device_train_batch_size": 32,
     "num_generations": 16,
@@ -68,7 +68,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--groups", type=int, default=16, help="prompts of an update (default: %(default)s)")
     parser.add_argument("--vllm-site", type=Path, help="folder that vLLM is installed in, if not this environment")
     parser.add_argument("--port", type=int, default=8000, help="of the server (default: %(default)s)")
-    parser.add_argument("--no-seeds", action="store_true", help="vllm_seed_requests=False")
     parser.add_argument("--limit", type=float, default=150, help="seconds for one mode (default: %(default)s)")
     parser.add_argument(
         "--start", type=float, default=150, help="seconds for the server's start (default: %(default)s)"
@@ -87,7 +86,7 @@ def config_fields(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     """What the config of a mode has beside what all have."""
     if mode == "builtin":
         return {"rollout_backend": "builtin"}
-    fields: dict[str, Any] = {"use_vllm": True, "vllm_seed_requests": not options.no_seeds}
+    fields: dict[str, Any] = {"use_vllm": True, "vllm_seed_requests": mode != "server-unseeded"}
     if mode.startswith("server"):
         ahead = {"async_rollouts": 1} if mode == "server-async" else {}
         fields |= {"vllm_mode": "server", "vllm_server_port": options.port}

@@ -129,7 +129,7 @@ def update_of(trainer: Any) -> dict[str, Tensor]:
     before = {name: weight.clone() for name, weight in weights_of(model).items() if name in trained}
     trainer.train()
     after = weights_of(trainer.accelerator.unwrap_model(trainer.model))
-    return {name: before[name] - after[name] for name in before}
+    return {name: before[name].to(after[name].device) - after[name] for name in before}
 
 
 def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
