@@ -287,6 +287,38 @@ def fill_performance_page(text: str) -> str:
     return re.sub(r"^The arithmetic of this update is .*?$", lambda _: update_limit(result), text, flags=re.MULTILINE)
 
 
+MODE_NAMES = {
+    "builtin": "the built-in engine",
+    "colocate": "vLLM in the trainer's process",
+    "sleep": "the same with `vllm_enable_sleep_mode`",
+    "server": "a server, weights by IPC",
+    "server-async": "the same with `async_rollouts=1`",
+    "server-unseeded": "a server with `vllm_seed_requests=False`",
+    "server-nccl": "a server, weights by NCCL over sockets",
+}
+
+
+def mode_table(result: dict[str, Any]) -> str:
+    """Training with each sampler as a Markdown table: means over the updates but the first."""
+    head = "| sampled by | seconds an update | sampling | waiting for it | sending weights | mean drift | largest |"
+    lines = [f"{head} dropped |", "|---" * 8 + "|"]
+    for mode, name in MODE_NAMES.items():
+        if mode in result["modes"]:
+            record = result["modes"][mode]
+            seconds = (record[key] for key in ("step_seconds", "rollout_seconds", "wait_seconds", "sync_seconds"))
+            cells = [name, *("–" if value is None else f"{value:.2f}" for value in seconds)]
+            cells += [f"{record['drift_mean']:.3f}", f"{record['drift_max']:.2f}"]
+            cells.append("–" if record["dropped_share"] is None else f"{record['dropped_share']:.1%}")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fill_vllm_page(text: str) -> str:
+    """docs/vllm.md with its table replaced."""
+    result = json.loads((ROOT / "benchmarks/results/vllm_modes.json").read_text())
+    return re.sub(r"\| sampled by .*?\n(?=\n)", lambda _: mode_table(result) + "\n", text, flags=re.DOTALL)
+
+
 def fill_cells(text: str) -> tuple[str, set[str]]:
     """A page with the result cells that it has replaced, and the files that they come from."""
     found: set[str] = set()
@@ -314,6 +346,6 @@ def fill_measured_page(text: str) -> str:
 
 if __name__ == "__main__":
     pages = {"README.md": fill, "docs/engine.md": fill_engine_page, "docs/performance.md": fill_performance_page}
-    pages |= {"docs/view.md": fill_view_page, "docs/measured.md": fill_measured_page}
+    pages |= {"docs/view.md": fill_view_page, "docs/measured.md": fill_measured_page, "docs/vllm.md": fill_vllm_page}
     for page, filled in pages.items():
         (ROOT / page).write_text(filled((ROOT / page).read_text()))

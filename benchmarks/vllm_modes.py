@@ -75,6 +75,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--total", type=float, default=540, help="seconds for all modes (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a small model and stand-ins, on the CPU")
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/vllm_modes.json)")
+    parser.add_argument(
+        "--add", action="store_true", help="to the modes that the result file has, of the same settings"
+    )
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)  # train in this process, write there
     return parser
 
@@ -230,6 +233,23 @@ def measure(options: argparse.Namespace, result: dict[str, Any], folder: Path) -
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def begun(options: argparse.Namespace) -> dict[str, Any]:
+    """The result without the modes that are to be run: a new one, or with `--add` the one that is there."""
+    result: dict[str, Any] = {**provenance(), "steps": options.steps, "groups": options.groups}
+    result["versions"]["vllm"] = "a stand-in" if options.tiny else vllm_version(options)
+    result |= {"modes": {}, "failed": {}}
+    if not options.add:
+        return result
+    before = json.loads(options.out.read_text())
+    changed = [key for key in ("commit", "device", "versions", "steps", "groups") if before[key] != result[key]]
+    if changed:
+        raise SystemExit(f"--add: {options.out} was measured with another {', '.join(changed)}.")
+    result["command"] = "; ".join([before["command"], result["command"]])
+    result["modes"] = before["modes"]
+    result["failed"] = {mode: why for mode, why in before["failed"].items() if mode not in options.modes.split(",")}
+    return result
+
+
 def main() -> None:
     options = parser().parse_args()
     if unknown := set(options.modes.split(",")) - set(MODES):
@@ -249,9 +269,7 @@ def main() -> None:
             options.model = saved_model(folder / "model")
         if options.model is None:
             parser().error("--model is missing; benchmarks/prepare_smollm2.py makes one")
-        result = {**provenance(), "steps": options.steps, "modes": {}, "failed": {}}
-        result["versions"]["vllm"] = "a stand-in" if options.tiny else vllm_version(options)
-        measure(options, result, folder)
+        measure(options, begun(options), folder)
 
 
 if __name__ == "__main__":

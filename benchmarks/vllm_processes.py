@@ -79,7 +79,10 @@ class Runner:
         logs = [self.log_of(mode), *([self._server_log] if mode.startswith("server") and self._server_log else [])]
         ends = [f"---- the end of {log.name}\n{tail(log)}" for log in logs if log.exists()]
         self._stop_server()
-        return "\n".join([f"{type(error).__name__}: {str(error)[:TAIL]}", *ends])
+        what = f"{type(error).__name__}: {str(error)[:TAIL]}"
+        if isinstance(error, subprocess.TimeoutExpired):
+            what = f"not done within {error.timeout:.0f} s"
+        return "\n".join([what, *ends])
 
     # ---- the server
 

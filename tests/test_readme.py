@@ -12,6 +12,7 @@ from benchmarks.readme import (
     fill_measured_page,
     fill_performance_page,
     fill_view_page,
+    fill_vllm_page,
 )
 from gruppo.demo import EXAMPLE
 
@@ -47,6 +48,12 @@ def test_the_page_of_the_viewer_shows_the_committed_measurement() -> None:
     page = (Path(__file__).parents[1] / "docs" / "view.md").read_text()
     assert "first paint after at most " in page
     assert fill_view_page(page) == page, "run `python benchmarks/readme.py`"
+
+
+def test_the_page_of_vllm_shows_the_committed_measurement() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text()
+    assert "| a server, weights by IPC | " in page
+    assert fill_vllm_page(page) == page, "run `python benchmarks/readme.py`"
 
 
 def test_the_snippet_is_the_demo_example() -> None:

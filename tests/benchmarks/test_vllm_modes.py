@@ -140,3 +140,19 @@ def test_a_tiny_run_of_all_modes(tmp_path: Path) -> None:
     assert (ahead["staleness"], len(ahead["updates"]), ahead["findings"]) == (1.0, 3, [])
     assert ahead["wait_seconds"] is not None
     assert result["versions"]["vllm"] == "a stand-in"
+
+
+def test_modes_are_added_to_a_result_of_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"commit": "a", "device": "b", "versions": {}, "command": "first"}
+    monkeypatch.setattr(vllm_modes, "provenance", lambda: {**facts, "versions": {}})
+    options = options_of(tmp_path, "--tiny", "--modes", "server", "--add")
+    before = {**facts, "versions": {"vllm": "a stand-in"}, "steps": 8, "groups": 16}
+    before |= {"modes": {"builtin": {"step_seconds": 1.0}}, "failed": {"server": "too slow", "sleep": "no time"}}
+    options.out.write_text(json.dumps(before))
+    facts["command"] = "second"
+    result = vllm_modes.begun(options)
+    assert (result["command"], result["modes"]) == ("first; second", before["modes"])
+    assert result["failed"] == {"sleep": "no time"}, "the other one is run again"
+    facts["commit"] = "c"
+    with pytest.raises(SystemExit, match="measured with another commit"):
+        vllm_modes.begun(options)

@@ -5,6 +5,7 @@ import math
 import re
 import sys
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from gruppo import GRPOTrainer
 from gruppo.rollout.vllm import transfer
 from gruppo.trainer.books import ledger
+from gruppo.trainer.books.metrics import MetricStore, value_stat
 from tests.helpers import length_reward, prompts, tiny_model
 from tests.policy.experts import experts
 from tests.rollout.vllm_doubles import saved_model, serving, share_bytes
@@ -699,3 +701,19 @@ def test_every_logged_key_is_documented_and_every_documented_key_is_logged(
     ]
     missing = [pattern for pattern in ours if not any(matches(key, pattern) for key in logged)]
     assert not missing, f"documented, but no run logged {missing}"
+
+
+def test_micro_batches_on_a_device_may_differ_in_what_they_know() -> None:
+    """What one of them does not know is a number made up here, which has to be on the device of the others."""
+    device = torch.device("meta")
+    shapes = []
+
+    def gather(local: torch.Tensor) -> torch.Tensor:
+        shapes.append((local.device, tuple(local.shape)))
+        return torch.ones(local.shape, dtype=local.dtype)
+
+    store = MetricStore(types.SimpleNamespace(device=device, gather=gather))  # type: ignore[arg-type]
+    store.defer({"entropy": value_stat(torch.zeros((), device=device))})
+    store.defer({"aux_loss": value_stat(torch.zeros((), device=device))})
+    assert store.flush("train") == {"entropy": [(1.0, 1.0)] * 2, "aux_loss": [(1.0, 1.0)] * 2}
+    assert shapes == [(device, (1, 2, 2, 2))]

@@ -244,6 +244,31 @@ def test_bitsandbytes_on_a_gpu(kind: str, method: str, checkpointing: bool, tmp_
     run_with_bitsandbytes("cuda", kind, method, checkpointing, tmp_path)
 
 
+def packed_bits(model: Any) -> dict[str, torch.Tensor]:
+    """All that bitsandbytes keeps of the base's weights."""
+    found = {}
+    for name, weight in model.named_parameters():
+        if (state := getattr(weight, "quant_state", None)) is not None:
+            parts = {"packed": weight.data, **state.as_dict()}
+        elif weight.dtype is torch.int8:
+            parts = {"packed": weight.data}  # its scales move elsewhere when it is first used
+        else:
+            continue
+        values = {part: value for part, value in parts.items() if not isinstance(value, str | tuple)}
+        found |= {f"{name}.{part}": torch.as_tensor(value) for part, value in values.items()}
+    return found
+
+
+def repeats_itself(model: Any, device: str) -> bool:
+    """Whether the same tokens have the same logits each time, few of them and many."""
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        for ids in (IDS[:1, :1].to(device), IDS.to(device), IDS.repeat(16, 1).to(device)):
+            logits = model(input_ids=ids).logits
+            if not all(torch.equal(model(input_ids=ids).logits, logits) for _ in range(50)):
+                return False
+    return True
+
+
 def run_with_bitsandbytes(device: str, kind: str, method: str, checkpointing: bool, tmp_path: Path) -> None:
     """The real thing: engine, packed rows, parity check, reference, resume, saved adapter."""
     folder = str(tmp_path / "base")
@@ -269,9 +294,14 @@ def run_with_bitsandbytes(device: str, kind: str, method: str, checkpointing: bo
     straight = trained_weights(first.model)
     assert all(log["grad_norm"] > 0 for log in logs(first))
     again = made("again")
+    packed, packed_again = packed_bits(first.model), packed_bits(again.model)
+    assert packed
+    assert [name for name, bits in packed_again.items() if not torch.equal(packed[name], bits)] == []
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    for name, weight in trained_weights(again.model).items():
-        assert torch.equal(straight[name], weight), name
+    differ = [name for name, weight in trained_weights(again.model).items() if not torch.equal(straight[name], weight)]
+    if differ and not repeats_itself(first.model, device):
+        pytest.xfail(f"bitsandbytes' products of {kind} weights do not repeat their own bits")
+    assert differ == []
     first.save_model(str(tmp_path / "final"))
     plain = AutoModelForCausalLM.from_pretrained(folder, quantization_config=bits(kind), dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "final").eval()

@@ -74,7 +74,7 @@ class MetricStore:
         # Micro-batches may differ in what they know (a sampler's log-probs, say).
         kinds = {key: type(stat) for stats in self._pending for key, stat in stats.items()}
         local = torch.stack(
-            [torch.stack([_pair(stats.get(key)) for key in kinds]).to(device) for stats in self._pending]
+            [torch.stack([_pair(stats.get(key)).to(device) for key in kinds]) for stats in self._pending]
         )
         self._pending = []
         gathered = self.accelerator.gather(local.unsqueeze(0)).cpu()  # (processes, micro-batches, keys, 2)
