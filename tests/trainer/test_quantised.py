@@ -298,6 +298,8 @@ def run_with_bitsandbytes(device: str, kind: str, method: str, checkpointing: bo
     assert packed
     assert [name for name, bits in packed_again.items() if not torch.equal(packed[name], bits)] == []
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    texts = [list(each.completion_logs["train"].columns["completion"])[-4:] for each in (first, again)]
+    assert texts[0] == texts[1], "what was sampled after the checkpoint"
     differ = [name for name, weight in trained_weights(again.model).items() if not torch.equal(straight[name], weight)]
     if differ and not repeats_itself(first.model, device):
         pytest.xfail(f"bitsandbytes' products of {kind} weights do not repeat their own bits")
