@@ -10,11 +10,12 @@ from gruppo.runs.lines import plain
 __all__ = ["read_settings", "settings_text"]
 
 DEEPEST = 100
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # ten times as fast, where libyaml is there
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
     """What config.yaml holds."""
-    return str(yaml.safe_dump(plain(settings, finite=False), sort_keys=False, allow_unicode=True))
+    return str(yaml.dump(plain(settings, finite=False), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def read_settings(text: str) -> dict[str, Any]:
