@@ -67,7 +67,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     slowest = sorted(
         ((report.duration, report.nodeid) for report in terminalreporter.stats.get("passed", [])), reverse=True
     )
-    result = {**provenance("gruppo"), **counts, "slowest": [[round(t, 1), name] for t, name in slowest[:5]]}
+    failures = sorted(report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, []))
+    result = {**provenance("gruppo"), **counts, "failures": failures}
+    result["slowest"] = [[round(t, 1), name] for t, name in slowest[:5]]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
