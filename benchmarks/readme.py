@@ -299,14 +299,16 @@ MODE_NAMES = {
 
 
 def mode_table(result: dict[str, Any]) -> str:
-    """Training with each sampler as a Markdown table: means over the updates but the first."""
+    """Training with each sampler as a Markdown table: medians over the updates but the first, drift over all."""
     head = "| sampled by | seconds an update | sampling | waiting for it | sending weights | mean drift | largest |"
     lines = [f"{head} dropped |", "|---" * 8 + "|"]
     for mode, name in MODE_NAMES.items():
         if mode in result["modes"]:
             record = result["modes"][mode]
-            seconds = (record[key] for key in ("step_seconds", "rollout_seconds", "wait_seconds", "sync_seconds"))
-            cells = [name, *("–" if value is None else f"{value:.2f}" for value in seconds)]
+            cells = [name]
+            for key in ("step_time", "rollout/seconds", "rollout/wait_seconds", "rollout/sync_seconds"):
+                values = [update[key] for update in record["updates"][1:] if key in update]
+                cells.append(f"{statistics.median(values):.2f}" if values else "–")
             cells += [f"{record['drift_mean']:.3f}", f"{record['drift_max']:.2f}"]
             cells.append("–" if record["dropped_share"] is None else f"{record['dropped_share']:.1%}")
             lines.append(f"| {' | '.join(cells)} |")

@@ -10,7 +10,7 @@ from gruppo.runs.lines import plain
 __all__ = ["read_settings", "settings_text"]
 
 DEEPEST = 100
-_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # ten times as fast, where libyaml is there
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # several times as fast, where libyaml is there
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:

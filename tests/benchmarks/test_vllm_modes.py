@@ -156,3 +156,28 @@ def test_modes_are_added_to_a_result_of_the_same_settings(tmp_path: Path, monkey
     facts["commit"] = "c"
     with pytest.raises(SystemExit, match="measured with another commit"):
         vllm_modes.begun(options)
+
+
+def test_what_makes_a_mode_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own name for a host in NCCL, on both sides, and its own way for weights; seeds but in one mode."""
+    options = options_of(tmp_path, "--modes", "server-nccl", "--model", "m")
+    started: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def noted(command: Any, variables: Any, log: Path) -> Any:
+        started.append((command, variables))
+        yield types.SimpleNamespace(poll=lambda: None)
+
+    monkeypatch.setattr(vllm_processes, "started", noted)
+    monkeypatch.setattr(VLLMClient, "wait_until_up", lambda *args: None)
+    with Runner(options, tmp_path) as runner:
+        for mode in ("server", "server-async", "server-nccl"):
+            runner._need_server(mode)
+    (ipc, _), (nccl, variables) = started
+    assert '"ipc"' in str(ipc)
+    assert '"nccl"' in str(nccl), "another server, since it takes weights another way"
+    trainer = vllm_processes.environment("server-nccl", options)
+    assert {variables["NCCL_HOSTID"], trainer["NCCL_HOSTID"]} == {"server", "trainer"}
+    assert "NCCL_HOSTID" not in vllm_processes.environment("colocate", options)
+    seeded = {mode: vllm_modes.config_fields(mode, options).get("vllm_seed_requests") for mode in vllm_modes.MODES}
+    assert [mode for mode, seeds in seeded.items() if seeds is False] == ["server-unseeded"]

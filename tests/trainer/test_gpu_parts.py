@@ -96,7 +96,7 @@ def test_images(family: str, kind: str, tmp_path: Path) -> None:
     check_resumed(first, again, tmp_path / "run" / "checkpoint-1")
     moved = {name for name, weight in weights(first).items() if not torch.equal(weight, before[name])}
     assert any("visual" in name or "vision" in name for name in moved)
-    assert logs(first)[0].get("kl", 0) == pytest.approx(0, abs=1e-6), "the reference sees the same images"
+    assert logs(first)[0]["kl"] == pytest.approx(0, abs=1e-6), "the reference sees the same images"
 
 
 def test_compiled_by_inductor(tmp_path: Path) -> None:
@@ -153,7 +153,8 @@ def test_tools(backend: str, tmp_path: Path) -> None:
     assert trainer.accelerator.device.type == ON
     logged = logs(trainer)[0]
     assert logged["tools/turns"] == 3
-    assert logged["sampling/sampling_logp_difference/mean"] < 1e-3 if backend == "builtin" else True
+    if backend == "builtin":
+        assert logged["sampling/sampling_logp_difference/mean"] < 1e-3
 
 
 def test_what_is_left_of_a_run_can_be_read(tmp_path: Path) -> None:
