@@ -86,6 +86,12 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def release_generator(device: torch.device) -> None:
+    """After a capture that failed: torch's random numbers still wait for its end, and the next dropout would raise."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
 class Runner:
     """Runs one model over one pool and one batch of rows."""
 
@@ -241,9 +247,10 @@ class Runner:
             saved = self.rows.state.clone()
             try:
                 self._graphs[key] = self._capture(bucket, settings)
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
+                release_generator(self.device)
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
                 self.use_graphs = False
                 reason = str(error).split("\n")[0]
                 logger.warning(f"The decoding step cannot be captured as a CUDA graph and runs slower: {reason}")

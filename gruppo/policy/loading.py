@@ -1,9 +1,11 @@
 """Policy, tokenizer and reference: how they are found and made ready."""
 
 import copy
+import inspect
 import json
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import transformers
 from accelerate.utils import DistributedType
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -54,6 +56,7 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
             )
         if quantization_config is not None:
             logger.warning("quantization_config is ignored: the model was passed as an object, not by name.")
+        cast_image_features(model)
         return model
     reject_tensor_parallel(args.model_init_kwargs or {})
     kwargs = with_quantisation(dict(args.model_init_kwargs or {}), quantization_config)
@@ -65,7 +68,26 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
         kwargs["device_map"] = None
     else:
         kwargs.setdefault("device_map", "auto")
-    return model_class(model, kwargs).from_pretrained(model, **kwargs)
+    loaded = model_class(model, kwargs).from_pretrained(model, **kwargs)
+    cast_image_features(loaded)
+    return loaded
+
+
+def cast_image_features(model: nn.Module) -> None:
+    """Image features get the dtype of the embeddings that they are put among.
+
+    Under autocast the two differ, and transformers 5.17 has no cast there for SmolVLM; later releases have.
+    """
+    module: Any
+    for module in model.modules():
+        merge = getattr(module, "inputs_merger", None)
+        if type(module).__name__ == "SmolVLMModel" and inspect.ismethod(merge):
+            module.inputs_merger = partial(_merge_alike, merge)
+
+
+def _merge_alike(merge: Any, input_ids: Any, inputs_embeds: Tensor, image_hidden_states: Tensor) -> Tensor:
+    merged: Tensor = merge(input_ids, inputs_embeds, image_hidden_states.to(inputs_embeds.dtype))
+    return merged
 
 
 def reject_tensor_parallel(kwargs: Mapping[str, Any]) -> None:

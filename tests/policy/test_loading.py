@@ -19,6 +19,7 @@ from gruppo.config.grpo import GRPOConfig
 from gruppo.errors import ConfigError
 from gruppo.policy import loading
 from tests.helpers import base_args, tiny_model, tiny_tokenizer
+from tests.vision.families import FAMILIES, picture
 
 
 def args(**kwargs: Any) -> GRPOConfig:
@@ -191,3 +192,18 @@ def test_dropout_modules_are_turned_off():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.9)))
     loading.disable_dropout_in_model(model)
     assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == [0.0, 0.0]
+
+
+def test_image_features_fit_among_embeddings_under_autocast() -> None:
+    """With transformers 5.17 SmolVLM needs help; a copy has it too, and nothing is done twice."""
+    model, processor = FAMILIES["smolvlm"].make()
+    rows = processor(text=["<image>what"], images=[[picture(0, (16, 16))]], return_tensors="pt")
+    loading.cast_image_features(model)
+    before = getattr(model.model, "inputs_merger", None)
+    loading.cast_image_features(model)
+    assert getattr(model.model, "inputs_merger", None) is before
+    exact = model(**rows).logits
+    for each in (model, loading.copy_as_reference(model)):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = each(**rows).logits
+        assert 0 < (logits - exact).abs().max() < 0.05

@@ -113,9 +113,10 @@ def test_compiled_by_inductor(tmp_path: Path) -> None:
 
 def test_a_whole_run_is_that_on_a_cpu(tmp_path: Path) -> None:
     """Groups without spread are replaced, a reward model scores beside a function, and there are evaluations."""
-    here, there = zero_run.trainer_of(tmp_path / "here", 1), zero_run.trainer_of(tmp_path / "there", 1, **THERE)
-    for trainer in (here, there):
-        trainer.train()
+    here = zero_run.trainer_of(tmp_path / "here", 1)
+    here.train()
+    there = zero_run.trainer_of(tmp_path / "there", 1, **THERE)  # only now: accelerate has one device at a time
+    there.train()
     assert there.accelerator.device.type == ON
     found, expected = zero_run.seen(there), zero_run.seen(here)
     assert found["completions"] == expected["completions"]
