@@ -269,11 +269,11 @@ class Runner:
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
             self._stream = _capture_stream(self.device)
-        with torch.cuda.stream(self._stream):
-            self._step(bucket, settings)
-        self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         recording = torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local")
-        with without_collection(), recording:
+        with torch.cuda.stream(self._stream):  # around the recording too: one that fails leaves its stream in use
             self._step(bucket, settings)
+            self._stream.synchronize()
+            with without_collection(), recording:
+                self._step(bucket, settings)
         return graph

@@ -31,7 +31,7 @@ def reject_full_training(model: Any, peft_config: Any) -> None:
     """Packed weights have no gradient: a quantised model is trained through an adapter or not at all."""
     if not is_quantised(model):
         return
-    if is_four_bits_on_cpu(model):
+    if is_on_cpu(model, "Linear4bit"):
         raise ConfigError(
             "bitsandbytes cannot train through 4-bit weights on a CPU: after sampling it keeps them in a layout "
             "without gradients, and only warns. Train on a CUDA device, or use load_in_8bit=True."
@@ -46,10 +46,19 @@ def reject_full_training(model: Any, peft_config: Any) -> None:
         )
 
 
-def is_four_bits_on_cpu(model: Any) -> bool:
-    """Whether bitsandbytes holds weights in 4 bits in main memory."""
+def reject_adapter(model: Any) -> None:
+    """Raise for an adapter that needs the base's weights where bitsandbytes does not give them back."""
+    if is_on_cpu(model, "Linear8bitLt") and any(MAGNITUDES in name for name, _ in model.named_parameters()):
+        raise ConfigError(
+            "DoRA on 8-bit weights does not work on a CPU: it needs the weights themselves, and bitsandbytes loses "
+            "their scales once they are used. Train on a CUDA device, or with use_dora=False."
+        )
+
+
+def is_on_cpu(model: Any, layer: str) -> bool:
+    """Whether bitsandbytes' layers of this name hold weights in main memory."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    return "Linear4bit" in kinds and next(model.parameters()).device.type == "cpu"
+    return layer in kinds and next(model.parameters()).device.type == "cpu"
 
 
 def narrow_adapters(model: Any) -> None:

@@ -235,6 +235,11 @@ def test_four_bits_on_a_cpu_are_refused(kind: str, base: str, tmp_path: Path) ->
         trainer_of(base, tmp_path, peft_config=METHODS["lora"](), quantization_config=bits(kind), bf16=True)
 
 
+def test_dora_on_eight_bits_on_a_cpu_is_refused(base: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="DoRA on 8-bit weights does not work on a CPU"):
+        trainer_of(base, tmp_path, peft_config=METHODS["dora"](), quantization_config=bits("8-bit"), bf16=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("method", ["lora", "dora"])

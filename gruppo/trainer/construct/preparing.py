@@ -12,7 +12,7 @@ from gruppo.errors import ConfigError
 from gruppo.policy import adapters, loading
 from gruppo.policy.float32_head import cast_head
 from gruppo.policy.inplace import compiled_modules
-from gruppo.policy.quantised import narrow_adapters, reject_full_training
+from gruppo.policy.quantised import narrow_adapters, reject_adapter, reject_full_training
 from gruppo.policy.routing import router_coefficient
 from gruppo.policy.unwrap import forward_arguments, inner_model
 from gruppo.trainer.construct import tooling
@@ -32,6 +32,7 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
     if peft_config is not None:
         policy = adapters.add_adapter(policy, peft_config)
     if adapters.is_peft_model(policy):
+        reject_adapter(policy)
         narrow_adapters(policy)
         adapters.prepare_adapters(policy, is_new=peft_config is not None, has_reference=args.beta != 0)
         if args.sync_ref_model:
