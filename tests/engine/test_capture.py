@@ -1,0 +1,107 @@
+"""A decoding step that cannot be captured: what torch leaves behind is put back. CUDA is played; see test_cuda.py."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gruppo.engine.runner import Runner
+from gruppo.engine.settings import SamplingSettings
+
+
+SETTINGS = SamplingSettings(max_new_tokens=4)
+
+
+class Cuda:
+    """torch.cuda as far as a capture goes: one stream is in use, and a recording may fail at its end."""
+
+    def __init__(self, error: Exception | None):
+        self.error = error
+        self.in_use = "default"
+        self.capturing = False
+        self.default_generators = [self]
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        before, self.in_use = self.in_use, name
+        try:
+            yield
+        finally:
+            self.in_use = before
+
+    def graph(self, graph: Any, memory: Any, stream: str, **options: Any) -> Any:
+        return Recording(self, stream)
+
+    def clone_state(self) -> str:
+        return "free"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.capturing = False
+
+
+class Recording:
+    """Ends as torch's does: if that raises, the stream stays and random numbers wait for more of the capture."""
+
+    def __init__(self, cuda: Cuda, stream: str):
+        self.cuda, self.stream = cuda, stream
+
+    def __enter__(self) -> None:
+        self.before, self.cuda.in_use, self.cuda.capturing = self.cuda.in_use, self.stream, True
+
+    def __exit__(self, *_: object) -> None:
+        if self.cuda.error is not None:
+            raise self.cuda.error
+        self.cuda.in_use, self.cuda.capturing = self.before, False
+
+
+def runner_on(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, list[str]]:
+    """A runner whose steps note the stream that they are on."""
+    for name in ("stream", "graph", "default_generators"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "a graph")
+    monkeypatch.setattr("gruppo.engine.runner._capture_stream", lambda device: Side("side"))
+    steps: list[str] = []
+    rows = SimpleNamespace(state=torch.zeros(3, 2), padding=torch.ones(3), device=torch.device("cuda", 0))
+    runner = Runner.__new__(Runner)
+    vars(runner).update(rows=rows, device=rows.device, use_graphs=True, captures=0, capture_seconds=0.0)
+    vars(runner).update(_graphs={}, _memory=None, _stream=None, _shares_prompts=lambda bucket: False)
+    runner._step = lambda bucket, settings: steps.append(cuda.in_use)  # type: ignore[method-assign]
+    return runner, steps
+
+
+class Side(str):
+    def synchronize(self) -> None:
+        pass
+
+
+def test_a_capture_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(None)
+    runner, steps = runner_on(cuda, monkeypatch)
+    assert runner._graph(2, SETTINGS) == "a graph"
+    assert steps == ["side", "side"], "once to compile, once to record"
+    assert (cuda.in_use, cuda.capturing, runner.captures) == ("default", False, 1)
+
+
+def test_one_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    cuda = Cuda(RuntimeError("operation failed due to a previous error during capture\nmore"))
+    runner, _ = runner_on(cuda, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert runner._graph(2, SETTINGS) is None
+    assert "runs slower: operation failed due to a previous error during capture" in caplog.text
+    assert not runner.use_graphs
+    assert (cuda.in_use, cuda.capturing) == ("default", False)
+    assert torch.equal(runner.rows.state, torch.zeros(3, 2)), "rows are as they were"
+
+
+def test_one_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(torch.OutOfMemoryError("no memory"))
+    runner, _ = runner_on(cuda, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError):
+        runner._graph(2, SETTINGS)
+    assert (cuda.in_use, cuda.capturing, runner.use_graphs) == ("default", False, True)
