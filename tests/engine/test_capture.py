@@ -12,7 +12,6 @@ import torch
 from gruppo.engine.runner import Runner
 from gruppo.engine.settings import SamplingSettings
 
-
 SETTINGS = SamplingSettings(max_new_tokens=4)
 
 
