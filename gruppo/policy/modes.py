@@ -50,6 +50,11 @@ def has_reentrant_checkpoints(model: nn.Module) -> bool:
 
 
 def arithmetic_dtype(model: nn.Module, autocast_dtype: torch.dtype | None = None) -> torch.dtype:
-    """The narrowest type of a model's weights, by which its rounding is judged: head or adapters may be wider."""
+    """The narrowest type of a model's weights, by which its rounding is judged: head or adapters may be wider.
+
+    Packed weights are multiplied in half precision, whatever the others are in.
+    """
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if any(not parameter.is_floating_point() for parameter in model.parameters()):
+        kinds.add(torch.bfloat16)
     return autocast_dtype or min(kinds, key=lambda dtype: (dtype.itemsize, str(dtype)))

@@ -169,6 +169,24 @@ def test_trained_weights_are_narrow_in_4_and_8_bits_only(bits: int | None) -> No
     assert model.get_base_model().lm_head.weight.dtype == torch.float32
 
 
+SMALL_STEPS: dict[str, Callable[[], Any]] = {
+    "(IA)3": lambda: peft.IA3Config(target_modules=["q_proj", "v_proj"], feedforward_modules=[]),
+    "a norm": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]),
+}
+
+
+@pytest.mark.parametrize("kind", SMALL_STEPS)
+def test_weights_near_one_take_small_steps(kind: str, base: str, tmp_path: Path) -> None:
+    """In bfloat16 they would be rounded away, and nothing be trained."""
+    adapter = {"peft_config": SMALL_STEPS[kind](), "quantization_config": bits("8-bit"), "use_cpu": True}
+    trainer = trainer_of(base, tmp_path / "run", learning_rate=1e-5, max_steps=2, **adapter)
+    before = {name: weight for name, weight in trained_weights(trainer.model).items() if "lora" not in name}
+    trainer.train()
+    after = trained_weights(trainer.model)
+    assert before
+    assert [name for name, weight in before.items() if torch.equal(after[name], weight)] == []
+
+
 # ---- mistakes
 
 

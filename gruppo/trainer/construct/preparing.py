@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from gruppo.data.probing import inner_tokenizer
 from gruppo.data.prompts import PromptEncoder
@@ -38,7 +40,7 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
         if args.sync_ref_model:
             raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
         if args.gradient_checkpointing:
-            policy.enable_input_require_grads()
+            require_input_gradients(policy, args)
     reject_frozen(policy)
     if getattr(args, "cast_lm_head_to_fp32", False):
         cast_head(policy)
@@ -50,6 +52,32 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
     if args.disable_dropout:
         loading.disable_dropout_in_model(policy)
     return policy
+
+
+def require_input_gradients(policy: Any, args: Any) -> None:
+    """Let what enters checkpointed layers have a gradient, without which reentrant ones give none to adapters.
+
+    transformers does so for embeddings. Where it knows of none, as in the towers of Qwen3-VL and Gemma 4, the first part
+    of a model stands for them.
+    """
+    policy.enable_input_require_grads()
+    if not (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        return
+    for module in policy.modules():
+        if isinstance(module, PreTrainedModel) and not _knows_embeddings(module):
+            next(module.children()).register_forward_hook(_require_gradient)
+
+
+def _knows_embeddings(model: PreTrainedModel) -> bool:
+    try:
+        return model.get_input_embeddings() is not None
+    except NotImplementedError:
+        return False
+
+
+def _require_gradient(module: nn.Module, inputs: Any, output: Any) -> None:
+    if isinstance(output, Tensor) and output.is_floating_point():
+        output.requires_grad_(True)
 
 
 def reject_frozen(policy: Any) -> None:
