@@ -17,7 +17,7 @@ from gruppo.policy.quantised import is_quantised
 from gruppo.policy.sharding import full_value, is_spread, plain_name
 from gruppo.policy.unwrap import inner_model
 
-__all__ = ["check_copyable", "named_weights"]
+__all__ = ["active_adapters", "check_copyable", "named_weights"]
 
 Walk = Iterator[tuple[str, Tensor]]
 
@@ -57,6 +57,12 @@ def check_copyable(model: Any) -> None:
     if is_peft_model(bare):
         _check_adapters(bare, inner)
     _check_tied(inner)
+
+
+def active_adapters(model: Any) -> tuple[str, ...]:
+    """Names of the adapters that count at the moment."""
+    bare = _bare(model)
+    return tuple(bare.active_adapters) if is_peft_model(bare) else ()
 
 
 def _bare(model: Any) -> Any:
@@ -151,11 +157,21 @@ def _check_adapters(bare: Any, inner: Any) -> None:
             )
         if isinstance(module, layer_class) and not hasattr(module, "merge"):
             raise ConfigError(f"{name}: a {type(module).__name__} cannot be merged into the weights that vLLM holds.")
+        if _adds_bias(module):
+            raise ConfigError(
+                f"{name} has no bias, and its adapter adds one (lora_bias=True), for which vLLM's weights have no "
+                "place. Set lora_bias=False, or rollout_backend='auto'."
+            )
     if is_spread(inner):
         raise ConfigError(
             "Adapters on weights that are spread over processes (FSDP, ZeRO-3) cannot be merged for vLLM. Keep the "
             "whole model on every process, or train all weights."
         )
+
+
+def _adds_bias(layer: Any) -> bool:
+    biased = getattr(layer, "lora_bias", {})
+    return any(biased.values()) and getattr(layer.get_base_layer(), "bias", None) is None
 
 
 def _adapted(inner: nn.Module) -> Walk:

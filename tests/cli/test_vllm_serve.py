@@ -10,12 +10,11 @@ import pytest
 from gruppo import cli
 from gruppo.errors import ConfigError
 from gruppo.rollout.vllm import serve
-from gruppo.rollout.vllm.serve import parser, server_command
+from gruppo.rollout.vllm.serve import server_command
 
 
 def command(*arguments: str) -> Any:
-    options, further = parser().parse_known_args(arguments)
-    return server_command(options, further)
+    return server_command(*serve.parse(arguments))
 
 
 def flags(made: Any) -> dict[str, str]:
@@ -45,6 +44,16 @@ def test_a_server_on_gpus_of_its_own_unpickles_nothing() -> None:
     assert found["--gpu-memory-utilization"] == "0.9"
 
 
+def test_underscores_are_dashes_in_names_of_flags() -> None:
+    made = command("org/my_model", "--weight_transfer", "nccl", "--max_model_len=900", "--served-model-name", "a_b")
+    found = flags(made)
+    assert json.loads(found["--weight-transfer-config"]) == {"backend": "nccl"}
+    assert (found["--max-model-len"], found["--served-model-name"]) == ("900", "a_b")
+    assert "org/my_model" in made.arguments
+    nested = command("org/model", "--compilation_config.cudagraph_mode=NONE").arguments[-1]
+    assert nested == "--compilation-config.cudagraph_mode=NONE"
+
+
 def test_other_flags_go_through() -> None:
     made = command("org/model", "--enforce-eager", "--max-model-len", "900", "--kv-cache-dtype", "fp8")
     assert made.arguments[-2:] == ["--kv-cache-dtype", "fp8"]
@@ -58,6 +67,8 @@ def test_other_flags_go_through() -> None:
         (["--host", "0.0.0.0"], "unpickles what it is sent.*--weight-transfer nccl"),
         (["--tensor-parallel-size", "2"], "reaches one GPU, the trainer's own, not 2"),
         (["--data-parallel-size", "2"], "reaches one GPU"),
+        (["-tp", "2"], "reaches one GPU, the trainer's own, not 2"),
+        (["--tensor_parallel_size=2"], "reaches one GPU, the trainer's own, not 2"),
         (["--logprobs-mode=raw_logprobs"], "would change what the trainer relies on"),
         (["--weight-transfer-config", "{}"], "would change what the trainer relies on"),
         (["--weight_transfer_config.backend=nccl"], "would change what the trainer relies on"),

@@ -155,6 +155,7 @@ def prompt_tuned() -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: lora(lora_bias=True, target_modules=["q_proj"]), r"q_proj has no bias.*lora_bias=False"),
         (lambda: FullyShardedDataParallel(tiny_model()), "FSDP version 1.*Set fsdp_version: 2"),
         (quantised, "quantised.*rollout_backend='transformers'"),
         (prompt_tuned, "PROMPT_TUNING.*virtual"),
@@ -165,7 +166,7 @@ def prompt_tuned() -> Any:
             "Leave embed_tokens and lm_head out of",
         ),
     ],
-    ids=["fsdp1", "quantised", "prompt-tuning", "token-indices", "tied-adapter", "tied-saved"],
+    ids=["bias", "fsdp1", "quantised", "prompt-tuning", "token-indices", "tied-adapter", "tied-saved"],
 )
 def test_what_cannot_be_copied_is_refused_by_name(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

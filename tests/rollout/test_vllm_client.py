@@ -35,6 +35,50 @@ def test_what_a_server_says_of_itself(double: Double) -> None:
     assert (facts.unpickles, facts.workers, facts.instance) == (True, 1, double.instance)
 
 
+KNOWN = {"vllm_config": {"instance_id": "1", "model_config": {"logprobs_mode": "x"}}, "vllm_env": {}}
+ANSWERS: dict[str, Any] = {
+    "/version": {"version": "0.24.0"},
+    "/v1/models": {"data": [{"id": "m", "max_model_len": 8}]},
+    "/get_world_size": {"world_size": 1},
+    "/server_info?config_format=json": KNOWN,
+}
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"/version": {}}, "is not a vLLM server"),
+    (
+        {"/version": {"version": "0.10.2"}, "/server_info?config_format=json": {}},
+        "vLLM 0.10.2 of the server",
+    ),
+    ({"/version": {"version": "0.31.0"}, "/v1/models": {}}, "vLLM 0.31.0 of the server at .* is not supported"),
+    ({"/v1/models": {}}, r"does not describe itself as vLLM 0.24 to 0.27 does \(KeyError: 'data'\)"),
+    ({"/v1/models": {"data": []}}, "does not describe itself .*IndexError"),
+    ({"/get_world_size": {}}, "does not describe itself .*world_size"),
+    ({"/server_info?config_format=json": {**KNOWN, "vllm_config": "a text"}}, "does not describe itself"),
+    ({"/server_info?config_format=json": {"vllm_config": KNOWN["vllm_config"]}}, "KeyError: 'vllm_env'"),
+]
+
+
+@pytest.mark.parametrize(("answers", "message"), OTHERS)
+def test_a_server_that_speaks_otherwise(answers: dict[str, Any], message: str) -> None:
+    client = VLLMClient("http://127.0.0.1:8000", request_timeout=1.0)
+    client.get = (ANSWERS | answers).__getitem__  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=message):
+        client.facts()
+
+
+def test_a_server_that_is_none(double: Double) -> None:
+    double.broken["/version"] = [404]
+    with pytest.raises(ConfigError, match="has no /version: it is not a vLLM server"):
+        client_of(double).facts()
+
+
+def test_a_slow_health_check_names_no_setting(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "HEALTH_SECONDS", 0.1)
+    double.slow["/health"] = 0.5
+    with pytest.raises(ServerDownError) as found:
+        client_of(double).wait_until_up(0.0)
+    assert "had no answer within 0.1 s.)" in str(found.value)
+
+
 def test_a_restart_shows(double: Double) -> None:
     client = client_of(double)
     before = client.instance()

@@ -150,6 +150,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.NCCLWeightTransferEngine = FakeEngine  # type: ignore[attr-defined]
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["vllm"].__version__ = "0.24.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(transfer, "_on_device", lambda own: own())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -228,6 +229,13 @@ def test_a_broadcast_that_fails_or_hangs_is_an_error(
     monkeypatch.setattr(engine, "trainer_send_weights", staticmethod(lambda *_: time.sleep(3)))
     with pytest.raises(RolloutError, match=r"NCCL had not finished 0.3 s after /update_weights was called"):
         sender.send(iter(tensors(1)))
+
+
+def test_nccl_needs_a_release_that_is_known(double: Double, engine: Any) -> None:
+    sys.modules["vllm"].__version__ = "0.31.0"  # type: ignore[attr-defined]
+    client = VLLMClient(double.url, request_timeout=1.0)
+    with pytest.raises(ConfigError, match=r"vLLM 0.31.0 of this environment is not supported"):
+        transfer.make_sender(client, client.facts(), group_port=1)
 
 
 def test_nccl_needs_a_gpu(double: Double, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

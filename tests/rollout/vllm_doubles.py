@@ -141,6 +141,8 @@ class Double:
         self.broken: dict[str, list[int]] = {}
         self.before: dict[str, Callable[[], None]] = {}  # called when a path is
         self.log: list[tuple[str, Any]] = []
+        self.queries: list[str] = []
+        self.resets = True  # whether it can drop its keys and values
         self.closing = threading.Event()
         self.port = 0
         self.start()
@@ -212,8 +214,14 @@ class Double:
             ("POST", "/start_weight_update"): lambda: self._start(body),
             ("POST", "/update_weights"): lambda: self._update(_member(body, "update_info")),
             ("POST", "/finish_weight_update"): self._finish,
-            ("POST", "/reset_prefix_cache"): lambda: self.sampler.prefixes.clear(),
+            ("POST", "/reset_prefix_cache"): self._reset,
         }
+
+    def _reset(self) -> Any:
+        if not self.resets:
+            return {"success": False}
+        self.sampler.prefixes.clear()
+        return None
 
     def _models(self) -> Any:
         length = self.sampler.context_length
@@ -329,7 +337,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply("POST", json.loads(text) if text else None)
 
     def _reply(self, method: str, body: Any) -> None:
-        status, reply = self.server_state.answer(method, urlsplit(self.path).path, body)
+        parts = urlsplit(self.path)
+        self.server_state.queries.append(parts.query)
+        status, reply = self.server_state.answer(method, parts.path, body)
         text = b"" if reply is None else json.dumps(reply).encode()
         try:
             self.send_response(status)

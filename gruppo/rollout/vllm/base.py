@@ -9,9 +9,9 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from gruppo.config.vllm import SHAPING
 from gruppo.engine.settings import merged_config
-from gruppo.errors import ConfigError, RolloutError
+from gruppo.errors import RolloutError
 from gruppo.policy.modes import weights_version
-from gruppo.policy.weights import check_copyable, named_weights
+from gruppo.policy.weights import active_adapters, check_copyable, named_weights
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.vllm.requests import EXTRA, Answer, Ask, asks_of, completions_of, sampling_settings
 from gruppo.types import Completion, SampleRequest
@@ -58,8 +58,9 @@ class VLLMBackend(RolloutBackend):
     # ---- weights
 
     def _now(self) -> tuple[Any, ...]:
-        """What tells the policy's weights from those of another time: writes of tensors, and updates of the run."""
-        return weights_version(self.policy()), self.clock()
+        """What tells the policy's weights from those of another time: writes, active adapters, updates of the run."""
+        policy = self.policy()
+        return weights_version(policy), active_adapters(policy), self.clock()
 
     def refresh(self) -> None:
         """Renew the copy if the policy is another than it was made of; all processes call this together."""
@@ -132,18 +133,18 @@ def walked(policy: Any, send: Callable[[Any], None] | None) -> None:
     A process that cannot send goes on walking: the others wait for its part of each tensor.
     """
     walk = named_weights(policy)
-    error: RolloutError | None = None
+    error: Exception | None = None
     if send is not None:
         try:
             send(walk)
-        except RolloutError as failure:
+        except Exception as failure:  # whatever it is, the others wait to hear of it
             error = failure
     for _ in walk:
         pass
     agreed(error)
 
 
-def agreed(error: RolloutError | ConfigError | None) -> None:
+def agreed(error: Exception | None) -> None:
     """Raise the main process's error on all of them, so that none waits for one that has gone."""
     if PartialState().num_processes > 1:
         said = broadcast_object_list([None if error is None else str(error)])[0]

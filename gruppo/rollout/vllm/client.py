@@ -12,8 +12,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.rollout.vllm.threads import started
+from gruppo.rollout.vllm.versions import check_version, supported
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ class VLLMClient:
 
     def facts(self) -> ServerFacts:
         """What the server says of itself; raises if it does not offer what a trainer needs to know."""
+        version = self._version()
         try:
             info = self.get("/server_info?config_format=json")
         except ServerRefusedError as error:
@@ -152,23 +154,50 @@ class VLLMClient:
                 f"The server at {self.url} has no /server_info: it was started without VLLM_SERVER_DEV_MODE=1 and "
                 "takes no weights. Start it with `gruppo vllm-serve MODEL`."
             ) from error
-        card, config = self.get("/v1/models")["data"][0], info["vllm_config"]
-        transfer = config.get("weight_transfer_config") or {}
-        return ServerFacts(
-            instance=str(config["instance_id"]),
-            version=str(self.get("/version")["version"]),
-            model=card["id"],
-            root=card.get("root") or card["id"],
-            context_length=int(card["max_model_len"]),
-            logprobs_mode=str(config["model_config"]["logprobs_mode"]),
-            transfer=transfer.get("backend"),
-            unpickles=str(info["vllm_env"].get("VLLM_ALLOW_INSECURE_SERIALIZATION", False)).lower() in ("1", "true"),
-            workers=int(self.get("/get_world_size")["world_size"]),
-        )
+        models, workers = self.get("/v1/models"), self.get("/get_world_size")
+        with self._in_known_words():
+            card, config = models["data"][0], info["vllm_config"]
+            transfer, variables = config.get("weight_transfer_config") or {}, info["vllm_env"]
+            return ServerFacts(
+                instance=str(config["instance_id"]),
+                version=version,
+                model=card["id"],
+                root=card.get("root") or card["id"],
+                context_length=int(card["max_model_len"]),
+                logprobs_mode=str(config["model_config"]["logprobs_mode"]),
+                transfer=transfer.get("backend"),
+                unpickles=str(variables.get("VLLM_ALLOW_INSECURE_SERIALIZATION", False)).lower() in ("1", "true"),
+                workers=int(workers["world_size"]),
+            )
+
+    def _version(self) -> str:
+        """The server's release, once it is known to be one that is understood."""
+        try:
+            said = self.get("/version").get("version")
+        except ServerRefusedError as error:
+            if error.status != 404:
+                raise
+            said = None
+        if said is None:
+            raise ConfigError(f"What answers at {self.url} has no /version: it is not a vLLM server.")
+        check_version(str(said), f"the server at {self.url}")
+        return str(said)
+
+    @contextmanager
+    def _in_known_words(self) -> Iterator[None]:
+        try:
+            yield
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"The server at {self.url} does not describe itself as vLLM {supported()} does "
+                f"({type(error).__name__}: {error}). Start it with `gruppo vllm-serve MODEL`."
+            ) from error
 
     def instance(self) -> str:
         """Which server it is that answers: another value after a restart."""
-        return str(self.get("/server_info?config_format=json")["vllm_config"]["instance_id"])
+        info = self.get("/server_info?config_format=json")
+        with self._in_known_words():
+            return str(info["vllm_config"]["instance_id"])
 
     def complete(self, body: Mapping[str, Any], line: Line | None = None) -> dict[str, Any]:
         """Sample; asked again if no answer comes, unless the line was given up."""
@@ -229,7 +258,8 @@ class VLLMClient:
             response = connection.getresponse()
             text = _read(response)
         except TimeoutError as error:
-            raise ServerDownError(f"{where} had no answer within {seconds:g} s (vllm_request_timeout).") from error
+            setting = " (vllm_request_timeout)" if seconds == self.request_timeout else ""
+            raise ServerDownError(f"{where} had no answer within {seconds:g} s{setting}.") from error
         except (OSError, http.client.HTTPException) as error:
             raise ServerDownError(f"{where} failed: {type(error).__name__}: {error}.") from error
         finally:

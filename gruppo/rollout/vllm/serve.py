@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -52,13 +53,24 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="default: 0.9, with ipc 0.3")
     parser.add_argument("--max-model-len", type=int, metavar="TOKENS")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS")
-    parser.add_argument("--data-parallel-size", type=int, default=1, metavar="COPIES")
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="GPUS")
+    parser.add_argument("--data-parallel-size", "-dp", type=int, default=1, metavar="COPIES")
     parser.add_argument("--model-impl", default="vllm", choices=("auto", "vllm", "transformers"))
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--print", action="store_true", help="print the command and do not run it")
     return parser
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options that are listed, and the words that are for vLLM."""
+    return parser().parse_known_args([_dashed(word) for word in argv])
+
+
+def _dashed(word: str) -> str:
+    """A flag as it is listed: vLLM takes --max_model_len for --max-model-len."""
+    flag = re.match(r"--[^.=]*", word)
+    return word if flag is None else flag[0].replace("_", "-") + word[flag.end() :]
 
 
 def server_command(options: argparse.Namespace, further: Sequence[str] = ()) -> Command:
@@ -113,7 +125,7 @@ def _check(options: argparse.Namespace, further: Sequence[str]) -> None:
 
 def main(argv: list[str]) -> int:
     """Print the command and become it."""
-    options, further = parser().parse_known_args(argv)
+    options, further = parse(argv)
     command = server_command(options, further)
     print(command, flush=True)
     if options.print:

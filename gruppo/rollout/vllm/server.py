@@ -22,12 +22,12 @@ from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.loading import model_name
 from gruppo.policy.unwrap import inner_model
 from gruppo.rollout.vllm.base import VLLMBackend, agreed, walked
+from gruppo.rollout.vllm.claims import claim
 from gruppo.rollout.vllm.client import Line, ServerDownError, ServerFacts, VLLMClient
 from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.rollout.vllm.requests import Answer, Ask, http_answers, http_request
 from gruppo.rollout.vllm.threads import all_at_once
 from gruppo.rollout.vllm.transfer import make_sender, push
-from gruppo.rollout.vllm.versions import check_version
 from gruppo.types import SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class VLLMServerBackend(VLLMBackend):
         check_server(self.facts, client.url, model_name(inner_model(policy())), logps=logps)
         self.context_length = self.facts.context_length
         self.sender = make_sender(client, self.facts, group_port=group_port) if _is_main() else None
+        self._claim = self._claimed()
         self._in_flight: InFlight | None = None  # the latest; it may have landed
         self._restarted = False  # and has not been sent the weights since
 
@@ -78,6 +79,11 @@ class VLLMServerBackend(VLLMBackend):
         facts = self.client.facts()
         check_server(facts, self.client.url, model_name(inner_model(self.policy())), logps=self.logps)
         self.facts, self.context_length = facts, facts.context_length
+        self._claim = self._claimed()
+
+    def _claimed(self) -> Any:
+        """The server is this run's, as far as this machine can tell."""
+        return claim(self.client.url, self.facts.instance) if _is_main() else None
 
     def _why_stale(self) -> str:
         return self._cannot_send("was started again") if self._restarted else super()._why_stale()
@@ -176,7 +182,6 @@ def _is_main() -> bool:
 
 def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> None:
     """Raise for a server that cannot be what the trainer samples from."""
-    check_version(facts.version, f"the server at {url}")
     if not policy:
         logger.warning(
             f"The policy has no name or folder: it cannot be compared with what the server at {url} serves, "

@@ -28,6 +28,7 @@ from gruppo.config.vllm import GROUP_PORT
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.rollout.vllm.client import ServerFacts, ServerRefusedError, VLLMClient
 from gruppo.rollout.vllm.threads import started
+from gruppo.rollout.vllm.versions import check_version
 
 __all__ = ["IPCSender", "NCCLSender", "Sender", "make_sender", "push"]
 
@@ -60,8 +61,15 @@ def push(client: VLLMClient, sender: Sender, facts: ServerFacts, weights: Weight
     client.post_once("/start_weight_update")
     sender.send(weights)
     client.post_once("/finish_weight_update")
-    client.post_once("/reset_prefix_cache")  # keys and values of the old weights
+    _drop_old_keys(client)
     sender.whole_at = facts.instance
+
+
+def _drop_old_keys(client: VLLMClient) -> None:
+    """Keys and values of the old weights. Those of requests that are still running would keep the server from it."""
+    reply = client.post_once("/reset_prefix_cache?reset_running_requests=true")
+    if reply.get("success") is False:
+        raise RolloutError(f"The server at {client.url} did not drop the keys and values of the old weights: {reply}")
 
 
 def _close(client: VLLMClient) -> None:
@@ -190,6 +198,7 @@ class IPCSender(Sender):
 def _nccl_engine() -> Any:
     """vLLM's own code for the trainer's side."""
     try:
+        import vllm
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
     except ImportError as error:
         raise ConfigError(
@@ -198,6 +207,7 @@ def _nccl_engine() -> Any:
         ) from error
     if not torch.cuda.is_available():
         raise ConfigError("The server takes weights by NCCL, which needs a CUDA device in the trainer as well.")
+    check_version(vllm.__version__, "this environment")
     return NCCLWeightTransferEngine
 
 

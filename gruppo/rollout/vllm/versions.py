@@ -11,6 +11,11 @@ FIRST, FIRST_UNKNOWN = (0, 24), (0, 28)  # 0.28 begins a weight transfer with ot
 LAST_READ = (0, 24)  # the newest whose source was read, and whose program was run
 
 
+def supported() -> str:
+    """The releases, for messages."""
+    return f"{FIRST[0]}.{FIRST[1]} to {FIRST_UNKNOWN[0]}.{FIRST_UNKNOWN[1] - 1}"
+
+
 def check_version(version: str, where: str) -> None:
     """Raise for a release whose protocol is not ours, warn of one that nobody looked at; `where` says whose it is.
 
@@ -21,11 +26,11 @@ def check_version(version: str, where: str) -> None:
     """
     found = re.match(r"v?(\d+)\.(\d+)", version)
     release = None if found is None else (int(found[1]), int(found[2]))
-    first, last = f"{FIRST[0]}.{FIRST[1]}", f"{FIRST_UNKNOWN[0]}.{FIRST_UNKNOWN[1] - 1}"
+    first, _, last = supported().split()
     if release is None or not FIRST <= release < FIRST_UNKNOWN:
         raise ConfigError(
-            f"vLLM {version} of {where} is not supported: weights and samples are exchanged as in vLLM {first} to "
-            f"{last}. Install one of these: pip install 'vllm=={first}.*'."
+            f"vLLM {version} of {where} is not supported: weights and samples are exchanged as in vLLM "
+            f"{supported()}. Install one of these: pip install 'vllm=={first}.*'."
         )
     if release > LAST_READ:
         read = f"{LAST_READ[0]}.{LAST_READ[1]}"

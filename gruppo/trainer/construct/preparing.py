@@ -57,8 +57,8 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
 def require_input_gradients(policy: Any, args: Any) -> None:
     """Let what enters checkpointed layers have a gradient, without which reentrant ones give none to adapters.
 
-    transformers does so for embeddings. Where it knows of none, as in the towers of Qwen3-VL and Gemma 4, the first part
-    of a model stands for them.
+    transformers does so for embeddings. Where it knows of none, as in the towers of Qwen3-VL and Gemma 4, the first
+    part of a model stands for them.
     """
     policy.enable_input_require_grads()
     if not (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
