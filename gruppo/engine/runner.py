@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -86,10 +87,17 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def release_generator(device: torch.device) -> None:
-    """After a capture that failed: torch's random numbers still wait for its end, and the next dropout would raise."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+def clean_up_capture(device: torch.device, memory: Any) -> None:
+    """What torch leaves behind of a capture that failed.
+
+    Its random numbers wait for the capture's end, so that the next dropout would raise. Its allocator still asks the
+    graph, which is gone, whether memory is for it, and keeps what was used on several streams from being used again.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())
+    with suppress(RuntimeError):  # the capture had not begun, or torch did it
+        torch._C._cuda_endAllocateToPool(index, memory)
 
 
 class Runner:
@@ -248,7 +256,7 @@ class Runner:
             try:
                 self._graphs[key] = self._capture(bucket, settings)
             except RuntimeError as error:
-                release_generator(self.device)
+                clean_up_capture(self.device, self._memory)
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 self.use_graphs = False

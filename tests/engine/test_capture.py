@@ -22,6 +22,7 @@ class Cuda:
         self.error = error
         self.in_use = "default"
         self.capturing = False
+        self.allocating: set[Any] = set()
         self.default_generators = [self]
 
     @contextmanager
@@ -33,7 +34,12 @@ class Cuda:
             self.in_use = before
 
     def graph(self, graph: Any, memory: Any, stream: str, **options: Any) -> Any:
-        return Recording(self, stream)
+        return Recording(self, memory, stream)
+
+    def end_allocation(self, device: int, memory: Any) -> None:
+        if memory not in self.allocating:
+            raise RuntimeError("not currently recording")
+        self.allocating.remove(memory)
 
     def clone_state(self) -> str:
         return "free"
@@ -43,17 +49,19 @@ class Cuda:
 
 
 class Recording:
-    """Ends as torch's does: if that raises, the stream stays and random numbers wait for more of the capture."""
+    """Ends as torch's does: if that raises, stream, memory and random numbers stay those of the capture."""
 
-    def __init__(self, cuda: Cuda, stream: str):
-        self.cuda, self.stream = cuda, stream
+    def __init__(self, cuda: Cuda, memory: Any, stream: str):
+        self.cuda, self.memory, self.stream = cuda, memory, stream
 
     def __enter__(self) -> None:
+        self.cuda.allocating.add(self.memory)
         self.before, self.cuda.in_use, self.cuda.capturing = self.cuda.in_use, self.stream, True
 
     def __exit__(self, *_: object) -> None:
         if self.cuda.error is not None:
             raise self.cuda.error
+        self.cuda.allocating.remove(self.memory)
         self.cuda.in_use, self.cuda.capturing = self.before, False
 
 
@@ -64,6 +72,7 @@ def runner_on(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> tuple[Runner, list
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "a graph")
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.end_allocation)
     monkeypatch.setattr("gruppo.engine.runner._capture_stream", lambda device: Side("side"))
     steps: list[str] = []
     rows = SimpleNamespace(state=torch.zeros(3, 2), padding=torch.ones(3), device=torch.device("cuda", 0))
@@ -84,7 +93,7 @@ def test_a_capture_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, steps = runner_on(cuda, monkeypatch)
     assert runner._graph(2, SETTINGS) == "a graph"
     assert steps == ["side", "side"], "once to compile, once to record"
-    assert (cuda.in_use, cuda.capturing, runner.captures) == ("default", False, 1)
+    assert (cuda.in_use, cuda.capturing, cuda.allocating, runner.captures) == ("default", False, set(), 1)
 
 
 def test_one_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -94,7 +103,7 @@ def test_one_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
         assert runner._graph(2, SETTINGS) is None
     assert "runs slower: operation failed due to a previous error during capture" in caplog.text
     assert not runner.use_graphs
-    assert (cuda.in_use, cuda.capturing) == ("default", False)
+    assert (cuda.in_use, cuda.capturing, cuda.allocating) == ("default", False, set())
     assert torch.equal(runner.rows.state, torch.zeros(3, 2)), "rows are as they were"
 
 
@@ -103,4 +112,16 @@ def test_one_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, _ = runner_on(cuda, monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
         runner._graph(2, SETTINGS)
-    assert (cuda.in_use, cuda.capturing, runner.use_graphs) == ("default", False, True)
+    assert (cuda.in_use, cuda.capturing, cuda.allocating, runner.use_graphs) == ("default", False, set(), True)
+
+
+def test_one_that_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(None)
+    runner, _ = runner_on(cuda, monkeypatch)
+
+    def fail(bucket: int, settings: SamplingSettings) -> None:
+        raise RuntimeError("a step that fails")
+
+    runner._step = fail  # type: ignore[method-assign, assignment]
+    assert runner._graph(2, SETTINGS) is None
+    assert (cuda.in_use, cuda.allocating, runner.use_graphs) == ("default", set(), False)

@@ -84,6 +84,9 @@ def test_a_failed_capture_leaves_nothing_behind(caplog: pytest.LogCaptureFixture
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.equal(torch.rand(4, device="cuda"), expected)
     assert 0 < torch.nn.functional.dropout(torch.ones(1000, device="cuda")).count_nonzero() < 1000
+    another = Engine(lambda: wide())
+    another.sample(requests(), SamplingSettings(max_new_tokens=4))
+    assert another.counters.graph_captures > 0
 
 
 def test_weights_may_change_between_rollouts_without_new_graphs() -> None:
