@@ -14,7 +14,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,29 @@ def exits_of(
 def said(logs: Sequence[Path]) -> str:
     """The end of what each process wrote."""
     return "\n".join(log.read_text(errors="replace")[-6000:] for log in logs if log.exists())
+
+
+# ---- in this process
+
+_KEPT: list[Any] = []
+
+
+@contextmanager
+def wrapped_alone(model: Any) -> Iterator[Any]:
+    """A model under DDP, whose only process is this one.
+
+    The wrapper is kept for good: freeing it joins a thread of gloo's while the GIL is held, and that thread may be
+    waiting for the GIL to free the last reduction.
+    """
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        _KEPT.append(DistributedDataParallel(model))
+        yield _KEPT[-1]
+    finally:
+        distributed.destroy_process_group()
 
 
 # ---- in the processes

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gruppo.engine import engine as engine_module
@@ -23,6 +22,7 @@ from gruppo.policy.support import plain_logps
 from gruppo.policy.unwrap import inner_model
 from gruppo.types import SampleRequest
 from tests.engine.models import build
+from tests.processes import wrapped_alone
 
 REQUESTS = [SampleRequest([5, 9, 11, 30], 2, noise_key=1), SampleRequest([40, 41], 2, noise_key=2)]
 SETTINGS = SamplingSettings(max_new_tokens=5)
@@ -70,9 +70,8 @@ def with_lora(**options: Any) -> Any:
 @pytest.fixture(params=["plain", "checkpointed", "ddp", "lora", "bfloat16", "masters", "lora masters"])
 def policy(request: pytest.FixtureRequest) -> Iterator[Policy]:
     if request.param == "ddp":
-        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-        yield Policy(DistributedDataParallel(in_training()))
-        distributed.destroy_process_group()
+        with wrapped_alone(in_training()) as wrapper:
+            yield Policy(wrapper)
         return
     yield {
         "plain": lambda: Policy(in_training()),

@@ -19,8 +19,7 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 from gruppo.data.collate import pad
 from gruppo.errors import ParityError
@@ -41,6 +40,7 @@ from gruppo.trainer.update.parity import Comparison, ParityReport, check_parity,
 from gruppo.types import TrainBatch
 from tests.engine.models import BUILDERS, VOCABULARY, build
 from tests.helpers import in_double, tiny_model
+from tests.processes import wrapped_alone
 
 
 def rows(
@@ -628,16 +628,13 @@ def test_no_trace_is_left(kind: str, broken: str | None, monkeypatch: pytest.Mon
 
 
 def test_a_distributed_wrapper_does_not_notice() -> None:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        wrapper, alone = DistributedDataParallel(build("llama").train()), build("llama").train()
+    alone = build("llama").train()
+    with wrapped_alone(build("llama").train()) as wrapper:
         enforce(check(wrapper.module))
         ids = rows().completion_ids
         for model in (wrapper, alone):
             model(input_ids=ids, labels=ids).loss.backward()
         gradients = [parameter.grad for parameter in wrapper.module.parameters()]
-    finally:
-        distributed.destroy_process_group()
     assert all(torch.equal(a, p.grad) for a, p in zip(gradients, alone.parameters(), strict=True))
 
 
