@@ -119,7 +119,7 @@ def pools(case: Case) -> list[Tensor]:
 ROWS = [(10, 130, 200, 1), (10, 130, 210, 3), (0, 0, 220, 1), (150, 1, 300, 70)]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("name", CASES)

@@ -51,6 +51,7 @@ def test_greedy_equals_generate(name: str) -> None:
         assert completion.stop is (StopReason.EOS if ended else StopReason.LENGTH)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt-neox"])
 @pytest.mark.parametrize("seed", range(3))
 def test_admission_order_and_budgets_do_not_matter(name: str, seed: int) -> None:

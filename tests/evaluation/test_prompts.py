@@ -245,6 +245,7 @@ def sandbox() -> Sandbox:
     return Sandbox(allow_unconfined=Sandbox.capabilities().missing)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "row"), exemplar_rows())
 def test_every_program_prints_what_the_exemplar_says(name: str, row: dict[str, str], sandbox: Sandbox) -> None:
     parts = re.fullmatch(r"(.+)\n```python\n(.+)\n```\n```output\n(.+)\n```\n(.+)", row["tir"], re.DOTALL)

@@ -115,6 +115,7 @@ VIEWS = {
 NORMS = [(False, False), (False, True), (True, True)]  # Llama, OLMo 2, Gemma
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("plus_one", "wide"), NORMS)
 @pytest.mark.parametrize("view", VIEWS)
 def test_rms_norm(backend: Backend, view: str, plus_one: bool, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:

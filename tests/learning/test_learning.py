@@ -32,9 +32,8 @@ def assert_lifts(name: str, seed: int) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
-def test_training_lifts_held_out_accuracy(name: str) -> None:
-    assert_lifts(name, seed=0)
+def test_training_lifts_held_out_accuracy() -> None:
+    assert_lifts("rloo", seed=0)  # with GRPO the example of the README does, in tests/docs/test_blocks.py
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def differ(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() > 1e-3)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("method", [m if m in FAST else pytest.param(m, marks=pytest.mark.medium) for m in METHODS])
 def test_the_engine_samples_what_transformers_would(method: str) -> None:
     model = adapted(method)
@@ -45,7 +45,7 @@ def test_the_engine_samples_what_transformers_would(method: str) -> None:
     assert expected != [generate(build("llama"), ids) for ids in prompts()]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["", "checkpointing", "reentrant"])
 @pytest.mark.parametrize("method", [m if m in FAST else pytest.param(m, marks=pytest.mark.medium) for m in METHODS])
 def test_packed_gradients_are_those_of_single_rows(method: str, checkpointing: bool | None) -> None:
@@ -60,6 +60,7 @@ def test_packed_gradients_are_those_of_single_rows(method: str, checkpointing: b
         assert_same(run_packed(model, PackedPolicy()), slow, 1e-9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_reference_is_the_adapter_as_it_was(method: str) -> None:
     model = adapted(method)
@@ -93,6 +94,7 @@ def test_the_reference_of_a_new_adapter_is_the_model_it_began_as(method: str) ->
     assert (kept - base).abs().max() < 1e-4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_plain_peft_loads_what_was_saved(method: str, tmp_path: Path) -> None:
     model = adapted(method)

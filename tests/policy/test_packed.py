@@ -315,6 +315,7 @@ def test_a_head_that_is_called_twice_is_an_error() -> None:
 # ---- which models
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("kind", EVERYTHING)
 def test_nothing_is_held_against_these(kind: str, training: bool) -> None:
@@ -383,7 +384,7 @@ def test_a_trial_gives_a_reason_whatever_the_model_does(make: Callable[[], Any])
 # ---- every combination, in float64
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", EVERYTHING)
 def test_every_combination(kind: str, exactly: None) -> None:
@@ -406,6 +407,7 @@ def close(fast: Found, slow: Found, bound: float) -> None:
     assert (fast.entropies - slow.entropies).abs().mean() < bound
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", tiered(EVERYTHING, [*MODELS, *HEADS, *ADAPTERS]))
 def test_in_float32(kind: str) -> None:
     model = trainable(kind).float()

@@ -74,6 +74,7 @@ def test_the_slow_loss_is_that_of_transformers(name: str) -> None:
     assert slow.item() == pytest.approx(output.aux_loss.item(), rel=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("budget", [1, 20, 10**6])
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("name", SHOWS_ROUTER)
@@ -119,6 +120,7 @@ def test_the_loss_is_that_of_transformers(name: str) -> None:
     assert why_not_routed(model, PackedPolicy()) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_log_probs_of_experts(name: str, reentrant: bool | None) -> None:
@@ -133,6 +135,7 @@ def test_packed_log_probs_of_experts(name: str, reentrant: bool | None) -> None:
         assert_same(run_packed(model, PackedPolicy()), slow, 1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("name", NAMES)
 def test_however_experts_are_multiplied(name: str, implementation: str) -> None:

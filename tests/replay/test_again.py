@@ -37,6 +37,7 @@ def check(folder: Path) -> Replay:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run(name: str, recorded: Recorded) -> None:

@@ -48,6 +48,7 @@ def test_killed_after_the_last_update(case: str, straight: Straight, tmp_path: P
     assert_same(straight(case), killed_and_resumed(case, tmp_path, Stop("rotating", last)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("case", CASES)
 def test_every_moment_is_reached(case: str, straight: Straight) -> None:

@@ -50,7 +50,7 @@ WRITES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("code", WRITES)
 def test_nothing_is_written_outside_the_folder(make_sandbox: MakeSandbox, outside: Path, code: str) -> None:
     execution = make_sandbox("writes").run(code.format(outside=outside))
@@ -103,6 +103,7 @@ def test_our_environment_is_not_inherited(make_sandbox: MakeSandbox, monkeypatch
     assert "my-secret" not in execution.stdout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("entry", ["environ", "mem", "maps", "fd", "root/etc/passwd", "cwd"])
 def test_processes_outside_are_not_looked_into(make_sandbox: MakeSandbox, entry: str) -> None:
     box = make_sandbox("parent")
@@ -188,6 +189,7 @@ os.wait()
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("before", ["pass", "os.closerange(0, 3)", "import signal; signal.signal(15, signal.SIG_IGN)"])
 @pytest.mark.parametrize(("after", "reason"), [("print('done')", "ok"), ("while True: pass", "timeout")])
 def test_a_daemon_does_not_outlive_the_run(make_sandbox: MakeSandbox, before: str, after: str, reason: str) -> None:
@@ -216,6 +218,7 @@ def test_signals_do_not_reach_us(make_sandbox: MakeSandbox) -> None:
     assert received == []
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("target", ["os.getppid()", "1", "0", "-1"])
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGINT", "SIGSTOP"])
 def test_the_guard_cannot_be_killed(make_sandbox: MakeSandbox, target: str, number: str) -> None:

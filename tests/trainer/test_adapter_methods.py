@@ -42,7 +42,7 @@ def trained_weights(model: Any) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("passed", [False, True], ids=["config", "model"])
 @pytest.mark.parametrize("method", tiered(FAST))
 def test_a_resumed_run_ends_with_the_same_weights(method: str, passed: bool, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_resumed_run_ends_with_the_same_weights(method: str, passed: bool, tmp
         assert torch.equal(resumed[name], weight), name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("method", tiered(FAST))
 def test_plain_peft_loads_a_checkpoint(method: str, tmp_path: Path) -> None:
     trainer = run(

@@ -172,7 +172,7 @@ def listed(cases: dict[str, dict[str, Any]]) -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("settings", listed(RUNS))
 def test_it_is_the_run_that_samples_each_generation_from_the_weights_before(
     folder: Path, tmp_path: Path, double: Double, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -446,7 +446,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("settings", listed(RESUMED))
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.medium), 2])
 def test_a_resumed_run_goes_on_bit_for_bit(

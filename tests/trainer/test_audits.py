@@ -52,7 +52,7 @@ def counted(trainer: Any) -> Counter[str]:
     return totals
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @EACH_FAILURE
 def test_a_failure_is_in_the_log_the_record_and_the_metrics(
     failure: Failure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -67,7 +67,7 @@ def test_a_failure_is_in_the_log_the_record_and_the_metrics(
     assert set(findings(tmp_path)) == warned(caplog) == failure.checks
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @EACH_FAILURE
 def test_a_failure_ends_the_run_with_audit_error(
     failure: Failure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -81,7 +81,7 @@ def test_a_failure_ends_the_run_with_audit_error(
     assert Run(tmp_path).events()[-1]["error"] == "AuditError"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.medium
 @EACH_FAILURE
 def test_nothing_is_said_with_audit_off(

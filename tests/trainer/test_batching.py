@@ -163,6 +163,7 @@ def test_an_epoch_that_a_callback_stops_leaves_nothing_behind(tmp_path: Path) ->
 # ---- old log-probs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("accumulation", "steps", "passes", "off_policy"),
     [(1, 1, 1, False), (4, 2, 1, False), (2, 1, 2, False), (2, 4, 1, True), (2, 2, 2, True), (3, 2, 1, True)],
@@ -316,6 +317,7 @@ def resume(folder: Path, step: int, trainer_class: Any = RecordedGRPO, **setting
     return straight, resumed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "source"),
     [

@@ -253,6 +253,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "way", ["builtin", "transformers", pytest.param("continuous batching", marks=pytest.mark.medium)]
 )

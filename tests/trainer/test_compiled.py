@@ -75,6 +75,7 @@ def weights(model: Any) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", TIERED)
 def test_a_compiled_model_is_trained_as_a_plain_one(way: str, tmp_path: Path) -> None:
     backend = Counting()
@@ -90,6 +91,7 @@ def test_a_compiled_model_is_trained_as_a_plain_one(way: str, tmp_path: Path) ->
         assert torch.allclose(weights(trainer.model)[name], weight, atol=1e-5), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", TIERED)
 def test_it_is_saved_under_its_own_names_and_resumed(way: str, tmp_path: Path) -> None:
     first = make(tmp_path, GRPOTrainer, model=WAYS[way]("eager"), callbacks=[SaveAt(2)], **SETTINGS)
@@ -109,6 +111,7 @@ def test_it_is_saved_under_its_own_names_and_resumed(way: str, tmp_path: Path) -
         assert torch.equal(weights(again.model)[name], weight), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.medium
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_the_setting(backend: str, tmp_path: Path) -> None:
@@ -127,6 +130,7 @@ def test_the_setting(backend: str, tmp_path: Path) -> None:
         assert torch.equal(weights(again.model)[name], weight), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compiled", ["whole", pytest.param("layers", marks=pytest.mark.medium)])
 def test_engine_and_packed_rows_leave_compiled_code_aside(compiled: str) -> None:
     backend, model = Counting(), build("llama")

@@ -64,7 +64,7 @@ def update(recipe: str, folder: Any, **settings: Any) -> tuple[dict[str, Tensor]
 # ---- the engine
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("shown", [False, True])
 @pytest.mark.parametrize("name", NAMES)

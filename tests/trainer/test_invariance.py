@@ -111,6 +111,7 @@ def test_rows_without_advantage_need_no_backward_pass(recipe: str, all_equal: bo
         assert fast_logs[key] == pytest.approx(slow_logs[key], rel=1e-6, abs=1e-7)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", tiered(RECIPES))
 def test_packed_rows_change_the_work_but_not_the_update(recipe: str, tmp_path: Path) -> None:
     """Each prompt once for its rows and no padding; two passes, so that old log-probs count too."""
@@ -142,7 +143,7 @@ def test_a_row_without_loss_tokens_counts_in_the_loss_that_is_logged(tmp_path: P
     assert relative_difference(*updates) < TOLERANCE[torch.float64]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("budget", [10, 25, 60])
 @pytest.mark.parametrize("recipe", tiered(RECIPES))
 def test_the_token_budget_does_not_matter(recipe: str, budget: int, tmp_path: Path) -> None:

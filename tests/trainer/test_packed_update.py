@@ -115,7 +115,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
 # ---- models and settings
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("recipe", tiered(RECIPES))
 def test_other_models(recipe: str, name: str, models: Models, tmp_path: Path) -> None:
@@ -134,6 +134,7 @@ ENTROPY = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bonus", ENTROPY)
 @pytest.mark.parametrize(
     "recipe", tiered(["grpo", "dapo", "gspo", "cispo", "bnpo", "top_entropy", "kl"], ["grpo", "dapo"])
@@ -176,6 +177,7 @@ def test_a_threshold_that_is_the_entropy_of_a_token(share: float, budget: int | 
     assert ((tokens - 1) * share) % 1 == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("recipe", tiered(["grpo", "rloo", "kl"], ["grpo"]))
 def test_adapters(recipe: str, kind: str, models: Models, tmp_path: Path) -> None:
@@ -212,6 +214,7 @@ def test_settings_of_the_fast_path(recipe: str, setting: dict[str, Any], tmp_pat
     both(recipe, tmp_path, **setting, **OFF_POLICY)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", tiered(RECIPES))
 def test_the_smallest_and_the_largest_budget(recipe: str, passes: list[Pass], tmp_path: Path) -> None:
     updates, largest = [], []
@@ -422,6 +425,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if text in record.getMessage()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("calls", "left"), [((0,), 30), ((1,), 30), ((0, 1, 2), 7), ((1, 3), 15)])
 @pytest.mark.parametrize("recipe", ["grpo", pytest.param("top_entropy", marks=pytest.mark.medium)])
@@ -492,6 +496,7 @@ def test_when_nothing_helps_the_error_says_what_would(
     assert trainer.model.config._attn_implementation != ATTENTION_NAME
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("free", [0, 2**40])
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 @pytest.mark.parametrize("packed", [True, False])

@@ -150,6 +150,7 @@ def _with_sdpa(model: Any) -> Any:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_pass_and_are_measured_against_a_wider_type(name: str, training: bool) -> None:
@@ -394,6 +395,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_parts_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = BROKEN[name]
@@ -592,6 +594,7 @@ def draw(*_: Any) -> None:
     torch.rand(1), random.random(), np.random.rand()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("broken", [None, "target", "siblings see each other"])
 @pytest.mark.parametrize("kind", ["plain", "checkpointed", "noisy", "autocast", "prepared", "lora"])
 def test_no_trace_is_left(kind: str, broken: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,7 @@ def test_streams_follow_from_the_seed(tmp_path: Path) -> None:
     assert not shared
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "source"),
     [*((case, prompts) for case in RESUMED), ("in epoch 2", stream), ("inside a generation", stream)],

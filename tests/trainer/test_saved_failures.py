@@ -80,6 +80,7 @@ def started(folder: Path, fails: Callable[..., dict[str, Any]], at: int, **more:
     return make(folder, settings.pop("trainer_class"), **settings)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fails", "at"), [(in_rollout, 3), (in_forward, 4), (in_evaluation, 3)], ids=["rollout", "pass", "evaluation"]
 )

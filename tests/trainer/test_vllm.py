@@ -255,6 +255,7 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", SAME.values(), ids=SAME)
 def test_both_modes_make_the_same_run(folder: Path, tmp_path: Path, double: Double, settings: dict[str, Any]) -> None:
     colocated = trainer_of(folder, tmp_path / "c", **({"max_steps": 3} | settings))

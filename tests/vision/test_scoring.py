@@ -137,6 +137,7 @@ def sampler(model: Any, **options: Any) -> Listening:
     return Listening(lambda: model, config, stop_ids=[1], **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("counts", [MIXED, (0, 0)], ids=["mixed", "text"])

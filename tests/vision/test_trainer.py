@@ -35,6 +35,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
 def test_the_gradient_of_a_batch_is_that_of_its_rows(tmp_path: Path, name: str, kind: str) -> None:
