@@ -13,15 +13,20 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check static fast test test-slow test-compat docs bench-peers format clean
 
-# DeepSpeed is built here, in seconds: none of its kernels is.
-$(VENV)/.ready: export DS_BUILD_OPS := 0
-$(VENV)/.ready: constraints.txt pyproject.toml
+# What a user has.
+$(VENV)/.demo: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(PIP_ARGS) -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install $(PIP_ARGS) -q -c constraints.txt -e '.[demo]'
+	touch $@
+
+# What the tests need beside it. DeepSpeed is built here, in seconds: none of its kernels is.
+$(VENV)/.ready: export DS_BUILD_OPS := 0
+$(VENV)/.ready: $(VENV)/.demo
 	$(BIN)/pip install $(PIP_ARGS) -q -c constraints.txt -e '.[dev,deepspeed]'
 	touch $@
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.demo
 	$(BIN)/gruppo demo
 
 static: $(VENV)/.ready

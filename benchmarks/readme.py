@@ -172,9 +172,14 @@ def rollout(result: dict[str, Any]) -> str:
     """Tokens a second of the built-in engine and how much faster than each peer of the same run."""
     rates = {name: engine["median_tokens_per_second"] for name, engine in result["engines"].items()}
     own = rates.pop("builtin")
-    peers = ", ".join(f"{own / rate:.2g} × {PEERS[name]}" for name, rate in rates.items() if name in PEERS)
+    peers = ", ".join(f"{ratio(own / rate)} × {PEERS[name]}" for name, rate in rates.items() if name in PEERS)
     seconds = result["engines"]["builtin"]["median_seconds"]
     return f"{own:,.0f} tokens/s, {seconds:.2f} s a batch" + (f"; {peers}" if peers else "")
+
+
+def ratio(times: float) -> str:
+    """Two digits, and of a close race three."""
+    return f"{times:.2f}" if times < 2 else f"{times:.2g}"
 
 
 def step_table() -> str:
