@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from gruppo.cli.parser import TrlParser as TrlParser
     from gruppo.config.grpo import GRPOConfig as GRPOConfig
     from gruppo.config.model import ModelConfig as ModelConfig
+    from gruppo.config.model import get_kbit_device_map as get_kbit_device_map
     from gruppo.config.model import get_peft_config as get_peft_config
     from gruppo.config.model import get_quantization_config as get_quantization_config
     from gruppo.config.rloo import RLOOConfig as RLOOConfig
@@ -46,6 +47,7 @@ _HOME = {
     "GRPOTrainer": "gruppo.trainer.grpo",
     "RLOOTrainer": "gruppo.trainer.rloo",
     "ModelConfig": "gruppo.config.model",
+    "get_kbit_device_map": "gruppo.config.model",
     "get_peft_config": "gruppo.config.model",
     "get_quantization_config": "gruppo.config.model",
     "ScriptArguments": "gruppo.config.script",

@@ -21,6 +21,7 @@ SCRIPT_NAMES = [
     "DatasetMixtureConfig",
     "TrlParser",
     "get_dataset",
+    "get_kbit_device_map",
     "get_peft_config",
     "get_quantization_config",
     "SyncRefModelCallback",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import BitsAndBytesConfig
 
-__all__ = ["ModelConfig", "get_peft_config", "get_quantization_config"]
+__all__ = ["ModelConfig", "get_kbit_device_map", "get_peft_config", "get_quantization_config"]
 
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
 QUANT_TYPES = ["fp4", "nf4"]
@@ -130,3 +130,14 @@ def get_quantization_config(model_args: ModelConfig) -> "BitsAndBytesConfig | No
         bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
         bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
     )
+
+
+def get_kbit_device_map() -> dict[str, int] | None:
+    """The `device_map` of a quantised model: all of it on this process's GPU, None without CUDA.
+
+    Scripts for earlier releases of TRL import it; gruppo puts such a model there by itself.
+    """
+    import torch
+    from accelerate import PartialState
+
+    return {"": PartialState().local_process_index} if torch.cuda.is_available() else None

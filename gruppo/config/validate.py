@@ -243,7 +243,7 @@ def check_run(config: Any) -> None:
             raise ConfigError(f"resume_allow_changes names {name!r}, which is no setting.")
 
 
-# What a checkpoint remembers beside the settings, see `trainer.settings`.
+# What a checkpoint remembers beside the settings, see `trainer/resume/settings.py`.
 BEYOND_SETTINGS = ("model", "train_dataset", "rewards", "tools", "processes")
 
 

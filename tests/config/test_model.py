@@ -1,10 +1,11 @@
 import sys
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gruppo.config.model import ModelConfig, get_peft_config, get_quantization_config
+from gruppo.config.model import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
 from gruppo.errors import ConfigError
 
 
@@ -154,3 +155,12 @@ def test_4_bit(settings, expected):
 def test_4_bit_needs_a_precision():
     with pytest.raises(ConfigError, match="dtype='auto'"):
         get_quantization_config(ModelConfig(load_in_4bit=True, dtype="auto"))
+
+
+def test_a_quantised_model_goes_to_the_gpu_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that scripts for earlier releases of TRL import."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert get_kbit_device_map() is None
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("accelerate.PartialState", lambda: SimpleNamespace(local_process_index=3))
+    assert get_kbit_device_map() == {"": 3}
