@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "policy": {"types", "errors", "plan", "kernels", "algo", "config", "data"},
     "engine": {"types", "errors", "plan", "kernels", "config.validate", "policy"},
     "rollout": {"types", "errors", "plan", "algo", "config", "data", "policy", "engine"},
-    "rewards": {"types", "errors", "grading"},
+    "rewards": {"types", "errors", "grading", "sandbox"},
     "tools": {"types", "errors", "sandbox", "data"},
     "runs": {"types", "errors"},
     "evaluation": {

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from gruppo.errors import ConfigError
+from gruppo.sandbox.variables import environment
 
 __all__ = ["Call", "Graders", "Lost", "Outcome", "cores", "run_calls"]
 
@@ -87,7 +88,7 @@ class _Worker:
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the process that asks; it ends this one itself
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+                env={**environment(), "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             )
         self.ready = False
         self.task: int | None = None

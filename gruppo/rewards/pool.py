@@ -20,7 +20,7 @@ from gruppo.rewards.calling import Arguments, Reply, count, join, lost, sample
 from gruppo.rewards.marks import innermost, wants_whole_batch
 from gruppo.rewards.outcomes import Kind
 from gruppo.rewards.process import START_SECONDS, LoadError, LostCallError, Worker
-from gruppo.rewards.variables import hint
+from gruppo.sandbox.variables import hint
 
 RETRY_FACTOR = 4  # a retry sample by sample may take so many times what the batch could
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from gruppo.rewards.calling import Reply, unpacked_log
 from gruppo.rewards.outcomes import Kind
 from gruppo.rewards.pipes import CHUNK, LARGEST_REPLY, receive, send
-from gruppo.rewards.variables import environment
+from gruppo.sandbox.variables import environment
 
 START_SECONDS = 120  # to import what the function needs
 

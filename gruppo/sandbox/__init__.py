@@ -6,6 +6,7 @@ host ──► jail ──► the code           sandbox.py       `Sandbox`, as 
                                      jail/            the other side of the fork: namespaces, limits, filters
                                      capabilities.py  which protections hold on this machine (attacks.py tries)
                                      places.py        which files the code may read
+                                     variables.py     which environment variables other helper processes get
 """
 
 from gruppo.sandbox.capabilities import Capabilities

@@ -517,3 +517,11 @@ def test_literal_answers_are_graded_by_the_thousand():
     scored = grade_attempts(problems, rows, ladder)
     assert sum(row.correct for row in scored) == 1000
     assert time.process_time() - begin < 4.0  # 0.4 s where nothing else runs
+
+
+def test_a_worker_knows_no_secrets(monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with Graders(1) as graders:
+        found = graders.run([Call(os.getenv, (name,), seconds=10.0) for name in ("SOME_API_KEY", "OMP_NUM_THREADS")])
+    assert [outcome.value for outcome in found] == [None, "1"]

@@ -10,8 +10,8 @@ from gruppo import GRPOConfig, RLOOConfig
 from gruppo.errors import ConfigError, RewardError
 from gruppo.rewards.check import check_reward
 from gruppo.rewards.runner import RewardInputs, RewardRunner, RewardSettings
-from gruppo.rewards.variables import environment, hint, is_passed
 from gruppo.sandbox import Sandbox
+from gruppo.sandbox.variables import environment, hint, is_passed
 from gruppo.tools.python_tool import python_tool
 from tests.trainer.runs import make
 

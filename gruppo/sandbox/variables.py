@@ -1,8 +1,7 @@
-"""The environment variables of reward workers.
+"""The environment variables of processes that read what a model wrote: reward workers and graders.
 
 A worker gets those that a Python process and its libraries need to run as this one does. Everything else (keys of
-judges, tokens of the hub, passwords) stays here, unless `worker_env` names it: a reward reads what a model wrote, and
-its errors are logged.
+judges, tokens of the hub, passwords) stays here, unless `worker_env` names it: the errors of a reward are logged.
 """
 
 import os
