@@ -171,7 +171,8 @@ def _check_adapters(bare: Any, inner: Any) -> None:
 
 def _adds_bias(layer: Any) -> bool:
     biased = getattr(layer, "lora_bias", {})
-    return any(biased.values()) and getattr(layer.get_base_layer(), "bias", None) is None
+    is_added = bool(biased) and any(biased.get(name) for name in layer.active_adapters)
+    return is_added and getattr(layer.get_base_layer(), "bias", None) is None
 
 
 def _adapted(inner: nn.Module) -> Walk:

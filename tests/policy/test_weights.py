@@ -120,6 +120,15 @@ def test_switched_off_adapters_are_not_merged() -> None:
     assert all(torch.equal(walked[name], plain[name]) for name in plain)
 
 
+def test_a_bias_of_an_adapter_that_is_not_active_is_in_nobodys_way() -> None:
+    policy = lora(target_modules=["q_proj"])
+    policy.add_adapter("biased", LoraConfig(r=2, lora_bias=True, target_modules=["q_proj"]))
+    assert dict(named_weights(policy)).keys() == tiny_model().state_dict().keys()
+    policy.set_adapter("biased")
+    with pytest.raises(ConfigError, match="has no bias"):
+        list(named_weights(policy))
+
+
 def test_tied_weights_under_adapters_come_once() -> None:
     policy = lora(tiny_model(tie_word_embeddings=True))
     names = [name for name, _ in named_weights(policy)]
