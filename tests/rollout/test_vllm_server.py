@@ -208,6 +208,30 @@ def test_another_adapter_is_another_policy(double: Double) -> None:
     assert len(double.calls("/reset_prefix_cache")) == 2
 
 
+def test_adapters_that_are_switched_off_and_on_are_two_policies(double: Double) -> None:
+    config = LoraConfig(r=2, lora_alpha=64, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny_model(), config).eval()
+    backend = backend_of(double, model)
+    assert_sampled_from(model, backend.sample(REQUESTS))
+    with model.disable_adapter():
+        assert_sampled_from(model, backend.sample(REQUESTS))
+        assert_sampled_from(model, backend.sample(REQUESTS))
+    assert_sampled_from(model, backend.sample(REQUESTS))
+    assert len(double.calls("/reset_prefix_cache")) == 3, "once at each change"
+
+
+def test_an_adapter_of_another_strength_is_another_policy(double: Double) -> None:
+    config = LoraConfig(r=2, lora_alpha=64, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny_model(), config).eval()
+    backend = backend_of(double, model)
+    backend.sample(REQUESTS)
+    for module in model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(3.0)
+    assert_sampled_from(model, backend.sample(REQUESTS))
+    assert len(double.calls("/reset_prefix_cache")) == 2
+
+
 def test_an_error_of_any_kind_is_heard_by_all(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[Exception | None] = []
     monkeypatch.setattr("gruppo.rollout.vllm.base.agreed", heard.append)
