@@ -18,6 +18,7 @@ from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.vllm import client as client_module
 from gruppo.rollout.vllm import transfer
 from gruppo.rollout.vllm.base import walked
+from gruppo.rollout.vllm.claims import hold
 from gruppo.rollout.vllm.client import ServerFacts, ServerRefusedError, VLLMClient
 from gruppo.rollout.vllm.server import VLLMServerBackend, check_server
 from gruppo.types import Completion, SampleRequest, StopReason
@@ -295,6 +296,82 @@ def test_large_models_go_in_parts_of_one_dtype(double: Double) -> None:
     assert all(len(set(info["dtype_names"])) == 1 for info in infos)
     held = dict(double.sampler.model.named_parameters())
     assert all(torch.equal(held[name], weight.float()) for name, weight in model.named_parameters())
+
+
+# ---- whose server it is
+
+
+def test_a_server_of_another_process_is_refused(double: Double) -> None:
+    lock = hold(double.url, double.instance)
+    with pytest.raises(ConfigError, match="Another trainer on this machine"):
+        backend_of(double)
+    lock.release()
+    backend = backend_of(double)
+    with pytest.raises(ConfigError, match="Another trainer on this machine"):
+        hold(double.url, double.instance)
+    backend.sample(REQUESTS)
+
+
+def test_a_server_that_starts_again_may_be_anothers_by_then(double: Double) -> None:
+    backend = backend_of(double)
+    backend.sample(REQUESTS)
+    double.restart()
+    sent = len(double.calls("/start_weight_update"))
+    lock = hold(double.url, double.instance)
+    with pytest.raises(ConfigError, match="Another trainer on this machine"):
+        backend.sample(REQUESTS)
+    assert len(double.calls("/start_weight_update")) == sent
+    lock.release()
+    backend.sample(REQUESTS)
+    with pytest.raises(ConfigError, match="Another trainer on this machine"):
+        hold(double.url, double.instance)
+
+
+def two_trainers(double: Double) -> list[tuple[Any, VLLMServerBackend]]:
+    return [(model, backend_of(double, model)) for model in (tiny_model(1).eval(), tiny_model(2).eval())]
+
+
+def test_trainers_of_one_process_do_not_sample_from_each_others_weights(double: Double) -> None:
+    trainers = two_trainers(double)
+    for _ in range(2):
+        for model, backend in trainers:
+            assert_sampled_from(model, backend.sample(REQUESTS))
+            assert_sampled_from(model, backend.sample(REQUESTS))
+    assert len(double.calls("/reset_prefix_cache")) == 4, "once at each turn"
+
+
+def test_what_another_trainers_update_left_is_cleared(double: Double) -> None:
+    (model, backend), (_, other) = two_trainers(double)
+    backend.sample(REQUESTS)
+    other.sender.chunk_bytes = 1000  # type: ignore[union-attr]
+
+    def fail_late() -> None:
+        if len(double.sampler.counted) > 3:
+            double.broken["/update_weights"], double.active = [500], False
+
+    double.before["/update_weights"] = fail_late
+    with pytest.raises(RolloutError, match="status 500"):
+        other.sample(REQUESTS)
+    double.before.clear()
+    assert_sampled_from(model, backend.sample(REQUESTS))
+
+
+def test_another_trainers_transfer_while_it_samples_is_noticed(double: Double) -> None:
+    (model, backend), (_, other) = two_trainers(double)
+    backend.refresh()
+
+    def once() -> None:
+        double.before.clear()
+        other.refresh()
+
+    double.before["/v1/completions"] = once
+    assert_sampled_from(model, backend.sample(REQUESTS))
+    backend.refresh()
+    double.before["/v1/completions"] = once
+    flight = backend.begin(REQUESTS)
+    flight.settle()
+    assert flight.take() is None
+    assert flight.lost == "was sent the weights of another trainer while it sampled"
 
 
 # ---- a server that starts again

@@ -47,6 +47,10 @@ class Sender:
     def begin(self, facts: ServerFacts) -> None:
         """Once per server that answers, before its first update."""
 
+    def forget(self) -> None:
+        """Another sender takes over: begin from the start if this one's turn comes again."""
+        self.whole_at = None
+
     def send(self, weights: Weights) -> None:
         """All of them, in as many calls as it takes."""
         raise NotImplementedError
@@ -174,6 +178,10 @@ class IPCSender(Sender):
             self.client.post_once("/init_weight_transfer_engine", {"init_info": {}})
             self._begun_with = facts.instance
 
+    def forget(self) -> None:
+        super().forget()
+        self._begun_with = None
+
     def send(self, weights: Weights) -> None:
         buffer: Tensor | None = None
         for chunk in chunks(weights, self.chunk_bytes):
@@ -233,6 +241,10 @@ class NCCLSender(Sender):
         init = {"init_info": {**own, "rank_offset": 1}}
         self.group = self._together("/init_weight_transfer_engine", init, lambda: self.engine.trainer_init(own))
         self._group_of = facts.instance
+
+    def forget(self) -> None:
+        super().forget()
+        self.group = self._group_of = None  # also frees the port, which the other may listen on
 
     def send(self, weights: Weights) -> None:
         arguments = {"group": self.group, "packed": True}
