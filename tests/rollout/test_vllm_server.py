@@ -492,9 +492,20 @@ def set_to(**values: Any) -> Callable[[Double], None]:
         (set_to(mode="raw_logprobs"), "'raw_logprobs'.*--logprobs-mode processed_logprobs"),
         (set_to(unpickles=False), "VLLM_ALLOW_INSECURE_SERIALIZATION=1"),
         (set_to(workers=2), "runs on 2 GPUs.*nccl"),
+        (set_to(api_processes=2), "has 2 API processes.*--api-server-count 1"),
         (set_to(transfer="nccl"), "vLLM must be installed in the trainer's environment"),
     ],
-    ids=["release", "dev-mode", "no-transfer", "other-transfer", "logprobs", "unpickles", "gpus", "nccl-without-vllm"],
+    ids=[
+        "release",
+        "dev-mode",
+        "no-transfer",
+        "other-transfer",
+        "logprobs",
+        "unpickles",
+        "gpus",
+        "api",
+        "nccl-without-vllm",
+    ],
 )
 def test_a_server_that_cannot_be_sampled_from(double: Double, prepare: Any, message: str) -> None:
     prepare(double)

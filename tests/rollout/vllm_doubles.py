@@ -130,13 +130,8 @@ class Double:
 
     def __init__(self, folder: str | Path = "", *, transfer: str | None = "ipc", **model: Any):
         self.folder, self.transfer, self.model = str(folder), transfer, model
-        self.version, self.dev_mode, self.mode, self.unpickles, self.workers = (
-            "0.24.0",
-            True,
-            "processed_logprobs",
-            True,
-            1,
-        )
+        self.version, self.dev_mode, self.mode = "0.24.0", True, "processed_logprobs"
+        self.unpickles, self.workers, self.api_processes = True, 1, 1
         self.slow: dict[str, float] = {}
         self.broken: dict[str, list[int]] = {}
         self.before: dict[str, Callable[[], None]] = {}  # called when a path is
@@ -237,6 +232,7 @@ class Double:
                 "instance_id": self.instance,
                 "model_config": config,
                 "weight_transfer_config": transfer,
+                "parallel_config": {"_api_process_count": self.api_processes},
             },
             "vllm_env": {"VLLM_ALLOW_INSECURE_SERIALIZATION": self.unpickles},
             "system_env": {},

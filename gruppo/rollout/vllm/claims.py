@@ -16,7 +16,7 @@ from gruppo.errors import ConfigError, RunLockedError
 from gruppo.rollout.vllm.transfer import Sender
 from gruppo.runs.lock import RunLock
 
-__all__ = ["Claim", "claim"]
+__all__ = ["Claim", "claim", "hold"]
 
 
 class Claim:

@@ -61,6 +61,7 @@ class ServerFacts:
     transfer: str | None  # how weights can be sent: "ipc", "nccl"; None: not at all
     unpickles: bool  # VLLM_ALLOW_INSECURE_SERIALIZATION
     workers: int
+    api_processes: int = 1  # behind the one port; each has an instance id of its own
 
 
 class Line:
@@ -158,6 +159,7 @@ class VLLMClient:
         with self._in_known_words():
             card, config = models["data"][0], info["vllm_config"]
             transfer, variables = config.get("weight_transfer_config") or {}, info["vllm_env"]
+            parallel = config.get("parallel_config") or {}
             return ServerFacts(
                 instance=str(config["instance_id"]),
                 version=version,
@@ -168,6 +170,7 @@ class VLLMClient:
                 transfer=transfer.get("backend"),
                 unpickles=str(variables.get("VLLM_ALLOW_INSECURE_SERIALIZATION", False)).lower() in ("1", "true"),
                 workers=int(workers["world_size"]),
+                api_processes=int(parallel.get("_api_process_count", 1)),
             )
 
     def _version(self) -> str:

@@ -206,6 +206,11 @@ def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> N
             f"it with `gruppo vllm-serve {policy}`; a copy of the policy in another place with --served-model-name "
             f"{policy}."
         )
+    if facts.api_processes != 1:
+        raise ConfigError(
+            f"The server at {url} has {facts.api_processes} API processes, each with an instance id of its own, by "
+            "which a restart is noticed. Start it with `gruppo vllm-serve MODEL`, or with --api-server-count 1."
+        )
     if logps and facts.logprobs_mode != "processed_logprobs":
         raise ConfigError(
             f"The server at {url} returns {facts.logprobs_mode!r}, log-probs of another distribution than it samples "
