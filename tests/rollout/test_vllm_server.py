@@ -188,15 +188,35 @@ def test_after_half_an_update_nothing_is_known_and_the_next_call_begins_anew(dou
     assert len(double.calls("/v1/completions")) == asked + 2, "nothing was sampled in between"
 
 
-def test_keys_of_old_weights_must_go(double: Double) -> None:
-    """vLLM keeps them, and says nothing, while a request runs, unless it is told to begin that one anew."""
-    backend = backend_of(double)
+def test_keys_of_old_weights_go_though_a_request_is_running(double: Double) -> None:
+    """vLLM keeps them, and says nothing, unless it is told to begin the request anew."""
+    model = tiny_model()
+    backend = backend_of(double, model)
     backend.sample(REQUESTS)
-    assert "reset_running_requests=true" in double.queries
-    backend.forget()
-    double.resets = False
-    with pytest.raises(RolloutError, match="did not drop the keys and values"):
+    change(model)
+    double.busy = True
+    assert_sampled_from(model, backend.sample(REQUESTS))
+
+
+def test_keys_that_cannot_go_are_an_error(double: Double) -> None:
+    model = tiny_model()
+    backend = backend_of(double, model)
+    backend.sample(REQUESTS)
+    change(model)
+    double.stuck = True
+    with pytest.raises(RolloutError, match=r"status 500.*Failed to reset KV cache"):
         backend.sample(REQUESTS)
+    assert backend.weights_version is None
+
+
+def test_keys_outside_the_engine_go_as_well(double: Double, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model()
+    double.connector = "OffloadingConnector"
+    backend = backend_of(double, model)
+    assert "keeps keys and values outside the engine as well (OffloadingConnector)" in caplog.text
+    backend.sample(REQUESTS)
+    change(model)
+    assert_sampled_from(model, backend.sample(REQUESTS))
 
 
 def test_another_adapter_is_another_policy(double: Double) -> None:

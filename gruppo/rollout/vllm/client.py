@@ -62,6 +62,7 @@ class ServerFacts:
     unpickles: bool  # VLLM_ALLOW_INSECURE_SERIALIZATION
     workers: int
     api_processes: int = 1  # behind the one port; each has an instance id of its own
+    connector: str | None = None  # what keeps keys and values outside the engine
 
 
 class Line:
@@ -171,6 +172,7 @@ class VLLMClient:
                 unpickles=str(variables.get("VLLM_ALLOW_INSECURE_SERIALIZATION", False)).lower() in ("1", "true"),
                 workers=int(workers["world_size"]),
                 api_processes=int(parallel.get("_api_process_count", 1)),
+                connector=(config.get("kv_transfer_config") or {}).get("kv_connector"),
             )
 
     def _version(self) -> str:

@@ -211,6 +211,12 @@ def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> N
             f"The server at {url} has {facts.api_processes} API processes, each with an instance id of its own, by "
             "which a restart is noticed. Start it with `gruppo vllm-serve MODEL`, or with --api-server-count 1."
         )
+    if facts.connector is not None:
+        logger.warning(
+            f"The server at {url} keeps keys and values outside the engine as well ({facts.connector}). It is told to "
+            "drop them with every transfer, but vLLM does not say whether it did, and not every connector can: those "
+            "of old weights may be used. Start it without --kv-transfer-config and --kv-offloading-size."
+        )
     if logps and facts.logprobs_mode != "processed_logprobs":
         raise ConfigError(
             f"The server at {url} returns {facts.logprobs_mode!r}, log-probs of another distribution than it samples "

@@ -70,10 +70,12 @@ def push(client: VLLMClient, sender: Sender, facts: ServerFacts, weights: Weight
 
 
 def _drop_old_keys(client: VLLMClient) -> None:
-    """Keys and values of the old weights. Those of requests that are still running would keep the server from it."""
-    reply = client.post_once("/reset_prefix_cache?reset_running_requests=true")
-    if reply.get("success") is False:
-        raise RolloutError(f"The server at {client.url} did not drop the keys and values of the old weights: {reply}")
+    """Keys and values of the old weights, those that a connector keeps outside the engine too.
+
+    A request that is still running would keep the server from it without an error; told to begin those anew, it drops
+    all or answers with one.
+    """
+    client.post_once("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
 
 
 def _close(client: VLLMClient) -> None:
