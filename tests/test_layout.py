@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"types", "errors"},
     "policy": {"types", "errors", "plan", "kernels", "algo", "config", "data"},
     "engine": {"types", "errors", "plan", "kernels", "config.validate", "policy"},
-    "rollout": {"types", "errors", "plan", "algo", "config", "data", "policy", "engine"},
+    "rollout": {"types", "errors", "plan", "algo", "config", "data", "policy", "engine", "runs.lock"},
     "rewards": {"types", "errors", "grading", "sandbox"},
     "tools": {"types", "errors", "sandbox", "data"},
     "runs": {"types", "errors"},

@@ -17,7 +17,7 @@ from gruppo.policy.quantised import is_quantised
 from gruppo.policy.sharding import full_value, is_spread, plain_name
 from gruppo.policy.unwrap import inner_model
 
-__all__ = ["active_adapters", "check_copyable", "named_weights"]
+__all__ = ["check_copyable", "named_weights"]
 
 Walk = Iterator[tuple[str, Tensor]]
 
@@ -57,12 +57,6 @@ def check_copyable(model: Any) -> None:
     if is_peft_model(bare):
         _check_adapters(bare, inner)
     _check_tied(inner)
-
-
-def active_adapters(model: Any) -> tuple[str, ...]:
-    """Names of the adapters that count at the moment."""
-    bare = _bare(model)
-    return tuple(bare.active_adapters) if is_peft_model(bare) else ()
 
 
 def _bare(model: Any) -> Any:
@@ -171,7 +165,8 @@ def _check_adapters(bare: Any, inner: Any) -> None:
 
 def _adds_bias(layer: Any) -> bool:
     biased = getattr(layer, "lora_bias", {})
-    return any(biased.values()) and getattr(layer.get_base_layer(), "bias", None) is None
+    is_added = bool(biased) and any(biased.get(name) for name in layer.active_adapters)
+    return is_added and getattr(layer.get_base_layer(), "bias", None) is None
 
 
 def _adapted(inner: nn.Module) -> Walk:
@@ -189,16 +184,21 @@ def _adapted(inner: nn.Module) -> Walk:
                 yield from list(_tensors(module.get_base_layer(), prefix))
         elif isinstance(module, saved_class):
             inside.append(prefix)
-            active = (
-                module.modules_to_save[module.active_adapter] if module.active_adapters else module.original_module
-            )
-            yield from _tensors(active, prefix)
+            yield from _tensors(_module_in_use(module), prefix)
         else:
             own = [*module._parameters.items(), *_saved_buffers(module)]
             for name, tensor in own:
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield f"{prefix}{name}", full_value(tensor)
+
+
+def _module_in_use(wrapper: Any) -> Any:
+    """What peft runs of a module that is saved with adapters: the copy of the active one, else the original."""
+    active = wrapper.active_adapters
+    if wrapper.disable_adapters or not active or any(name not in wrapper.modules_to_save for name in active):
+        return wrapper.original_module
+    return wrapper.modules_to_save[active[0]]
 
 
 @contextmanager
@@ -208,16 +208,17 @@ def merged(layer: Any) -> Iterator[None]:
     Taking the adapter out again by arithmetic would not give the same bits.
     """
     base = layer.get_base_layer()
+    merges = not layer.disable_adapters and not layer.merged
     aside = [(parameter, parameter.data) for parameter in base.parameters()]
     for parameter, data in aside:
         parameter.data = data.clone()
     try:
-        if not layer.disable_adapters and not layer.merged:
+        if merges:
             with torch.no_grad():
                 layer.merge()
         yield
     finally:
-        if layer.merged:
+        if merges and layer.merged:  # one that somebody else merged stays so
             for parameter, _ in aside:
                 parameter.data = parameter.data.clone()  # who got the merged ones may still read them
             with torch.no_grad():

@@ -91,7 +91,7 @@ class Owner:
 
 
 class RunLock:
-    """The lock of a run folder: the file `lock` in it.
+    """The lock of a run folder: the file `lock` in it. Locks of other things have other names.
 
     Example:
         lock = RunLock(Path("runs/demo"))
@@ -99,9 +99,9 @@ class RunLock:
         lock.release()
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = NAME) -> None:
         self.folder = folder
-        self._path = folder / NAME
+        self._path = folder / name
         self._handle: int | None = None  # with flock: the open file
         self._content: bytes | None = None  # what the file says while it is ours
 
@@ -189,7 +189,7 @@ class RunLock:
         owner = Owner.read(found) if found else None
         if owner is not None and owner.may_run():
             raise self._refusal(found)
-        own = self._path.with_name(f"{NAME}.{os.getpid()}.{id(self):x}")
+        own = self._path.with_name(f"{self._path.name}.{os.getpid()}.{id(self):x}")
         try:
             own.write_bytes(content)
             if found is not None and not self._move_away(found):
@@ -213,7 +213,7 @@ class RunLock:
 
     def _move_away(self, stale: bytes) -> bool:
         """Remove a stale file; False if it is another's by now, who was faster."""
-        aside = self._path.with_name(f"{NAME}.stale.{os.getpid()}.{id(self):x}")
+        aside = self._path.with_name(f"{self._path.name}.stale.{os.getpid()}.{id(self):x}")
         try:
             os.rename(self._path, aside)
         except FileNotFoundError:

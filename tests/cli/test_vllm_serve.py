@@ -44,6 +44,17 @@ def test_a_server_on_gpus_of_its_own_unpickles_nothing() -> None:
     assert found["--gpu-memory-utilization"] == "0.9"
 
 
+def test_one_process_answers_however_many_copies_of_the_model_there_are() -> None:
+    """vLLM would start as many as copies, each with an instance id of its own."""
+    assert flags(command("org/model"))["--api-server-count"] == "1"
+    made = command("org/model", "--weight-transfer", "nccl", "--data-parallel-size", "4")
+    assert (flags(made)["--data-parallel-size"], flags(made)["--api-server-count"]) == ("4", "1")
+    further = command(
+        "org/model", "--weight-transfer", "nccl", "-dp", "4", "--headless", "--data-parallel-start-rank=2"
+    )
+    assert "--api-server-count" not in further.arguments, "vLLM refuses it on a node that answers nobody"
+
+
 def test_underscores_are_dashes_in_names_of_flags() -> None:
     made = command("org/my_model", "--weight_transfer", "nccl", "--max_model_len=900", "--served-model-name", "a_b")
     found = flags(made)
@@ -72,6 +83,9 @@ def test_other_flags_go_through() -> None:
         (["--logprobs-mode=raw_logprobs"], "would change what the trainer relies on"),
         (["--weight-transfer-config", "{}"], "would change what the trainer relies on"),
         (["--weight_transfer_config.backend=nccl"], "would change what the trainer relies on"),
+        (["--api_server_count=2"], "would change what the trainer relies on"),
+        (["-asc", "2"], "would change what the trainer relies on"),
+        (["-asc=2"], "would change what the trainer relies on"),
     ],
 )
 def test_what_would_not_work_is_refused(arguments: list[str], message: str, capsys: Any) -> None:

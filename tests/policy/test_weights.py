@@ -112,12 +112,43 @@ def test_a_walk_that_is_given_up_leaves_the_policy_as_it_was() -> None:
     assert not any(getattr(module, "merged_adapters", None) for module in policy.modules())
 
 
-def test_switched_off_adapters_are_not_merged() -> None:
-    policy = lora()
+@pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["lora", "modules-to-save"])
+def test_switched_off_adapters_are_not_merged(saved: list[str] | None) -> None:
+    policy = lora(modules_to_save=saved)
+    if saved is not None:
+        policy.base_model.model.lm_head.modules_to_save["default"].weight.data.mul_(3)
     with policy.disable_adapter():
         walked = dict(named_weights(policy))
     plain = tiny_model().state_dict()
     assert all(torch.equal(walked[name], plain[name]) for name in plain)
+
+
+def test_a_module_that_the_active_adapter_does_not_save_is_the_original() -> None:
+    policy = lora(modules_to_save=["lm_head"])
+    policy.base_model.model.lm_head.modules_to_save["default"].weight.data.mul_(3)
+    policy.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    policy.set_adapter("other")
+    assert torch.equal(dict(named_weights(policy))["lm_head.weight"], tiny_model().lm_head.weight)
+
+
+def test_adapters_that_somebody_merged_stay_merged() -> None:
+    policy = lora().eval()
+    policy.merge_adapter()
+    ids = torch.arange(6, 18)[None]
+    said = policy(input_ids=ids).logits
+    plain = tiny_model(seed=7).eval()
+    plain.load_state_dict(dict(named_weights(policy)))
+    assert torch.equal(policy(input_ids=ids).logits, said), "and count once"
+    torch.testing.assert_close(plain(input_ids=ids).logits, said, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bias_of_an_adapter_that_is_not_active_is_in_nobodys_way() -> None:
+    policy = lora(target_modules=["q_proj"])
+    policy.add_adapter("biased", LoraConfig(r=2, lora_bias=True, target_modules=["q_proj"]))
+    assert dict(named_weights(policy)).keys() == tiny_model().state_dict().keys()
+    policy.set_adapter("biased")
+    with pytest.raises(ConfigError, match="has no bias"):
+        list(named_weights(policy))
 
 
 def test_tied_weights_under_adapters_come_once() -> None:

@@ -18,6 +18,7 @@ from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.vllm import client as client_module
 from gruppo.rollout.vllm import transfer
 from gruppo.rollout.vllm.base import walked
+from gruppo.rollout.vllm.claims import hold
 from gruppo.rollout.vllm.client import ServerFacts, ServerRefusedError, VLLMClient
 from gruppo.rollout.vllm.server import VLLMServerBackend, check_server
 from gruppo.types import Completion, SampleRequest, StopReason
@@ -187,15 +188,35 @@ def test_after_half_an_update_nothing_is_known_and_the_next_call_begins_anew(dou
     assert len(double.calls("/v1/completions")) == asked + 2, "nothing was sampled in between"
 
 
-def test_keys_of_old_weights_must_go(double: Double) -> None:
-    """vLLM keeps them, and says nothing, while a request runs, unless it is told to begin that one anew."""
-    backend = backend_of(double)
+def test_keys_of_old_weights_go_though_a_request_is_running(double: Double) -> None:
+    """vLLM keeps them, and says nothing, unless it is told to begin the request anew."""
+    model = tiny_model()
+    backend = backend_of(double, model)
     backend.sample(REQUESTS)
-    assert "reset_running_requests=true" in double.queries
-    backend.forget()
-    double.resets = False
-    with pytest.raises(RolloutError, match="did not drop the keys and values"):
+    change(model)
+    double.busy = True
+    assert_sampled_from(model, backend.sample(REQUESTS))
+
+
+def test_keys_that_cannot_go_are_an_error(double: Double) -> None:
+    model = tiny_model()
+    backend = backend_of(double, model)
+    backend.sample(REQUESTS)
+    change(model)
+    double.stuck = True
+    with pytest.raises(RolloutError, match=r"status 500.*Failed to reset KV cache"):
         backend.sample(REQUESTS)
+    assert backend.weights_version is None
+
+
+def test_keys_outside_the_engine_go_as_well(double: Double, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model()
+    double.connector = "OffloadingConnector"
+    backend = backend_of(double, model)
+    assert "keeps keys and values outside the engine as well (OffloadingConnector)" in caplog.text
+    backend.sample(REQUESTS)
+    change(model)
+    assert_sampled_from(model, backend.sample(REQUESTS))
 
 
 def test_another_adapter_is_another_policy(double: Double) -> None:
@@ -204,6 +225,30 @@ def test_another_adapter_is_another_policy(double: Double) -> None:
     backend = backend_of(double, model)
     backend.sample(REQUESTS)
     model.set_adapter("other")
+    assert_sampled_from(model, backend.sample(REQUESTS))
+    assert len(double.calls("/reset_prefix_cache")) == 2
+
+
+def test_adapters_that_are_switched_off_and_on_are_two_policies(double: Double) -> None:
+    config = LoraConfig(r=2, lora_alpha=64, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny_model(), config).eval()
+    backend = backend_of(double, model)
+    assert_sampled_from(model, backend.sample(REQUESTS))
+    with model.disable_adapter():
+        assert_sampled_from(model, backend.sample(REQUESTS))
+        assert_sampled_from(model, backend.sample(REQUESTS))
+    assert_sampled_from(model, backend.sample(REQUESTS))
+    assert len(double.calls("/reset_prefix_cache")) == 3, "once at each change"
+
+
+def test_an_adapter_of_another_strength_is_another_policy(double: Double) -> None:
+    config = LoraConfig(r=2, lora_alpha=64, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny_model(), config).eval()
+    backend = backend_of(double, model)
+    backend.sample(REQUESTS)
+    for module in model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(3.0)
     assert_sampled_from(model, backend.sample(REQUESTS))
     assert len(double.calls("/reset_prefix_cache")) == 2
 
@@ -271,6 +316,82 @@ def test_large_models_go_in_parts_of_one_dtype(double: Double) -> None:
     assert all(len(set(info["dtype_names"])) == 1 for info in infos)
     held = dict(double.sampler.model.named_parameters())
     assert all(torch.equal(held[name], weight.float()) for name, weight in model.named_parameters())
+
+
+# ---- whose server it is
+
+
+def test_a_server_of_another_process_is_refused(double: Double) -> None:
+    lock = hold(double.url, double.instance)
+    with pytest.raises(ConfigError, match="Another trainer on this machine"):
+        backend_of(double)
+    lock.release()
+    backend = backend_of(double)
+    with pytest.raises(ConfigError, match="Another trainer on this machine"):
+        hold(double.url, double.instance)
+    backend.sample(REQUESTS)
+
+
+def test_a_server_that_starts_again_may_be_anothers_by_then(double: Double) -> None:
+    backend = backend_of(double)
+    backend.sample(REQUESTS)
+    double.restart()
+    sent = len(double.calls("/start_weight_update"))
+    lock = hold(double.url, double.instance)
+    with pytest.raises(ConfigError, match="Another trainer on this machine"):
+        backend.sample(REQUESTS)
+    assert len(double.calls("/start_weight_update")) == sent
+    lock.release()
+    backend.sample(REQUESTS)
+    with pytest.raises(ConfigError, match="Another trainer on this machine"):
+        hold(double.url, double.instance)
+
+
+def two_trainers(double: Double) -> list[tuple[Any, VLLMServerBackend]]:
+    return [(model, backend_of(double, model)) for model in (tiny_model(1).eval(), tiny_model(2).eval())]
+
+
+def test_trainers_of_one_process_do_not_sample_from_each_others_weights(double: Double) -> None:
+    trainers = two_trainers(double)
+    for _ in range(2):
+        for model, backend in trainers:
+            assert_sampled_from(model, backend.sample(REQUESTS))
+            assert_sampled_from(model, backend.sample(REQUESTS))
+    assert len(double.calls("/reset_prefix_cache")) == 4, "once at each turn"
+
+
+def test_what_another_trainers_update_left_is_cleared(double: Double) -> None:
+    (model, backend), (_, other) = two_trainers(double)
+    backend.sample(REQUESTS)
+    other.sender.chunk_bytes = 1000  # type: ignore[union-attr]
+
+    def fail_late() -> None:
+        if len(double.sampler.counted) > 3:
+            double.broken["/update_weights"], double.active = [500], False
+
+    double.before["/update_weights"] = fail_late
+    with pytest.raises(RolloutError, match="status 500"):
+        other.sample(REQUESTS)
+    double.before.clear()
+    assert_sampled_from(model, backend.sample(REQUESTS))
+
+
+def test_another_trainers_transfer_while_it_samples_is_noticed(double: Double) -> None:
+    (model, backend), (_, other) = two_trainers(double)
+    backend.refresh()
+
+    def once() -> None:
+        double.before.clear()
+        other.refresh()
+
+    double.before["/v1/completions"] = once
+    assert_sampled_from(model, backend.sample(REQUESTS))
+    backend.refresh()
+    double.before["/v1/completions"] = once
+    flight = backend.begin(REQUESTS)
+    flight.settle()
+    assert flight.take() is None
+    assert flight.lost == "was sent the weights of another trainer while it sampled"
 
 
 # ---- a server that starts again
@@ -391,9 +512,20 @@ def set_to(**values: Any) -> Callable[[Double], None]:
         (set_to(mode="raw_logprobs"), "'raw_logprobs'.*--logprobs-mode processed_logprobs"),
         (set_to(unpickles=False), "VLLM_ALLOW_INSECURE_SERIALIZATION=1"),
         (set_to(workers=2), "runs on 2 GPUs.*nccl"),
+        (set_to(api_processes=2), "has 2 API processes.*--api-server-count 1"),
         (set_to(transfer="nccl"), "vLLM must be installed in the trainer's environment"),
     ],
-    ids=["release", "dev-mode", "no-transfer", "other-transfer", "logprobs", "unpickles", "gpus", "nccl-without-vllm"],
+    ids=[
+        "release",
+        "dev-mode",
+        "no-transfer",
+        "other-transfer",
+        "logprobs",
+        "unpickles",
+        "gpus",
+        "api",
+        "nccl-without-vllm",
+    ],
 )
 def test_a_server_that_cannot_be_sampled_from(double: Double, prepare: Any, message: str) -> None:
     prepare(double)

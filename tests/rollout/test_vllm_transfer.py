@@ -197,6 +197,15 @@ def test_a_server_that_started_again_joins_again(double: Double, engine: Any) ->
     assert len(double.calls("/init_weight_transfer_engine")) == 2
 
 
+def test_a_group_that_another_trainer_has_replaced_is_made_again(double: Double, engine: Any) -> None:
+    sender, client = sender_of(double)
+    push(client, sender, client.facts(), iter(tensors(1)))
+    sender.forget()
+    assert sender.group is None, "its port is free"
+    push(client, sender, client.facts(), iter(tensors(1)))
+    assert len(double.calls("/init_weight_transfer_engine")) == 2
+
+
 def test_a_refused_update_does_not_leave_the_trainer_waiting(
     double: Double, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 from torch import Tensor
@@ -130,19 +130,17 @@ class Double:
 
     def __init__(self, folder: str | Path = "", *, transfer: str | None = "ipc", **model: Any):
         self.folder, self.transfer, self.model = str(folder), transfer, model
-        self.version, self.dev_mode, self.mode, self.unpickles, self.workers = (
-            "0.24.0",
-            True,
-            "processed_logprobs",
-            True,
-            1,
-        )
+        self.version, self.dev_mode, self.mode = "0.24.0", True, "processed_logprobs"
+        self.unpickles, self.workers, self.api_processes = True, 1, 1
         self.slow: dict[str, float] = {}
         self.broken: dict[str, list[int]] = {}
         self.before: dict[str, Callable[[], None]] = {}  # called when a path is
         self.log: list[tuple[str, Any]] = []
-        self.queries: list[str] = []
-        self.resets = True  # whether it can drop its keys and values
+        self.queries: list[tuple[str, str]] = []  # of each call: its path, and what it says after it
+        self.busy = False  # somebody else's request is running
+        self.stuck = False  # one that waits for keys and values of another machine, which cannot begin anew
+        self.connector: str | None = None
+        self.outside: dict[tuple[int, ...], Tensor] = {}  # what the connector keeps
         self.closing = threading.Event()
         self.port = 0
         self.start()
@@ -204,7 +202,8 @@ class Double:
         except ValueError as error:
             return _error(400, str(error))
         except (KeyError, RuntimeError) as error:
-            return _error(500, f"Call to collective_rpc method failed: {error}")
+            method = "reset_prefix_cache" if path == "/reset_prefix_cache" else "collective_rpc"
+            return _error(500, f"Call to {method} method failed: {error}")
 
     def _dev_mode(self, body: Any) -> dict[tuple[str, str], Callable[[], Any]]:
         return {
@@ -218,9 +217,15 @@ class Double:
         }
 
     def _reset(self) -> Any:
-        if not self.resets:
-            return {"success": False}
-        self.sampler.prefixes.clear()
+        """Nothing is said of what was not dropped, but for one case."""
+        query = parse_qs(next(query for path, query in reversed(self.queries) if path == "/reset_prefix_cache"))
+        begins_anew = query.get("reset_running_requests") == ["true"]
+        if begins_anew and self.stuck:
+            raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
+        if begins_anew or not (self.busy or self.stuck):
+            self.sampler.prefixes.clear()
+        if query.get("reset_external") == ["true"]:
+            self.outside.clear()
         return None
 
     def _models(self) -> Any:
@@ -237,6 +242,8 @@ class Double:
                 "instance_id": self.instance,
                 "model_config": config,
                 "weight_transfer_config": transfer,
+                "parallel_config": {"_api_process_count": self.api_processes},
+                "kv_transfer_config": None if self.connector is None else {"kv_connector": self.connector},
             },
             "vllm_env": {"VLLM_ALLOW_INSECURE_SERIALIZATION": self.unpickles},
             "system_env": {},
@@ -294,6 +301,8 @@ class Double:
         if body["model"] != self.folder:
             raise RefusalError(404, f"The model `{body['model']}` does not exist.")
         assert body["return_token_ids"]
+        if self.connector is not None:
+            self.sampler.prefixes |= self.outside
         choices = [
             {
                 "index": index,
@@ -305,6 +314,8 @@ class Double:
             }
             for index, one in enumerate(self.sampler.complete(body["prompt"], body))
         ]
+        if self.connector is not None:
+            self.outside |= self.sampler.prefixes
         return {"choices": choices[::-1]}  # their order says nothing
 
 
@@ -338,7 +349,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _reply(self, method: str, body: Any) -> None:
         parts = urlsplit(self.path)
-        self.server_state.queries.append(parts.query)
+        self.server_state.queries.append((parts.path, parts.query))
         status, reply = self.server_state.answer(method, parts.path, body)
         text = b"" if reply is None else json.dumps(reply).encode()
         try:

@@ -110,6 +110,14 @@ def test_one_object_takes_it_once_and_another_is_refused(tmp_path, anywhere):
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
+def test_locks_of_other_names_are_other_locks(tmp_path, anywhere):
+    with RunLock(tmp_path, "one"), RunLock(tmp_path, "two"), RunLock(tmp_path):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "one", "two"]
+        with pytest.raises(RunLockedError):
+            RunLock(tmp_path, "two").acquire()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_it_is_given_back_when_the_run_fails(tmp_path, anywhere):
     with pytest.raises(ZeroDivisionError), RunLock(tmp_path):
         1 / 0  # noqa: B018

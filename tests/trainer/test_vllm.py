@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.errors import AuditError, ConfigError, RolloutError
@@ -212,6 +213,26 @@ def test_evaluation_is_corrected_as_well(folder: Path, tmp_path: Path) -> None:
     assert found[f"eval_{RATIO}/mean"] == pytest.approx(1.0, abs=1e-4)
     engine = FakeLLM.made[-1]
     assert engine.log.count("reload_weights") == 2, "the policy that is evaluated is the updated one"
+
+
+@pytest.mark.parametrize("serves", [False, True], ids=["colocate", "server"])
+def test_the_base_model_is_evaluated_without_its_adapters(
+    folder: Path, tmp_path: Path, double: Double, serves: bool
+) -> None:
+    """Samples of the adapted model would show in the difference of log-probs."""
+    lora = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainer = trainer_of(
+        folder,
+        tmp_path,
+        server=double if serves else None,
+        more={"eval_dataset": prompts(2), "peft_config": lora},
+        per_device_eval_batch_size=4,
+    )
+    trainer.evaluate()
+    with trainer.model.disable_adapter():
+        found = trainer.evaluate()
+    assert found["eval_sampling/sampling_logp_difference/max"] < 1e-3
+    assert trainer.evaluate()["eval_sampling/sampling_logp_difference/max"] < 1e-3
 
 
 def test_a_rollout_function_is_corrected_with_vllm_and_finds_fresh_weights(folder: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 versions    which releases are known to speak as this package does
 requests    sampling settings and requests in vLLM's words, and its answers in ours
 base        when the weights must be sent again, and what is known of those that vLLM holds
-claims      one trainer a server
+claims      one process a server, and whose weights it holds
 client      HTTP to a stock server: a time limit on every call, and no weight update is ever repeated
 transfer    weights to a server: by CUDA IPC on one GPU, by NCCL between GPUs
 server      the backend that samples there

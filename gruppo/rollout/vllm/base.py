@@ -10,8 +10,9 @@ from accelerate.utils import broadcast_object_list, gather_object
 from gruppo.config.vllm import SHAPING
 from gruppo.engine.settings import merged_config
 from gruppo.errors import RolloutError
+from gruppo.policy.adapters import adapter_states
 from gruppo.policy.modes import weights_version
-from gruppo.policy.weights import active_adapters, check_copyable, named_weights
+from gruppo.policy.weights import check_copyable, named_weights
 from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.vllm.requests import EXTRA, Answer, Ask, asks_of, completions_of, sampling_settings
 from gruppo.types import Completion, SampleRequest
@@ -58,9 +59,12 @@ class VLLMBackend(RolloutBackend):
     # ---- weights
 
     def _now(self) -> tuple[Any, ...]:
-        """What tells the policy's weights from those of another time: writes, active adapters, updates of the run."""
+        """What tells the policy's weights from those of another time.
+
+        Writes, updates of the run, and how adapters are applied: which of them, how strongly, or not at all.
+        """
         policy = self.policy()
-        return weights_version(policy), active_adapters(policy), self.clock()
+        return weights_version(policy), adapter_states(policy), self.clock()
 
     def refresh(self) -> None:
         """Renew the copy if the policy is another than it was made of; all processes call this together."""

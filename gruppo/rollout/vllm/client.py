@@ -61,6 +61,8 @@ class ServerFacts:
     transfer: str | None  # how weights can be sent: "ipc", "nccl"; None: not at all
     unpickles: bool  # VLLM_ALLOW_INSECURE_SERIALIZATION
     workers: int
+    api_processes: int = 1  # behind the one port; each has an instance id of its own
+    connector: str | None = None  # what keeps keys and values outside the engine
 
 
 class Line:
@@ -158,6 +160,7 @@ class VLLMClient:
         with self._in_known_words():
             card, config = models["data"][0], info["vllm_config"]
             transfer, variables = config.get("weight_transfer_config") or {}, info["vllm_env"]
+            parallel = config.get("parallel_config") or {}
             return ServerFacts(
                 instance=str(config["instance_id"]),
                 version=version,
@@ -168,6 +171,8 @@ class VLLMClient:
                 transfer=transfer.get("backend"),
                 unpickles=str(variables.get("VLLM_ALLOW_INSECURE_SERIALIZATION", False)).lower() in ("1", "true"),
                 workers=int(workers["world_size"]),
+                api_processes=int(parallel.get("_api_process_count", 1)),
+                connector=(config.get("kv_transfer_config") or {}).get("kv_connector"),
             )
 
     def _version(self) -> str:

@@ -1,7 +1,7 @@
 """A generation that is sampled in the background: the requests that are out, and what came of them.
 
 Only HTTP runs in other threads. An answer counts when all of them have come and the server is found to be the one that
-was asked: one that was started again meanwhile has answered from other weights.
+was asked, with the weights that it had: one that was started again meanwhile has answered from others.
 """
 
 import time
@@ -23,7 +23,8 @@ class InFlight:
     """Requests that a server works on.
 
     `sampled_at` is the number of updates that its weights have seen. `read` makes completions of the replies,
-    `is_same` says whether the server that answers is the one that was asked, `hang_up` ends calls that are given up.
+    `changed` says what has happened to the server or its weights since it was asked, if anything, and `hang_up` ends
+    calls that are given up.
 
     Example:
         flight = backend.begin(requests)   # the server samples, the trainer trains
@@ -37,12 +38,12 @@ class InFlight:
         sampled_at: int,
         calls: "Sequence[Future[Any]]",
         read: Callable[[list[Any]], list[Completion]],
-        is_same: Callable[[], bool] = lambda: True,
+        changed: Callable[[], str] = lambda: "",
         hang_up: Callable[[], None] = lambda: None,
     ):
         self.requests, self.sampled_at = list(requests), sampled_at
         self.lost = ""  # why there are no completions, though nothing is wrong with the requests
-        self._calls, self._read, self._is_same, self._hang_up = list(calls), read, is_same, hang_up
+        self._calls, self._read, self._changed, self._hang_up = list(calls), read, changed, hang_up
         self._completions: list[Completion] | None = None
         self._error: BaseException | None = None
         self._settled = False
@@ -94,10 +95,9 @@ class InFlight:
     def _land(self) -> None:
         try:
             replies = [call.result() for call in self._calls]
-            if not self._is_same():
-                self.lost = "was started again while it sampled"
-                return
-            self._completions = self._read(replies)
+            self.lost = self._changed()
+            if not self.lost:
+                self._completions = self._read(replies)
         except RolloutError as error:
             self._fail(error)
 

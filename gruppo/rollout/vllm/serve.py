@@ -24,7 +24,7 @@ Start a vLLM server that a trainer with vllm_mode="server" can sample from and s
 It prints the command and becomes it. Options that are not listed here go to `vllm serve` as they are.
 """
 # What the trainer relies on; a flag of one's own must not change it.
-FIXED = ("--weight-transfer-config", "--logprobs-mode", "--generation-config")
+FIXED = ("--weight-transfer-config", "--logprobs-mode", "--generation-config", "--api-server-count", "-asc")
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,9 @@ def server_command(options: argparse.Namespace, further: Sequence[str] = ()) -> 
         "--weight-transfer-config": json.dumps({"backend": options.weight_transfer}),
         "--logprobs-mode": "processed_logprobs",  # of the distribution that tokens are drawn from
         "--generation-config": "vllm",  # what a request does not say is neutral, whatever the model's folder says
+        # Of several, as vLLM has them with data parallelism, each would look like another server. On further nodes
+        # (--headless) there is none.
+        "--api-server-count": None if "--headless" in further else 1,
     }
     arguments = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
     for name, value in values.items():

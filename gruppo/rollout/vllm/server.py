@@ -2,7 +2,8 @@
 
 Every process asks the server for its own completions; only the main one sends weights. Before the samples of a call
 are used, it is known that the server which gave them is the one that the weights were sent to: its instance is read
-before and after. A server that was started again in between is sent the weights once more, and asked again.
+before and after. A server that was started again in between is sent the weights once more, and asked again; so is one
+that another trainer of this process has sent its own.
 
 `begin` asks without waiting. As long as such requests are out, no weights are sent: they would be answered half from
 these and half from those.
@@ -54,11 +55,11 @@ class VLLMServerBackend(VLLMBackend):
         super().__init__(policy, config, stop_ids=stop_ids, logps=logps, seeded=seeded)
         self.client, self.start_timeout = client, start_timeout
         client.wait_until_up(start_timeout)
-        self.facts = client.facts()
-        check_server(self.facts, client.url, model_name(inner_model(policy())), logps=logps)
-        self.context_length = self.facts.context_length
-        self.sender = make_sender(client, self.facts, group_port=group_port) if _is_main() else None
-        self._claim = self._claimed()
+        facts = client.facts()
+        check_server(facts, client.url, model_name(inner_model(policy())), logps=logps)
+        self.sender = make_sender(client, facts, group_port=group_port) if _is_main() else None
+        self._adopt(facts)
+        self._copy: object = None  # the last one that this backend sent; see Claim
         self._in_flight: InFlight | None = None  # the latest; it may have landed
         self._restarted = False  # and has not been sent the weights since
 
@@ -66,7 +67,7 @@ class VLLMServerBackend(VLLMBackend):
 
     def _is_stale(self) -> bool:
         self._notice_restart()
-        return super()._is_stale()
+        return self._claim.copy is not self._copy or super()._is_stale()
 
     def _notice_restart(self) -> None:
         """A server that was started again has the weights of its folder, not ours."""
@@ -78,12 +79,12 @@ class VLLMServerBackend(VLLMBackend):
         self._restarted = True
         facts = self.client.facts()
         check_server(facts, self.client.url, model_name(inner_model(self.policy())), logps=self.logps)
-        self.facts, self.context_length = facts, facts.context_length
-        self._claim = self._claimed()
+        self._adopt(facts)
 
-    def _claimed(self) -> Any:
-        """The server is this run's, as far as this machine can tell."""
-        return claim(self.client.url, self.facts.instance) if _is_main() else None
+    def _adopt(self, facts: ServerFacts) -> None:
+        """This is the server to sample from; raises if another process of this machine has it."""
+        self._claim = claim(self.client.url, facts.instance, exclusive=_is_main())
+        self.facts, self.context_length = facts, facts.context_length
 
     def _why_stale(self) -> str:
         return self._cannot_send("was started again") if self._restarted else super()._why_stale()
@@ -100,10 +101,11 @@ class VLLMServerBackend(VLLMBackend):
         self._agree_on_server()
         self._restarted = False
         sender = self.sender
-        walked(
-            self.policy(),
-            None if sender is None else lambda weights: push(self.client, sender, self.facts, weights),
-        )
+        with self._claim.sending(sender) as self._copy:
+            walked(
+                self.policy(),
+                None if sender is None else lambda weights: push(self.client, sender, self.facts, weights),
+            )
 
     def _agree_on_server(self) -> None:
         """Weights go to the server that the main process sees now; it may have started again between two looks."""
@@ -116,8 +118,7 @@ class VLLMServerBackend(VLLMBackend):
             except (RolloutError, ConfigError) as failure:
                 error = failure
         agreed(error)
-        self.facts = broadcast_object_list([self.facts])[0]
-        self.context_length = self.facts.context_length
+        self._adopt(broadcast_object_list([self.facts])[0])
 
     def _settle(self) -> None:
         if self._in_flight is not None:
@@ -132,13 +133,13 @@ class VLLMServerBackend(VLLMBackend):
         self._ensure_fresh()
         asks, settings = self._words(requests)
         bodies = [http_request(ask, settings, self.facts.model) for ask in asks]
-        line, instance = Line(), self.facts.instance
+        line = Line()
         self._in_flight = InFlight(
             requests,
             self.clock(),
             all_at_once(lambda body: self.client.complete(body, line), bodies, MOST_AT_ONCE),
             lambda replies: self._completions(requests, asks, [http_answers(reply) for reply in replies]),
-            lambda: self.client.instance() == instance,
+            self._changes(),
             line.hang_up,
         )
         return self._in_flight
@@ -147,11 +148,12 @@ class VLLMServerBackend(VLLMBackend):
         what = ""
         for _ in range(RESTARTS + 1):
             self._ensure_fresh()
+            changed = self._changes()
             try:
                 answers = self._answers(asks, settings)
-                if self.client.instance() == self.facts.instance:
+                what = changed()
+                if not what:
                     return answers
-                what = "was started again while it sampled"
             except ServerDownError as error:
                 if isinstance(error.__cause__, TimeoutError):
                     raise  # it is there, but too slow: asking again would only add to its work
@@ -160,6 +162,17 @@ class VLLMServerBackend(VLLMBackend):
                 raise RolloutError(self._cannot_send(what))
             logger.warning(f"The vLLM server at {self.client.url} {what}; asking again when it is there.")
         raise RolloutError(f"The vLLM server at {self.client.url} {what}, {RESTARTS + 1} times in one generation.")
+
+    def _changes(self) -> Callable[[], str]:
+        """What has happened to the server since now that makes its samples those of other weights, or nothing."""
+        held, copy = self._claim, self._copy
+
+        def since() -> str:
+            if self.client.instance() != held.instance:
+                return "was started again while it sampled"
+            return "was sent the weights of another trainer while it sampled" if held.copy is not copy else ""
+
+        return since
 
     def _answers(self, asks: Sequence[Ask], settings: dict[str, Any]) -> list[list[Answer]]:
         bodies = [http_request(ask, settings, self.facts.model) for ask in asks]
@@ -192,6 +205,17 @@ def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> N
             f"The server at {url} serves {facts.model!r} (from {facts.root!r}), but the policy is {policy!r}. Start "
             f"it with `gruppo vllm-serve {policy}`; a copy of the policy in another place with --served-model-name "
             f"{policy}."
+        )
+    if facts.api_processes != 1:
+        raise ConfigError(
+            f"The server at {url} has {facts.api_processes} API processes, each with an instance id of its own, by "
+            "which a restart is noticed. Start it with `gruppo vllm-serve MODEL`, or with --api-server-count 1."
+        )
+    if facts.connector is not None:
+        logger.warning(
+            f"The server at {url} keeps keys and values outside the engine as well ({facts.connector}). It is told to "
+            "drop them with every transfer, but vLLM does not say whether it did, and not every connector can: those "
+            "of old weights may be used. Start it without --kv-transfer-config and --kv-offloading-size."
         )
     if logps and facts.logprobs_mode != "processed_logprobs":
         raise ConfigError(

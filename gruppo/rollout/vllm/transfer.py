@@ -47,6 +47,10 @@ class Sender:
     def begin(self, facts: ServerFacts) -> None:
         """Once per server that answers, before its first update."""
 
+    def forget(self) -> None:
+        """Another sender takes over: begin from the start if this one's turn comes again."""
+        self.whole_at = None
+
     def send(self, weights: Weights) -> None:
         """All of them, in as many calls as it takes."""
         raise NotImplementedError
@@ -66,10 +70,12 @@ def push(client: VLLMClient, sender: Sender, facts: ServerFacts, weights: Weight
 
 
 def _drop_old_keys(client: VLLMClient) -> None:
-    """Keys and values of the old weights. Those of requests that are still running would keep the server from it."""
-    reply = client.post_once("/reset_prefix_cache?reset_running_requests=true")
-    if reply.get("success") is False:
-        raise RolloutError(f"The server at {client.url} did not drop the keys and values of the old weights: {reply}")
+    """Keys and values of the old weights, those that a connector keeps outside the engine too.
+
+    A request that is still running would keep the server from it without an error; told to begin those anew, it drops
+    all or answers with one.
+    """
+    client.post_once("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
 
 
 def _close(client: VLLMClient) -> None:
@@ -174,6 +180,10 @@ class IPCSender(Sender):
             self.client.post_once("/init_weight_transfer_engine", {"init_info": {}})
             self._begun_with = facts.instance
 
+    def forget(self) -> None:
+        super().forget()
+        self._begun_with = None
+
     def send(self, weights: Weights) -> None:
         buffer: Tensor | None = None
         for chunk in chunks(weights, self.chunk_bytes):
@@ -233,6 +243,10 @@ class NCCLSender(Sender):
         init = {"init_info": {**own, "rank_offset": 1}}
         self.group = self._together("/init_weight_transfer_engine", init, lambda: self.engine.trainer_init(own))
         self._group_of = facts.instance
+
+    def forget(self) -> None:
+        super().forget()
+        self.group = self._group_of = None  # also frees the port, which the other may listen on
 
     def send(self, weights: Weights) -> None:
         arguments = {"group": self.group, "packed": True}
