@@ -14,7 +14,7 @@ from gruppo.errors import ConfigError
 from gruppo.policy import adapters, loading
 from gruppo.policy.float32_head import cast_head
 from gruppo.policy.inplace import compiled_modules
-from gruppo.policy.quantised import narrow_adapters, reject_adapter, reject_full_training
+from gruppo.policy.quantised import keep_input_types, narrow_adapters, reject_adapter, reject_full_training
 from gruppo.policy.routing import router_coefficient
 from gruppo.policy.unwrap import forward_arguments, inner_model
 from gruppo.trainer.construct import tooling
@@ -36,6 +36,7 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
     if adapters.is_peft_model(policy):
         reject_adapter(policy)
         narrow_adapters(policy)
+        keep_input_types(policy)
         adapters.prepare_adapters(policy, is_new=peft_config is not None, has_reference=args.beta != 0)
         if args.sync_ref_model:
             raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
