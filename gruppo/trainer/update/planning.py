@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from gruppo.plan import ModelShape, Passes, UpdatePlan, free_memory, plan_update, training_bytes
-from gruppo.policy.adapters import adapted_projections, is_peft_model
+from gruppo.policy.adapters import adapted_projections
+from gruppo.policy.checkpoints import enable_checkpointing
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.unwrap import inner_model
 from gruppo.types import TrainBatch
@@ -78,10 +79,7 @@ class UpdatePlanner:
             return
         if self.args.gradient_checkpointing is None:
             logger.warning("Memory is short: gradient checkpointing is on. gradient_checkpointing=False forbids it.")
-        kwargs = self.args.gradient_checkpointing_kwargs or {"use_reentrant": False}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-        if is_peft_model(model):
-            model.enable_input_require_grads()
+        enable_checkpointing(model, self.args)
 
     def shrink(self) -> None:
         """After a failed allocation: give back what sampling holds, and half the tokens at once."""
