@@ -89,13 +89,20 @@ class UpdatePlanner:
             logger.warning("Memory is short: gradient checkpointing is on. gradient_checkpointing=False forbids it.")
         enable_checkpointing(model, self.args)
 
-    def shrink(self) -> None:
-        """After a failed allocation: give back what sampling holds, and half the tokens at once."""
-        plan = self.in_force
-        assert plan is not None
+    def free(self) -> None:
+        """After a failed allocation: give back what sampling holds, and what torch keeps for later.
+
+        Not to be called where the error is handled: its traceback keeps what must be freed.
+        """
         self.release()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def shrink(self) -> None:
+        """`free`, and half the tokens at once from now on."""
+        plan = self.in_force
+        assert plan is not None
+        self.free()
         smaller = plan.halved()
         may_checkpoint = self.args.gradient_checkpointing is None and not plan.checkpointing
         if may_checkpoint and smaller.group_tokens < (self._longest or 1):
