@@ -91,13 +91,17 @@ def clean_up_capture(device: torch.device, memory: Any) -> None:
     """What torch leaves behind of a capture that failed.
 
     Its random numbers wait for the capture's end, so that the next dropout would raise. Its allocator still asks the
-    graph, which is gone, whether memory is for it, and keeps what was used on several streams from being used again.
+    graph, which is gone, whether memory is for it, keeps what was used on several streams from being used again, and
+    counts the capture as a user of `memory`, the graphs' pool, which is freed when it has none.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())
-    with suppress(RuntimeError):  # the capture had not begun, or torch did it
+    if memory is None:  # it failed before there was a pool
+        return
+    with suppress(RuntimeError):  # the capture had not begun, or torch ended it: then its graph leaves the pool
         torch._C._cuda_endAllocateToPool(index, memory)
+        torch._C._cuda_releasePool(index, memory)  # for this capture; earlier graphs are users of their own
 
 
 class Runner:
@@ -257,6 +261,7 @@ class Runner:
                 self._graphs[key] = self._capture(bucket, settings)
             except RuntimeError as error:
                 clean_up_capture(self.device, self._memory)
+                self._memory = None  # without users it may be freed, and torch takes no more captures into it
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 self.use_graphs = False

@@ -30,7 +30,7 @@ _CHECKPOINTED = 2
 _UPDATE_SHARE = 0.8
 # Of free memory: weights that are gathered for a rollout, if they stay afterwards, and if they do not.
 _KEPT_SHARE, _FREED_SHARE = 0.3, 0.6
-# Completion tokens of a row in the parity check.
+# Completion tokens of a row in the parity check, and those of its prompt where memory is short.
 PARITY_TOKENS = 256
 # Free memory that the parity check asks for, in models of the wider type: the copy, its gradient, and half as much for
 # activations.

@@ -54,8 +54,8 @@ class Memory(Standing):
             Phase("loading", (self.program, *self.standing_weights())),
             Phase("sampling", tuple(self._sampling())),
         ]
-        if self._checks_parity:
-            found.append(Phase("parity check", tuple(self._parity())))
+        if (check := self._parity_check()) is not None:
+            found.append(check)
         if self.job.reference or self.job.old_logps:
             found.append(Phase("scoring", tuple(self._scoring())))
         found.append(Phase("update", tuple(self._update())))
@@ -92,35 +92,53 @@ class Memory(Standing):
         per_row = shape.logits_bytes(1, job.product_bytes, filtered=job.filtered)
         yield product("logits of a decoding step", (plan.rows, "rows"), (per_row, "B"))
 
-    def _parity(self) -> Iterator[Term]:
+    def _parity_check(self) -> Phase | None:
+        """As the run does it where memory is short: without a copy, then with short prompts, then not at all."""
+        if not self._checks_parity:
+            return None
+        for prompt_tokens in (self.job.prompt_tokens, min(self.job.prompt_tokens, PARITY_TOKENS)):
+            for has_copy in (True, False):
+                phase = Phase("parity check", tuple(self._parity(prompt_tokens, has_copy=has_copy)))
+                if phase.bytes <= self.job.device.memory_bytes:
+                    return phase
+        return None
+
+    def _parity(self, prompt_tokens: int, *, has_copy: bool) -> Iterator[Term]:
         """The first update's rows in a wider type: a copy of the model, and one row's activations or its gradient."""
-        job, shape = self.job, self.job.model.shape
+        job = self.job
         yield self.program
         yield from self.standing()
         yield from self._pool_that_stays()
         wide = 4 if job.product_bytes == 2 else 8
         copy = product("the model in a wider type", (job.model.weights, "weights"), (wide, "B"))
         held = sum(term.bytes for term in self.standing())
-        fits = PARITY_WIDE_COPIES * copy.bytes <= self.capacity - held and job.bits is None
+        fits = has_copy and PARITY_WIDE_COPIES * copy.bytes <= self.capacity - held and job.bits is None
         if wide == job.weight_bytes:
             fits = True  # the model itself
         elif fits:
             yield copy
         if not fits:
             wide = job.weight_bytes
-        row = job.prompt_tokens + min(job.completion_tokens, PARITY_TOKENS)
+        yield self._parity_row(prompt_tokens, wide)
+
+    def _parity_row(self, prompt_tokens: int, wide: int) -> Term:
+        """One row's activations in a type of so many bytes, or its gradient, whichever is more."""
+        job, shape = self.job, self.job.model.shape
+        row = prompt_tokens + min(job.completion_tokens, PARITY_TOKENS)
         # Wide types have no kernel that does without the scores of all pairs.
         values = 6 * shape.hidden + 5 * shape.query_width + 4 * shape.intermediate + shape.heads * row
+        per_token, said = shape.layers * values, f"{shape.layers} layers × {plain(values)}"
+        if self.update_plan.checkpointing and job.shares == 1:  # weights gathered for the check are not checkpointed
+            per_token = shape.layers * shape.hidden + values
+            said = f"({shape.layers} layers × {plain(shape.hidden)} + {plain(values)})"
         head = job.model.head_weights * wide if job.trains_head else 0
-        logits = 3 * (row - job.prompt_tokens + 1) * shape.vocabulary * wide
-        kept = row * shape.layers * values * wide + head + logits
+        logits = 3 * (row - prompt_tokens + 1) * shape.vocabulary * wide
+        kept = row * per_token * wide + head + logits
         gradient = job.trained * wide + (2 * head if job.model.tied else head)
         if kept >= gradient:
-            said = f"{plain(row)} tokens × {shape.layers} layers × {plain(values)} × {wide} B, and the head"
-            yield Term("one row's activations", kept, said)
-        else:
-            said = f"{plain(job.trained)} weights × {wide} B, and twice the head's"
-            yield Term("one row's gradient", gradient, said)
+            return Term("one row's activations", kept, f"{plain(row)} tokens × {said} × {wide} B, and the head")
+        said = f"{plain(job.trained)} weights × {wide} B, and twice the head's"
+        return Term("one row's gradient", gradient, said)
 
     def _scoring(self) -> Iterator[Term]:
         """Log-probs under the sampling weights or the reference, without gradients."""

@@ -62,15 +62,24 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
     kwargs = with_quantisation(dict(args.model_init_kwargs or {}), quantization_config)
     kwargs["dtype"] = resolve_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype", "float32"))
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    processes = getattr(getattr(args, "distributed_state", None), "distributed_type", None)
-    several = (DistributedType.MULTI_GPU, DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if processes in several or not torch.cuda.is_available():
-        kwargs["device_map"] = None
-    else:
-        kwargs.setdefault("device_map", "auto")
+    kwargs["device_map"] = _device_map(kwargs.get("device_map"), args)
     loaded = model_class(model, kwargs).from_pretrained(model, **kwargs)
     cast_image_features(loaded)
     return loaded
+
+
+def _device_map(asked: Any, args: Any) -> Any:
+    """Where weights are loaded to: the one GPU, several as `asked` or "auto", else where Trainer finds them.
+
+    With one GPU "auto" would leave layers in main memory if the GPU is partly in use; without it, loading raises.
+    """
+    processes = getattr(getattr(args, "distributed_state", None), "distributed_type", None)
+    several = (DistributedType.MULTI_GPU, DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if processes in several or not torch.cuda.is_available() or getattr(args, "use_cpu", False):
+        return None
+    if asked is not None:
+        return asked
+    return {"": torch.cuda.current_device()} if torch.cuda.device_count() == 1 else "auto"
 
 
 def cast_image_features(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
@@ -10,6 +11,7 @@ from gruppo.policy.inplace import compiled_modules
 from gruppo.policy.unwrap import inner_model
 
 MAGNITUDES = "lora_magnitude_vector"  # of DoRA
+_LORA = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
 
 
 def is_quantised(model: Any) -> bool:
@@ -62,7 +64,7 @@ def is_on_cpu(model: Any, layer: str) -> bool:
 
 
 def narrow_adapters(model: Any) -> None:
-    """Trained matrices on a model in 4 or 8 bits in bfloat16.
+    """Trained matrices on a model in 4 or 8 bits in bfloat16, and all of LoRA's, whatever their rank.
 
     Vectors stay as they are: magnitudes of DoRA, scales of (IA)³ and norms are near 1, where bfloat16 has steps of
     0.4% and smaller ones of an optimizer would be lost.
@@ -70,6 +72,22 @@ def narrow_adapters(model: Any) -> None:
     inner = inner_model(model)
     if not (getattr(inner, "is_loaded_in_4bit", False) or getattr(inner, "is_loaded_in_8bit", False)):
         return
-    for weight in model.parameters():
-        if weight.requires_grad and weight.is_floating_point() and weight.numel() > max(weight.shape):
+    for name, weight in model.named_parameters():
+        # By name: at rank 1 a matrix of LoRA has the shape of a scale, and its bias must have the matrix's type.
+        is_wide = any(part in name for part in _LORA) or weight.numel() > max(weight.shape, default=1)
+        if weight.requires_grad and weight.is_floating_point() and is_wide:
             weight.data = weight.data.to(torch.bfloat16)
+
+
+def keep_input_types(model: Any) -> None:
+    """Let (IA)³ on packed layers return what it was given: peft computes in float32 there, and returns that.
+
+    Beside projections without an adapter, attention would have queries, keys and values of different types.
+    """
+    for module in model.modules():
+        if type(module).__module__ == "peft.tuners.ia3.bnb":
+            module.register_forward_hook(_as_input)
+
+
+def _as_input(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output.to(inputs[0].dtype)

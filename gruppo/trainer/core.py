@@ -164,6 +164,7 @@ class PolicyTrainer(KnownNames):
             self.packed,
             lambda: self.backend.release(),
             agree=(lambda plan: spreading.agreed(self.accelerator, plan)) if self.sharding.spread else None,
+            autocast_dtype=autocast_dtype(self.accelerator.mixed_precision),  # a launcher may have set it
         )
         self._memory, self._this_update = UpdateMemory(), UpdateUnderWay()
         self._queue: deque[dict[str, Any]] = deque()

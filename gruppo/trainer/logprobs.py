@@ -13,6 +13,7 @@ from gruppo.algo.mismatch import importance_weights
 from gruppo.algo.recipes import Recipe
 from gruppo.data.prompts import PromptEncoder
 from gruppo.errors import ConfigError, ParityError
+from gruppo.plan.budgets import PARITY_TOKENS
 from gruppo.policy.adapters import reference_policy
 from gruppo.policy.head import Scores
 from gruppo.policy.logprobs import score_tokens
@@ -28,7 +29,8 @@ from gruppo.trainer.processes.collectives import gather_rows
 from gruppo.trainer.processes.presence import Presence
 from gruppo.trainer.processes.spreading import why_no_parity_check
 from gruppo.trainer.update.entropy import EntropyControl
-from gruppo.trainer.update.parity import check_parity, enforce
+from gruppo.trainer.update.parity import ParityReport, check_parity, enforce
+from gruppo.trainer.update.parity_rows import with_short_prompts
 from gruppo.trainer.update.planning import UpdatePlanner
 from gruppo.types import TrainBatch
 
@@ -39,6 +41,17 @@ LogpsAndLoss = tuple[Tensor, Tensor | None, Tensor | None]  # log-probs, entropi
 
 # Mean |difference| up to which the sampling engine's log-probs stand for the trainer's.
 _SAME_LOGPS = 1e-3
+
+_SHORT_PROMPTS = (
+    f"It is tried again with the last {PARITY_TOKENS} tokens of the prompts. The sampler's log-probs, which are those "
+    "after whole prompts, are not compared then: old log-probs are computed anew. A smaller max_prompt_length makes "
+    "room."
+)
+_NO_PARITY = (
+    f"There is no room for single rows of {2 * PARITY_TOKENS} tokens either: the run goes on with packed rows that "
+    "were not compared with the padded reference path. Check a smaller model of the same kind; "
+    "gradient_checkpointing=True or an adapter (peft_config) makes room, and parity_check='off' asks for no check."
+)
 
 
 class LogProbs(Feeding):
@@ -73,26 +86,44 @@ class LogProbs(Feeding):
                 return self._go_without_parity(why)
             assert self.backend.whole is not None
             model = self.backend.whole.module  # for the time of a rollout
-        with torch.enable_grad(), self.presence.during("checking parity"):
-            report = check_parity(
-                model,
-                self.packed,
-                batch,
-                temperature=self.temperature,
-                entropy_gradient=self.entropy_control.enabled,
-            )
-        if self.accelerator.is_main_process and report.rows:
+        else:
+            self.planner.plan(batch)  # with gradient checkpointing, if the update needs it
+        report = self._parity_with_memory(model, batch)
+        if self.accelerator.is_main_process and report is not None and report.rows:
             rich.print(report.table())
-        difference = torch.nan if report.engine_difference is None else report.engine_difference
-        local = torch.tensor([[float(report.ok), difference, report.rows]], device=self.accelerator.device)
-        all_ok, differences, rows = self.accelerator.gather(local).unbind(1)
+        self._take_verdict(report)
+
+    def _parity_with_memory(self, model: nn.Module, batch: TrainBatch) -> ParityReport | None:
+        """The report on this process's rows, with short prompts if memory is short; None if that does not help."""
+        assert self.packed is not None
+        options: dict[str, Any] = dict(temperature=self.temperature, entropy_gradient=self.entropy_control.enabled)
+        for rows, remark in ((batch, _SHORT_PROMPTS), (with_short_prompts(batch), _NO_PARITY)):
+            try:
+                with torch.enable_grad(), self.presence.during("checking parity"):
+                    return check_parity(model, self.packed, rows, **options)
+            except torch.OutOfMemoryError:
+                pass
+            self.planner.free()
+            logger.warning(f"Out of memory in the parity check. {remark}")
+        return None
+
+    def _take_verdict(self, report: ParityReport | None) -> None:
+        """Act on the reports of all processes, of which some may have had no memory for one: all do the same."""
+        local = [1.0, torch.nan, 0.0, 0.0]  # without memory
+        if report is not None:
+            difference = torch.nan if report.engine_difference is None else report.engine_difference
+            local = [float(report.ok), difference, float(report.rows), 1.0]
+        gathered = self.accelerator.gather(torch.tensor([local], device=self.accelerator.device))
+        all_ok, differences, rows, had_memory = gathered.unbind(1)
         agree = bool((differences <= _SAME_LOGPS).all())  # not if one of them is unknown
         self.reuses_engine_logps = self.args.reuse_sampling_logps and agree
-        enforce(report)
+        if report is not None:
+            enforce(report)
         if not all_ok.all():
             raise ParityError("The parity check failed on another process; its message says where.")
-        if rows.any():  # where no row has a loss, as when all are cut off, nothing was compared: the next ones will be
-            self._parity_checked_at = now
+        # Where no row has a loss, as when all are cut off, nothing was compared: the next ones will be.
+        if rows.any() or not had_memory.all():
+            self._parity_checked_at = self.state.global_step
 
     def _go_without_parity(self, why: str) -> None:
         if self._parity_checked_at is None and self.accelerator.is_main_process:

@@ -33,7 +33,7 @@ from gruppo.trainer.books.profiling import Stopwatch
 from gruppo.trainer.collecting import Collecting
 from gruppo.trainer.logprobs import LogpsAndLoss
 from gruppo.trainer.processes.balancing import Work, exchange_rows, report_stragglers
-from gruppo.trainer.processes.collectives import any_process, gather_rows
+from gruppo.trainer.processes.collectives import gather_rows
 from gruppo.trainer.update.drift import Sums, drift_stats
 from gruppo.trainer.update.remembering import Remembered, UpdateMemory
 from gruppo.trainer.update.routing import share_of_micro_batch, share_of_pack
@@ -211,7 +211,7 @@ class Updating(Collecting):
     def _run_skipped_rows(self, model: nn.Module, update: Update, packer: Packer, plan: UpdatePlan) -> None:
         """Entropies of rows that are not run, for the metrics, where the sampler did not give them."""
         known = update.batch.engine_entropies is not None
-        if known and not (self.sharding.spread and any_process(self.accelerator, not known)):
+        if known and not self.sharding.spread:  # there, another process may have such rows: passes are made in step
             return
         skipped_B = ~self._can_move(update.batch) & update.batch.loss_mask_BT.any(1)
         rows = [] if known else skipped_B.nonzero()[:, 0].tolist()

@@ -1,5 +1,6 @@
 """The engine on a CUDA device: graphs, precision, memory."""
 
+import gc
 import random
 from typing import Any
 
@@ -87,6 +88,26 @@ def test_a_failed_capture_leaves_nothing_behind(caplog: pytest.LogCaptureFixture
     another = Engine(lambda: wide())
     another.sample(requests(), SamplingSettings(max_new_tokens=4))
     assert another.counters.graph_captures > 0
+
+
+def test_the_memory_of_a_failed_capture_is_given_back() -> None:
+    """An engine that fails to capture leaves as much reserved as one that does not try."""
+
+    def sample(graphs: bool) -> None:
+        model = wide()
+        model.model.norm.register_forward_hook(lambda module, args, out: out * float(out.isfinite().all().item()))
+        Engine(lambda: model, graphs=graphs).sample(requests(), SamplingSettings(max_new_tokens=4))
+
+    def reserved(*, graphs: bool) -> int:
+        sample(graphs)
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    reserved(graphs=True)  # workspaces of the capture's stream, which stay
+    without = reserved(graphs=False)
+    assert reserved(graphs=True) <= without
 
 
 def test_weights_may_change_between_rollouts_without_new_graphs() -> None:

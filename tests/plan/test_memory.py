@@ -116,6 +116,39 @@ def test_what_processes_share() -> None:
     assert "parity check" not in [phase.name for phase in crowded.phases], "no room for it: the run leaves it out"
 
 
+def card(gib: float) -> Device:
+    return Device("some card", 989, 67, 4.8, memory=gib)
+
+
+def test_the_parity_check_takes_what_there_is() -> None:
+    """Long prompts in a wide type take much; the run cuts them, and leaves the check out, before it fails with it."""
+    long = job(prompt_tokens=4000, weight_bytes=4, checkpointing=False, tokens=5000, rows=16)
+    values = 6 * 1536 + 5 * 1536 + 4 * 8960
+    logits, head = 3 * 257 * 151_936 * 4, 151_936 * 1536 * 4
+    rows = {tokens: tokens * 28 * (values + 12 * tokens) * 4 + head + logits for tokens in (4256, 512)}
+    found = {gib: terms(Memory(long.with_(device=card(gib))), "parity check") for gib in (141, 50)}
+    assert found[141]["one row's activations"] == rows[4256]
+    assert rows[512] < 8 * WEIGHTS
+    assert found[50]["one row's gradient"] == 4 * WEIGHTS + 2 * head, "of a row whose prompt is cut"
+    for gib in (141, 50, 40, 20, 8):
+        memory = Memory(long.with_(device=card(gib)))
+        names = [phase.name for phase in memory.phases]
+        assert ("parity check" in names) == (gib >= 20)
+        assert memory.fits == Memory(memory.job.with_(parity=False)).fits
+
+
+def test_the_parity_check_recomputes_layers_if_the_update_does() -> None:
+    long = job(prompt_tokens=4000, weight_bytes=4, tokens=5000, rows=16)
+    values = 6 * 1536 + 5 * 1536 + 4 * 8960 + 12 * 4256
+    rest = 151_936 * 1536 * 4 + 3 * 257 * 151_936 * 4
+    for checkpointing, per_token in ((False, 28 * values), (True, 28 * 1536 + values)):
+        phase = next(p for p in Memory(long.with_(checkpointing=checkpointing)).phases if p.name == "parity check")
+        assert phase.terms[-1].bytes == max(4256 * per_token * 4 + rest, 4 * WEIGHTS + 2 * 151_936 * 1536 * 4)
+    adapter = Memory(long.with_(checkpointing=True, adapter=Adapter(16, EVERYWHERE)))
+    formula = next(p for p in adapter.phases if p.name == "parity check").terms[-1].formula
+    assert formula == "4,256 tokens × (28 layers × 1,536 + 103,808) × 4 B, and the head"
+
+
 def test_vllm_beside_the_update_and_asleep() -> None:
     share = int(0.3 * DEVICES["H200"].memory_bytes)
     awake = Memory(job(sampler="vllm colocate", sampler_share=0.3))

@@ -1,5 +1,6 @@
 """The parity guard in a run: when it looks, what it decides, and that it stops a run whose kernels are broken."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.errors import ParityError
 from gruppo.kernels import head as head_kernel
+from gruppo.plan.budgets import UpdatePlan, plan_update
 from gruppo.policy import packed as packed_policy
 from gruppo.policy import packing
 from gruppo.rollout.builtin import BuiltinBackend
 from gruppo.trainer import logprobs
-from gruppo.trainer.update import parity
+from gruppo.trainer.update import parity, planning
 from tests.trainer.runs import logs, make, run
 from tests.trainer.scripted import make_trainer
 
@@ -186,3 +188,51 @@ def test_a_resumed_run_keeps_the_plan(tmp_path: Path) -> None:
     (folder / "manifest.json").unlink()
     resumed.train(resume_from_checkpoint=str(folder))
     assert resumed.planner.in_force.tokens == 77
+
+
+def resumed(folder: Path, change: Any, **settings: Any) -> Any:
+    """The trainer of a run that was saved after its first update, with the plan in the checkpoint changed."""
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    make(folder, GRPOTrainer, max_steps=1, **saving, **settings).train()
+    checkpoint = folder / "checkpoint-1"
+    path = checkpoint / "run_state-00000.json"
+    state = json.loads(path.read_text(encoding="utf-8"))
+    change(state["parts"]["update_plan"])
+    path.write_text(json.dumps(state), encoding="utf-8")
+    (checkpoint / "manifest.json").unlink()
+    return make(folder, GRPOTrainer, max_steps=2, **saving, **settings)
+
+
+CHECKPOINTS = {"of now": lambda plan: None, "older": lambda plan: plan.pop("longest", None)}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_a_resumed_run_recomputes_layers_before_it_cuts_rows(kind: str, tmp_path: Path) -> None:
+    settings = {"gradient_checkpointing": None, "max_tokens_per_micro_batch": 8, "parity_check": "off"}
+    trainer = resumed(tmp_path, CHECKPOINTS[kind], **settings)
+    failures = [1]
+
+    def fail_once(*_: Any) -> None:
+        if torch.is_grad_enabled() and failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("injected")
+
+    trainer.model.model.layers[0].register_forward_pre_hook(fail_once)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert not failures
+    assert trainer.planner.in_force == UpdatePlan(8, 8, checkpointing=True)
+
+
+def test_a_plan_knows_the_precision_that_a_launcher_has_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def watched(shape: Any, passes: Any, **options: Any) -> UpdatePlan:
+        seen.append((passes.stream, passes.product))
+        return plan_update(shape, passes, **options)
+
+    monkeypatch.setattr(planning, "plan_update", watched)
+    run(tmp_path / "plain", GRPOTrainer, max_steps=1)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    launched = run(tmp_path / "launched", GRPOTrainer, max_steps=1)
+    assert not launched.args.bf16
+    assert seen == [(4, 4), (4, 2)]

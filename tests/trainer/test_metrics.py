@@ -19,6 +19,8 @@ from gruppo import GRPOTrainer
 from gruppo.rollout.vllm import transfer
 from gruppo.trainer.books import ledger
 from gruppo.trainer.books.metrics import MetricStore, value_stat
+from gruppo.trainer.update.drift import drift_of_update, drift_stats
+from gruppo.types import TrainBatch
 from tests.helpers import length_reward, prompts, tiny_model
 from tests.policy.experts import experts
 from tests.rollout.vllm_doubles import saved_model, serving, share_bytes
@@ -717,3 +719,31 @@ def test_micro_batches_on_a_device_may_differ_in_what_they_know() -> None:
     store.defer({"aux_loss": value_stat(torch.zeros((), device=device))})
     assert store.flush("train") == {"entropy": [(1.0, 1.0)] * 2, "aux_loss": [(1.0, 1.0)] * 2}
     assert shapes == [(device, (1, 2, 2, 2))]
+
+
+@pytest.mark.parametrize("others_know", [True, False])
+def test_processes_may_differ_in_what_they_know_of_their_sampler(others_know: bool) -> None:
+    """They gather as many numbers each; of what nobody knows nothing is logged."""
+    batch = TrainBatch(*torch.ones(4, 2, 3, dtype=torch.long).unbind())
+    known = TrainBatch(*torch.ones(4, 2, 3, dtype=torch.long).unbind(), engine_logps=torch.full((2, 3), -1.5))
+    stats = [
+        drift_stats(one, torch.full((2, 3), -1.0), None, None, 0) for one in (batch, known if others_know else batch)
+    ]
+    sent: list[torch.Tensor] = []
+
+    def gather(local: torch.Tensor) -> torch.Tensor:
+        sent.append(local)
+        return torch.cat(sent)
+
+    logged: list[dict[str, Any]] = []
+    for stat in stats:
+        store = MetricStore(types.SimpleNamespace(device=torch.device("cpu"), gather=gather))  # type: ignore[arg-type]
+        store.defer(stat)
+        sums = store.flush("train")
+        logged.append(store.take("train") | {"judged": drift_of_update(sums, {})["drift_mean"]})
+    assert logged[0] == {"judged": None}
+    if others_know:
+        drift = "sampling/sampling_logp_difference"
+        assert logged[1] == pytest.approx({f"{drift}/mean": 0.5, f"{drift}/max": 0.5, "judged": 0.5})
+    else:
+        assert logged[1] == {"judged": None}

@@ -37,6 +37,7 @@ from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.support import why_not_packed
 from gruppo.trainer.update import parity
 from gruppo.trainer.update.parity import Comparison, ParityReport, check_parity, enforce
+from gruppo.trainer.update.parity_rows import choose, with_short_prompts
 from gruppo.types import TrainBatch
 from tests.engine.models import BUILDERS, VOCABULARY, build
 from tests.helpers import in_double, tiny_model
@@ -630,6 +631,39 @@ def test_no_trace_is_left(kind: str, broken: str | None, monkeypatch: pytest.Mon
     assert all(torch.equal(value, tensors[name]) for name, value in batch.to_dict().items())
 
 
+@pytest.mark.parametrize("kind", ["the reference itself", "a copy"])
+def test_no_trace_is_left_where_memory_runs_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a copy it only costs the reference; the model itself is run in the wide type too, if it is in it."""
+    model, autocast = build("llama").train(), kind == "the reference itself"
+    copies: list[weakref.ref[nn.Module]] = []
+    original = copy.deepcopy
+
+    def deepcopy(value: Any, *args: Any) -> Any:
+        result = original(value, *args)
+        if value is model:
+            copies.append(weakref.ref(result))
+        return result
+
+    def fail(layer: nn.Module, *_: Any) -> None:
+        if autocast or layer.mlp.up_proj.weight.dtype == torch.float64:  # type: ignore[union-attr]
+            raise torch.OutOfMemoryError("not enough")
+
+    model.model.layers[1].register_forward_pre_hook(fail)
+    monkeypatch.setattr(copy, "deepcopy", deepcopy)
+    before, state = attributes(model), random_states()
+    packed = PackedPolicy(autocast_dtype=torch.bfloat16 if autocast else None)
+    if autocast:
+        with pytest.raises(torch.OutOfMemoryError):
+            check(model, packed)
+    else:
+        report = check(model, packed)
+        enforce(report)
+        assert report.reference == "padded reference path"
+    assert (attributes(model), random_states()) == (before, state)
+    assert len(copies) == (not autocast)
+    assert all(twin() is None for twin in copies), "its memory is free"
+
+
 def test_a_distributed_wrapper_does_not_notice() -> None:
     alone = build("llama").train()
     with wrapped_alone(build("llama").train()) as wrapper:
@@ -686,8 +720,8 @@ def lengths_of(sample: TrainBatch | None) -> list[tuple[int, int]]:
 
 def test_rows_are_siblings_of_different_lengths() -> None:
     batch = rows((4, 5, 6), ((7,), (3, 9, 6), (2, 2, 8)))
-    assert lengths_of(parity._choose(batch, 4)) == [(5, 9), (5, 3), (6, 8), (6, 2)]
-    assert lengths_of(parity._choose(batch, 2)) == [(5, 9), (6, 8)]
+    assert lengths_of(choose(batch, 4)) == [(5, 9), (5, 3), (6, 8), (6, 2)]
+    assert lengths_of(choose(batch, 2)) == [(5, 9), (6, 8)]
 
 
 @pytest.mark.parametrize(
@@ -699,23 +733,35 @@ def test_rows_are_siblings_of_different_lengths() -> None:
     ],
 )
 def test_groups_of_other_sizes(completions: Any, expected: list[tuple[int, int]]) -> None:
-    assert lengths_of(parity._choose(rows((4, 5, 6), completions), 4)) == expected
+    assert lengths_of(choose(rows((4, 5, 6), completions), 4)) == expected
 
 
 def test_long_completions_are_cut() -> None:
     batch = with_engine_logps(build("llama"), rows((4,), ((300, 5),)))
-    sample = parity._choose(batch, 4)
+    sample = choose(batch, 4)
     assert lengths_of(sample) == [(4, 256), (4, 5)]
     assert sample is not None
     assert sample.engine_logps is not None
     assert sample.engine_logps.shape == (2, 256)
 
 
+def test_long_prompts_are_cut_if_memory_is_short() -> None:
+    model = build("llama")
+    batch = with_engine_logps(model, rows((300, 300, 4), ((3, 5), (4,), (2,))))
+    short = with_short_prompts(batch)
+    assert lengths_of(short) == [(256, 3), (256, 5), (256, 4), (4, 2)]
+    assert torch.equal(short.prompt_ids[0], batch.prompt_ids[0, -256:])
+    report = check(model, batch=short)
+    enforce(report)
+    assert report.rows == 3
+    assert report.engine_difference is None, "the engine's log-probs are those after the whole prompt"
+
+
 def test_rows_without_loss_tokens_are_left_out() -> None:
     batch = rows((4,), ((3, 9, 6),))
     batch.tool_mask = torch.ones_like(batch.completion_mask)
     batch.tool_mask[1] = 0
-    assert lengths_of(parity._choose(batch, 4)) == [(4, 6), (4, 3)]
+    assert lengths_of(choose(batch, 4)) == [(4, 6), (4, 3)]
     batch.tool_mask[:] = 0
     report = check(build("llama"), batch=batch)
     enforce(report)

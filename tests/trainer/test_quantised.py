@@ -169,6 +169,29 @@ def test_trained_weights_are_narrow_in_4_and_8_bits_only(bits: int | None) -> No
     assert model.get_base_model().lm_head.weight.dtype == torch.float32
 
 
+TYPES: dict[str, tuple[Callable[[], Any], set[str]]] = {
+    "rank 1": (lambda: peft.LoraConfig(r=1, target_modules=["q_proj", "embed_tokens"]), set()),
+    "a bias of LoRA": (lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True), set()),
+    "DoRA of rank 1": (lambda: peft.LoraConfig(r=1, target_modules=["q_proj"], use_dora=True), {"magnitude"}),
+    "(IA)3": (lambda: peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]), {""}),
+    "a norm": (lambda: peft.LoraConfig(r=1, target_modules=["q_proj"], modules_to_save=["norm"]), {"norm"}),
+}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_matrices_are_narrow_and_vectors_are_not(kind: str) -> None:
+    """At rank 1 a matrix of LoRA has the shape of a scale of (IA)³."""
+    config, wide = TYPES[kind]
+    model = peft.get_peft_model(tiny_model(), config())
+    model.get_base_model().is_loaded_in_8bit = True
+    model.gate = torch.nn.Parameter(torch.tensor(1.0))  # a vector of no dimensions
+    narrow_adapters(model)
+    kinds = {name: weight.dtype for name, weight in trained_weights(model).items()}
+    assert kinds.pop("gate") is torch.float32
+    expected = {n: torch.float32 if any(part in n for part in wide) else torch.bfloat16 for n in kinds}
+    assert kinds == expected
+
+
 SMALL_STEPS: dict[str, Callable[[], Any]] = {
     "(IA)3": lambda: peft.IA3Config(target_modules=["q_proj", "v_proj"], feedforward_modules=[]),
     "a norm": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]),
@@ -184,6 +207,19 @@ def test_weights_near_one_take_small_steps(kind: str, base: str, tmp_path: Path)
     trainer.train()
     after = trained_weights(trainer.model)
     assert before
+    assert [name for name, weight in before.items() if torch.equal(after[name], weight)] == []
+
+
+@pytest.mark.parametrize("feedforward", [[], ["down_proj"]])
+def test_scales_on_eight_bits_in_bfloat16(feedforward: list[str], base: str, tmp_path: Path) -> None:
+    """peft returns float32 from them, whatever goes in: attention would have keys of another type than queries."""
+    adapter = peft.IA3Config(target_modules=["q_proj", *feedforward], feedforward_modules=feedforward)
+    settings: dict[str, Any] = {"model_init_kwargs": {"dtype": "bfloat16"}, "max_steps": 1, "use_cpu": True}
+    trainer = trainer_of(base, tmp_path, peft_config=adapter, quantization_config=bits("8-bit"), **settings)
+    before = trained_weights(trainer.model)
+    assert trainer.packed is not None
+    trainer.train()
+    after = trained_weights(trainer.model)
     assert [name for name, weight in before.items() if torch.equal(after[name], weight)] == []
 
 

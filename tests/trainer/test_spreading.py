@@ -1,6 +1,7 @@
 """What is decided where weights are spread over processes, without processes."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,16 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from gruppo.algo.reduce import UpdateSize
 from gruppo.audit.weights import WeightProbe
 from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, plan_whole_weights, training_bytes
 from gruppo.policy.sharding import Sharding, WholeWeights, compute_dtype, shape_of, sharding_of
 from gruppo.trainer.processes.spreading import SAVES_WHOLE, agreed, find_sharding, reject_together
+from gruppo.trainer.update.rows import Update
 from tests.helpers import tiny_gpt2, tiny_model
+from tests.trainer.scripted import make_trainer
+from tests.trainer.test_parity import rows
 
 
 def accelerator(kind: DistributedType, **state: Any) -> Any:
@@ -279,3 +284,28 @@ def test_a_share_of_zero3_is_known_by_its_whole() -> None:
     probe = WeightProbe([share])
     share.ds_tensor[:3] = 1
     assert probe.changed() == 0.5
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_a_process_that_knows_its_entropies_enters_the_collectives_of_one_that_does_not(
+    spread: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the other waits for it: rows that stand still are run for their entropies, and spread weights in step."""
+    trainer = make_trainer("grpo", tmp_path)
+    trainer.sharding = Sharding.FSDP2 if spread else Sharding.NONE
+    entered: list[str] = []
+    for name in ("gather", "reduce"):
+        monkeypatch.setattr(
+            trainer.accelerator, name, lambda value, name=name, **options: entered.append(name) or value
+        )
+    seen = []
+    for known in (True, False):
+        batch = rows()
+        batch.advantages = torch.zeros(len(batch))
+        batch.engine_entropies = torch.ones(batch.completion_ids.shape) if known else None
+        update = Update.of([batch], UpdateSize(4, 24, 1))
+        with trainer.packed.active(trainer.model):
+            trainer._run_skipped_rows(trainer.model, update, update.packer(share=True), UpdatePlan(99, 99, False))
+        seen.append((list(entered), bool(update.ran_B.any())))
+        entered.clear()
+    assert seen == [(["gather"] * spread, False), (["gather"] * spread, True)]

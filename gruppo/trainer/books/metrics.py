@@ -66,7 +66,8 @@ class MetricStore:
     def flush(self, mode: str) -> dict[str, list[tuple[float, float]]]:
         """Combine what was deferred; returns (numerator, denominator) per micro-batch of the means, by key.
 
-        Keys that begin with an underscore are returned but not logged.
+        Keys that begin with an underscore are returned but not logged. All processes must have deferred the same keys;
+        what none of them knows of a micro-batch is left out.
         """
         if not self._pending:
             return {}
@@ -81,10 +82,10 @@ class MetricStore:
         means: dict[str, list[tuple[float, float]]] = {}
         for k, (key, kind) in enumerate(kinds.items()):
             for micro_batch in gathered[:, :, k].unbind(1):
+                if micro_batch.isnan().all():
+                    continue
                 if kind is Mean:
                     num, den = micro_batch.nansum(0).tolist()
-                    if micro_batch.isnan().all():
-                        continue
                     means.setdefault(key, []).append((num, den))
                     if not key.startswith("_"):
                         self.add(mode, {key: num / den if den else 0.0}, of=den)  # 0 where there is no loss token
@@ -115,10 +116,11 @@ def _mean(values: Sequence[float], counts: Sequence[float]) -> float | None:
 
 
 def _pair(stat: Stat | None) -> Tensor:
-    if stat is None:
-        return torch.full((2,), math.nan, dtype=torch.double)
+    """Numerator and denominator, or an extreme and 0; twice NaN of what is not known."""
     if isinstance(stat, Mean):
         return torch.stack([stat.num.detach().double(), stat.den.detach().double()])
+    if stat is None or not stat.values.numel():
+        return torch.full((2,), math.nan, dtype=torch.double)
     extreme = nanmin(stat.values) if isinstance(stat, Min) else nanmax(stat.values)
     return torch.stack([extreme.double(), torch.zeros_like(extreme, dtype=torch.double)])
 

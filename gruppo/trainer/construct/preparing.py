@@ -4,17 +4,17 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from gruppo.data.probing import inner_tokenizer
 from gruppo.data.prompts import PromptEncoder
 from gruppo.data.vision import VisionEncoder
 from gruppo.errors import ConfigError
 from gruppo.policy import adapters, loading
+from gruppo.policy.checkpoints import enable_checkpointing, require_input_gradients
 from gruppo.policy.float32_head import cast_head
 from gruppo.policy.inplace import compiled_modules
-from gruppo.policy.quantised import narrow_adapters, reject_adapter, reject_full_training
+from gruppo.policy.modes import has_reentrant_checkpoints
+from gruppo.policy.quantised import keep_input_types, narrow_adapters, reject_adapter, reject_full_training
 from gruppo.policy.routing import router_coefficient
 from gruppo.policy.unwrap import forward_arguments, inner_model
 from gruppo.trainer.construct import tooling
@@ -36,11 +36,12 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
     if adapters.is_peft_model(policy):
         reject_adapter(policy)
         narrow_adapters(policy)
+        keep_input_types(policy)
         adapters.prepare_adapters(policy, is_new=peft_config is not None, has_reference=args.beta != 0)
         if args.sync_ref_model:
             raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
-        if args.gradient_checkpointing:
-            require_input_gradients(policy, args)
+    if args.gradient_checkpointing or has_reentrant_checkpoints(policy):
+        require_input_gradients(policy, args)  # Trainer, or whoever made the model, turns checkpointing on
     reject_frozen(policy)
     if getattr(args, "cast_lm_head_to_fp32", False):
         cast_head(policy)
@@ -52,32 +53,6 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
     if args.disable_dropout:
         loading.disable_dropout_in_model(policy)
     return policy
-
-
-def require_input_gradients(policy: Any, args: Any) -> None:
-    """Let what enters checkpointed layers have a gradient, without which reentrant ones give none to adapters.
-
-    transformers does so for embeddings. Where it knows of none, as in the towers of Qwen3-VL and Gemma 4, the first
-    part of a model stands for them.
-    """
-    policy.enable_input_require_grads()
-    if not (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-        return
-    for module in policy.modules():
-        if isinstance(module, PreTrainedModel) and not _knows_embeddings(module):
-            next(module.children()).register_forward_hook(_require_gradient)
-
-
-def _knows_embeddings(model: PreTrainedModel) -> bool:
-    try:
-        return model.get_input_embeddings() is not None
-    except NotImplementedError:
-        return False
-
-
-def _require_gradient(module: nn.Module, inputs: Any, output: Any) -> None:
-    if isinstance(output, Tensor) and output.is_floating_point():
-        output.requires_grad_(True)
 
 
 def reject_frozen(policy: Any) -> None:
@@ -96,7 +71,7 @@ def recompute_by_default(trainer: Any) -> None:
     """Under DeepSpeed no plan knows what a process holds: gradient checkpointing is on unless it is turned off."""
     args = trainer.args
     if args.gradient_checkpointing is None and trainer.accelerator.distributed_type is DistributedType.DEEPSPEED:
-        trainer.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
+        enable_checkpointing(trainer.model, args)
 
 
 def make_prompt_encoder(toolset: Any, policy: Any, processing: Any, args: Any) -> PromptEncoder:

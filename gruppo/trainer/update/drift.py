@@ -19,11 +19,12 @@ def drift_stats(
     """Of one micro-batch: |ℓ_trainer − ℓ_sampler| and exp(ℓ_trainer − ℓ_sampler), where both are known.
 
     The trainer's are `old_BT` if there are any, else `logps_BT`: those of the rows that were run (`ran_B`), as long as
-    the policy has seen as many updates (`now`) as when the sampler had it.
+    the policy has seen as many updates (`now`) as when the sampler had it. A process that knows nothing of its sampler
+    has the same keys: another one may, and they gather as many numbers each.
     """
     sampled_BT = batch.engine_logps if batch.sampling_per_token_logps is None else batch.sampling_per_token_logps
     if sampled_BT is None:
-        return {}
+        return _unknown(logps_BT)
     trained_BT = logps_BT.detach() if old_BT is None else old_BT
     signed_BT = trained_BT - sampled_BT
     drift_BT = signed_BT.abs()
@@ -39,6 +40,11 @@ def drift_stats(
         _RATIO: Mean(torch.where(counts_BT, signed_BT, -torch.inf).exp().sum(), tokens),
         f"{DRIFT}/max": Max(torch.where(counts_BT, drift, torch.nan)),
     }
+
+
+def _unknown(like: Tensor) -> dict[str, Stat]:
+    nan = like.new_full((), torch.nan)
+    return {f"{DRIFT}/mean": Mean(nan, nan), _RATIO: Mean(nan, nan), f"{DRIFT}/max": Max(like.new_empty(0))}
 
 
 Sums = Mapping[str, Sequence[tuple[float, float]]]  # numerator and denominator of each micro-batch's mean

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gruppo.errors import ParityError
-from gruppo.plan.budgets import PARITY_TOKENS, PARITY_WIDE_COPIES, free_memory
+from gruppo.plan.budgets import PARITY_WIDE_COPIES, free_memory
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.modes import arithmetic_dtype, has_reentrant_checkpoints
@@ -30,6 +30,7 @@ from gruppo.policy.packing import Packer
 from gruppo.policy.support import full_attention
 from gruppo.policy.unwrap import inner_model, is_noisy
 from gruppo.trainer.resume.state import RandomState
+from gruppo.trainer.update.parity_rows import choose
 from gruppo.types import TrainBatch
 
 LOGPS, ENTROPIES, GRADIENTS, SAMPLING = "log-probs", "entropies", "gradients", "sampling log-probs"
@@ -132,11 +133,11 @@ def check_parity(
     """Compare the two paths of the bare model, in values and gradients, on up to `rows` rows of the batch.
 
     `batch.engine_logps` are compared too if they are there, so leave them out once the weights have moved on. Modes,
-    gradients and random states are afterwards what they were.
+    gradients and random states are afterwards what they were, also if memory runs out.
     """
     dtype = arithmetic_dtype(inner_model(model), packed.autocast_dtype)
     name = str(dtype).removeprefix("torch.") + (" autocast" if packed.autocast_dtype else "")
-    sample = _choose(batch, rows)
+    sample = choose(batch, rows)
     if sample is None:
         return ParityReport((), 0, 0, name, "padded reference path")
     case, wide = _Case(sample, temperature, entropy_gradient), _WIDER.get(dtype)
@@ -165,33 +166,7 @@ def check_parity(
     )
 
 
-# ---- rows
-
-
-def _choose(batch: TrainBatch, count: int) -> TrainBatch | None:
-    """Rows of at most two prompts, siblings if there are any, short and long ones; None if no row has a loss."""
-    names = ("completion_ids", "completion_mask", "tool_mask", "engine_logps")
-    cut = {name: value[:, :PARITY_TOKENS] for name, value in batch.to_dict().items() if name in names}
-    batch = TrainBatch(batch.prompt_ids, batch.prompt_mask, **cut)
-    lengths, scored = batch.completion_mask.sum(1).tolist(), batch.loss_mask_BT.any(1).tolist()
-    groups: dict[bytes, list[int]] = {}
-    for row, (ids, on) in enumerate(zip(batch.prompt_ids.cpu(), batch.prompt_mask.bool().cpu(), strict=True)):
-        if scored[row]:
-            groups.setdefault(ids[on].numpy().tobytes(), []).append(row)
-    if not groups:
-        return None
-    first, *others = sorted(groups.values(), key=lambda members: len(members) < 2)
-    second = others[0] if others else []
-    chosen = _spread(first, lengths, count - min(len(second), count // 2))
-    chosen += _spread(second, lengths, count - len(chosen))
-    return batch.rows(torch.tensor(chosen, device=batch.completion_ids.device))
-
-
-def _spread(members: Sequence[int], lengths: Sequence[int], count: int) -> list[int]:
-    """So many of these rows, from the longest to the shortest."""
-    by_length = sorted(members, key=lambda row: lengths[row])
-    count = min(count, len(by_length))
-    return [by_length[-1 - i * (len(by_length) - 1) // max(count - 1, 1)] for i in range(count)]
+# ---- three ways to run them
 
 
 class _Case:
@@ -208,9 +183,6 @@ class _Case:
         by_logp, by_entropy = self.signs[:, list(rows)]
         loss = (logps_bT * by_logp).sum()
         return loss + (entropy_bT * by_entropy).sum() if self.entropy_gradient else loss
-
-
-# ---- three ways to run them
 
 
 class _Found(NamedTuple):

@@ -1,0 +1,83 @@
+"""Gradient checkpointing: every way of turning it on gives gradients to all weights that are trained."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+
+from gruppo.policy.checkpoints import enable_checkpointing, require_input_gradients
+from gruppo.trainer.construct.preparing import recompute_by_default
+from tests.helpers import tiny_model
+from tests.vision.families import FAMILIES
+
+
+def asked(**kwargs: Any) -> Any:
+    return SimpleNamespace(gradient_checkpointing=None, gradient_checkpointing_kwargs=kwargs or None)
+
+
+def tower_of(model: Any) -> Any:
+    return model.get_base_model().model.visual
+
+
+def adapted() -> Any:
+    """A model whose tower has adapters, and no embeddings that transformers would find."""
+    model, _ = FAMILIES["qwen3_vl"].make()
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "qkv"], init_lora_weights=False)).train()
+
+
+def hooks(module: nn.Module) -> int:
+    return len(next(module.children())._forward_hooks)
+
+
+def test_by_deepspeed() -> None:
+    model = adapted()
+    accelerator = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
+    recompute_by_default(SimpleNamespace(args=asked(use_reentrant=True), model=model, accelerator=accelerator))
+    assert model.get_base_model().is_gradient_checkpointing
+    assert hooks(tower_of(model)) == 1
+
+
+def test_towers_are_listened_to_once_and_only_if_that_is_needed() -> None:
+    model = adapted()
+    enable_checkpointing(model, asked())
+    assert hooks(tower_of(model)) == 0, "what is not reentrant needs no gradient of its inputs"
+    for _ in range(2):
+        enable_checkpointing(model, asked(use_reentrant=True))
+    assert hooks(tower_of(model)) == 1
+    frozen, _ = FAMILIES["qwen3_vl"].make()
+    frozen.model.visual.requires_grad_(False)
+    enable_checkpointing(frozen, asked(use_reentrant=True))
+    assert hooks(frozen.model.visual) == 0, "a tower that is not trained needs no backward pass"
+
+
+class Lone(PreTrainedModel):
+    """A model of one weight and no parts."""
+
+    config_class = LlamaConfig
+
+    def __init__(self) -> None:
+        super().__init__(LlamaConfig())
+        self.weight = nn.Parameter(torch.ones(1))
+
+
+def test_a_model_without_parts() -> None:
+    require_input_gradients(Lone(), asked(use_reentrant=True))
+
+
+@pytest.mark.skipif(
+    "every_n_layers" not in inspect.signature(PreTrainedModel.gradient_checkpointing_enable).parameters,
+    reason="an option of later releases of transformers",
+)
+@pytest.mark.parametrize("adapter", [False, True])
+def test_options_of_transformers_are_not_torchs(adapter: bool) -> None:
+    model = tiny_model()
+    policy = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])) if adapter else model
+    enable_checkpointing(policy, asked(every_n_layers=2))
+    layers = [layer.gradient_checkpointing for layer in model.model.layers]
+    assert sum(layers) == -(-len(layers) // 2)
