@@ -23,6 +23,12 @@ from gruppo.config.update import UpdateConfig
 from gruppo.config.vllm import VLLMConfig
 from gruppo.errors import ConfigError
 
+# Fields of TrainingArguments and their names from transformers 5.23 on.
+RENAMED = (
+    ("gradient_checkpointing", "activation_checkpointing"),
+    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+)
+
 
 @dataclass
 class PolicyConfig(
@@ -65,7 +71,7 @@ class PolicyConfig(
 
     def __post_init__(self) -> None:
         self._normalize()
-        super().__post_init__()
+        self._settle_checkpointing()
         check_types(self, [*own_fields(type(self)), *validate.BATCH_SIZES])
         self._derive_generation_batch()
         self._validate()
@@ -87,6 +93,20 @@ class PolicyConfig(
         if self.use_liger_kernel:  # its layers; log-probs need a head that knows more than labels
             given = getattr(self, "liger_kernel_config", None) or {}
             self.liger_kernel_config = {"fused_linear_cross_entropy": False, **given}
+
+    def _settle_checkpointing(self) -> None:
+        """TrainingArguments' own checks, after which `gradient_checkpointing=None` is still None.
+
+        transformers 5.23 renames the two fields and makes False of None. Either name is good here.
+        """
+        renamed = [pair for pair in RENAMED if hasattr(self, pair[1])]
+        for old, new in renamed:
+            if getattr(self, new) is None:
+                setattr(self, new, getattr(self, old))
+        unset = [name for pair in renamed for name in pair if getattr(self, pair[1]) is None]
+        super().__post_init__()
+        for name in unset:
+            setattr(self, name, None)
 
     def _derive_generation_batch(self) -> None:
         """Fill in steps_per_generation and generation_batch_size from each other.

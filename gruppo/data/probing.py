@@ -5,6 +5,7 @@ a known template is as good as the original.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +37,23 @@ def render(processing_class: ProcessingClass, messages: list[Message], **options
     """The conversation as text."""
     if inner_tokenizer(processing_class) is not processing_class:  # a processor: its templates expect blocks
         messages = prepare_multimodal_messages(messages)
+    template = options.get("chat_template") or getattr(processing_class, "chat_template", None)
+    if isinstance(template, str) and _IS_NONE.search(template):
+        options["chat_template"] = without_none(template)
     return str(processing_class.apply_chat_template(messages, **{**options, "tokenize": False}))
+
+
+# A variable with its attributes and subscripts, and the question whether it is None.
+_IS_NONE = re.compile(r"([\w.]+(?:\[[^\[\]]+\])*) is (not )?none\b")
+
+
+def without_none(template: str) -> str:
+    """The template, for which a value that is missing is None: transformers 5.23 leaves out those that are None.
+
+    Example:
+        without_none("{% if m.content is none %}") == "{% if (m.content | default(none)) is none %}"
+    """
+    return _IS_NONE.sub(lambda found: f"({found[1]} | default(none)) is {found[2] or ''}none", template)
 
 
 def options_of(chat_template: str | None) -> dict[str, Any]:

@@ -16,7 +16,9 @@ def enable_checkpointing(policy: Any, args: Any) -> None:
     """Have layers computed again in the backward pass, as the config asks for it; not reentrant unless it does."""
     options = dict(args.gradient_checkpointing_kwargs or {})
     further = {name: options.pop(name) for name in _OF_TRANSFORMERS if name in options}
-    policy.gradient_checkpointing_enable(options or {"use_reentrant": False}, **further)
+    # The first is its name from transformers 5.23 on.
+    enable = getattr(policy, "activation_checkpointing_enable", None) or policy.gradient_checkpointing_enable
+    enable(options or {"use_reentrant": False}, **further)
     require_input_gradients(policy, args)
 
 

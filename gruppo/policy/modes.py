@@ -42,6 +42,11 @@ def weights_version(model: nn.Module) -> int:
     return sum(parameter._version for parameter in model.parameters())
 
 
+def has_checkpoints(model: nn.Module) -> bool:
+    """Whether gradient checkpointing is on; transformers 5.23 has another name for its own answer."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
 def has_reentrant_checkpoints(model: nn.Module) -> bool:
     """Whether gradient checkpointing of the older kind is on."""
     on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]

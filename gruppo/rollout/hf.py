@@ -19,7 +19,7 @@ from transformers import (
 from gruppo.data.collate import pad
 from gruppo.data.vision import TYPES, model_inputs
 from gruppo.errors import ConfigError, RolloutError
-from gruppo.policy.modes import sampling_mode
+from gruppo.policy.modes import has_checkpoints, sampling_mode
 from gruppo.policy.sharding import WholeWeights
 from gruppo.policy.unwrap import forward_arguments, inner_model, is_noisy, makes_positions, position_ids
 from gruppo.rollout.base import RolloutBackend, stop_strings, with_limits_of
@@ -254,4 +254,4 @@ def can_continue_from_cache(model: Any) -> bool:
     if not known or virtual or getattr(inner, "_is_stateful", False):
         return False
     # With checkpointing on, transformers drops the cache in training.
-    return not (model.training and (getattr(inner, "is_gradient_checkpointing", False) or is_noisy(model, inner)))
+    return not (model.training and (has_checkpoints(inner) or is_noisy(model, inner)))

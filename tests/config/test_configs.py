@@ -450,6 +450,22 @@ def test_a_copy_does_not_warn_again():
         assert replace(made).log_unique_prompts is True
 
 
+# ---- names of transformers 5.23
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_checkpointing_has_one_value_under_both_names(name: str, asked: bool | None):
+    """None means that memory decides; it stays so in a copy. Neither name warns."""
+    if not hasattr(GRPOConfig, name):
+        pytest.skip("this release of transformers knows the earlier name only")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        made = replace(GRPOConfig(**QUIET, **{name: asked}))
+    for each in ("gradient_checkpointing", "activation_checkpointing"):
+        assert getattr(made, each, asked) is asked
+
+
 # ---- the command line
 
 

@@ -1,7 +1,9 @@
 """Templates are small imitations of the known families; what counts is how they frame turns, calls and results."""
 
 import pytest
+from jinja2 import Template
 
+from gruppo.data.probing import without_none
 from gruppo.data.templates import (
     HERMES_TEMPLATE,
     add_response_schema,
@@ -62,6 +64,23 @@ def test_supports_tool_calling(template, expected):
 )
 def test_shows_tools(template, expected):
     assert shows_tools(tiny_tokenizer(chat_template=template)) is expected
+
+
+@pytest.mark.parametrize(
+    ("question", "content", "yes"),
+    [
+        ("m.content is none", None, True),
+        ("m['content'] is none", "", False),
+        ("m['content'] is not none", None, False),
+        ("m.content is not none", "a", True),
+    ],
+)
+def test_a_value_that_is_none_may_be_left_out(question, content, yes):
+    """As transformers does from 5.23 on."""
+    template = without_none(f"{{% if {question} %}}yes{{% else %}}no{{% endif %}}")
+    given = {"content": content} if content is not None else {}
+    for message in (given, {"content": content}):
+        assert (Template(template).render(m=message) == "yes") is yes
 
 
 class Processor:

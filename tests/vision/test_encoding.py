@@ -128,8 +128,9 @@ def test_images_count_towards_the_context() -> None:
 @pytest.mark.parametrize(
     ("prompt", "images", "message"),
     [
-        ("look <|image_pad|>", 0, "a token that stands for an image, but no image.*'look <"),
-        ([{"role": "user", "content": "look <|image_pad|>"}], 0, "a token that stands for an image, but no image"),
+        # From transformers 5.23 on the processor says so itself.
+        ("look <|image_pad|>", 0, "(for an image, but no image|no images were passed).*'look <"),
+        ([{"role": "user", "content": "look <|image_pad|>"}], 0, "(for an image, but no image|no images were passed)"),
         ([{"role": "user", "content": "look <|image_pad|>"}], 1, "Qwen2VLProcessor cannot read a prompt"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 from datasets import Dataset
 from torch import nn
 
+from gruppo.config.base import RENAMED
 from gruppo.policy.sharding import shape_of
 from gruppo.runs.lines import plain
 from gruppo.runs.secrets import without_secrets
@@ -75,6 +76,8 @@ def _is_harmless(name: str, args: Any) -> bool:
         schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         warmup_of_length = 0 < (getattr(args, "warmup_ratio", None) or args.warmup_steps or 0) < 1
         return schedule in ("constant", "constant_with_warmup", "inverse_sqrt") and not warmup_of_length
+    if name in dict(RENAMED).values():  # the same as under its earlier name, which every release has
+        return True
     return name in HARMLESS or name.startswith(HARMLESS_PREFIXES)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from gruppo.plan import ModelShape, Passes, UpdatePlan, free_memory, plan_update, training_bytes
 from gruppo.policy.adapters import adapted_projections
 from gruppo.policy.checkpoints import enable_checkpointing
+from gruppo.policy.modes import has_checkpoints
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.unwrap import inner_model
 from gruppo.types import TrainBatch
@@ -83,7 +84,7 @@ class UpdatePlanner:
     def _apply(self, plan: UpdatePlan) -> None:
         self.in_force = plan
         model: Any = self.policy()
-        if not plan.checkpointing or inner_model(model).is_gradient_checkpointing:
+        if not plan.checkpointing or has_checkpoints(model):
             return
         if self.args.gradient_checkpointing is None:
             logger.warning("Memory is short: gradient checkpointing is on. gradient_checkpointing=False forbids it.")
