@@ -98,8 +98,8 @@ class Checkpointing(Watching):
                 "asked_elsewhere": self._asked_elsewhere,
                 "changed": dict(self._overrides),
                 "generation": _simple(self.backend.config.to_dict()),
-                "parity_checked_at": self._parity_checked_at,
-                "reuses_engine_logps": self.reuses_engine_logps,
+                "parity_checked_at": self.parity.checked_at,
+                "reuses_engine_logps": self.parity.reuses_engine_logps,
             },
             "queue": None if queue is None else queue.values["queue"],
         }
@@ -119,8 +119,8 @@ class Checkpointing(Watching):
             if getattr(config, name, None) != value:
                 setattr(config, name, value)
         self.rewards.weights = state.tensors["reward_weights"].to(self.rewards.weights)
-        self._parity_checked_at = loop["parity_checked_at"]
-        self.reuses_engine_logps = loop["reuses_engine_logps"]
+        self.parity.checked_at = loop["parity_checked_at"]
+        self.parity.reuses_engine_logps = loop["reuses_engine_logps"]
         if state.values["queue"] is not None:
             self._queue = unpack_queue(state, self.accelerator.device)
         self._ahead.flight = unpack_flight(state)

@@ -58,7 +58,13 @@ class Collecting(Sampling):
         self.metrics.add(self.mode, tool_metrics(generation.tools), of=len(generation.rewards_NR))
         batch = self.to_tensors(generation.rollouts)
         if self.mode == "train":
-            self._check_parity(batch)
+            self.parity.check(
+                self.accelerator.unwrap_model(self.model),
+                batch,
+                self.state.global_step,
+                temperature=self.temperature,
+                entropy_gradient=self.entropy_control.enabled,
+            )
         kl_penalty_N = self.add_logps(batch)
         advantages, batch.advantages = self._compare(generation, kl_penalty_N, batch.completion_mask)
         self._log_rewards(generation, advantages)

@@ -40,6 +40,7 @@ from gruppo.trainer.processes.presence import presence_of
 from gruppo.trainer.processes.stopping import Stopper
 from gruppo.trainer.sampling import RolloutUnderWay
 from gruppo.trainer.update.entropy import EntropyControl
+from gruppo.trainer.update.guard import ParityGuard
 from gruppo.trainer.update.planning import UpdatePlanner
 from gruppo.trainer.update.remembering import UpdateMemory
 from gruppo.trainer.update.under_way import UpdateUnderWay
@@ -158,15 +159,7 @@ class PolicyTrainer(KnownNames):
         self._make_sampler(rollout_func)
         if self.benchmarks is not None:
             self.benchmarks.bind(self.backend, self._tokenizer)
-        self.planner = UpdatePlanner(
-            args,
-            lambda: self.accelerator.unwrap_model(self.model),
-            self.packed,
-            lambda: self.backend.release(),
-            agree=(lambda plan: spreading.agreed(self.accelerator, plan)) if self.sharding.spread else None,
-            autocast_dtype=autocast_dtype(self.accelerator.mixed_precision),  # a launcher may have set it
-        )
-        self._memory, self._this_update = UpdateMemory(), UpdateUnderWay()
+        self._make_update_parts()
         self._queue: deque[dict[str, Any]] = deque()
         self.ledger = make_ledger(self.accelerator, self.model, autocast_dtype(self.accelerator.mixed_precision))
         if self.accelerator.is_main_process and getattr(args, "log_completions_hub_repo", None):
@@ -175,6 +168,27 @@ class PolicyTrainer(KnownNames):
                 args.log_completions_hub_repo, self.completions_folder, loading.model_name(self.model)
             )
         set_seed(args.seed, device_specific=True)  # processes sample different completions
+
+    def _make_update_parts(self) -> None:
+        """What plans an update, checks how it is computed, and keeps what it leaves."""
+        self.planner = UpdatePlanner(
+            self.args,
+            lambda: self.accelerator.unwrap_model(self.model),
+            self.packed,
+            lambda: self.backend.release(),
+            agree=(lambda plan: spreading.agreed(self.accelerator, plan)) if self.sharding.spread else None,
+            autocast_dtype=autocast_dtype(self.accelerator.mixed_precision),  # a launcher may have set it
+        )
+        self.parity = ParityGuard(
+            self.args,
+            self.accelerator,
+            self.packed,
+            planner=self.planner,
+            presence=self.presence,
+            sharding=self.sharding,
+            whole=lambda: self.backend.whole,
+        )
+        self._memory, self._this_update = UpdateMemory(), UpdateUnderWay()
 
     def _make_sampler(self, rollout_func: Any) -> None:
         args, self._under_way, self._ahead = self.args, RolloutUnderWay(), RolloutsAhead(self.args)

@@ -1,10 +1,8 @@
 """Log-probs of completions under the policy and the reference, in packs or in padded rows."""
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import rich
 import torch
 from torch import Tensor, nn
 
@@ -12,8 +10,7 @@ from gruppo.algo.kl import k1
 from gruppo.algo.mismatch import importance_weights
 from gruppo.algo.recipes import Recipe
 from gruppo.data.prompts import PromptEncoder
-from gruppo.errors import ConfigError, ParityError
-from gruppo.plan.budgets import PARITY_TOKENS
+from gruppo.errors import ConfigError
 from gruppo.policy.adapters import reference_policy
 from gruppo.policy.head import Scores
 from gruppo.policy.logprobs import score_tokens
@@ -27,31 +24,13 @@ from gruppo.trainer.books.metrics import ratio_metrics
 from gruppo.trainer.feeding import Feeding
 from gruppo.trainer.processes.collectives import gather_rows
 from gruppo.trainer.processes.presence import Presence
-from gruppo.trainer.processes.spreading import why_no_parity_check
 from gruppo.trainer.update.entropy import EntropyControl
-from gruppo.trainer.update.parity import ParityReport, check_parity, enforce
-from gruppo.trainer.update.parity_rows import with_short_prompts
+from gruppo.trainer.update.guard import ParityGuard
 from gruppo.trainer.update.planning import UpdatePlanner
 from gruppo.types import TrainBatch
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 LogpsAndLoss = tuple[Tensor, Tensor | None, Tensor | None]  # log-probs, entropies, load-balancing loss
-
-# Mean |difference| up to which the sampling engine's log-probs stand for the trainer's.
-_SAME_LOGPS = 1e-3
-
-_SHORT_PROMPTS = (
-    f"It is tried again with the last {PARITY_TOKENS} tokens of the prompts. The sampler's log-probs, which are those "
-    "after whole prompts, are not compared then: old log-probs are computed anew. A smaller max_prompt_length makes "
-    "room."
-)
-_NO_PARITY = (
-    f"There is no room for single rows of {2 * PARITY_TOKENS} tokens either: the run goes on with packed rows that "
-    "were not compared with the padded reference path. Check a smaller model of the same kind; "
-    "gradient_checkpointing=True or an adapter (peft_config) makes room, and parity_check='off' asks for no check."
-)
 
 
 class LogProbs(Feeding):
@@ -69,69 +48,7 @@ class LogProbs(Feeding):
     router_aux_loss_coef = 0.0  # weight of the load-balancing loss of a mixture of experts
     prompt_encoder: PromptEncoder
     packed: PackedPolicy | None  # how packed rows are run; None: padded rows, the slow twin
-    reuses_engine_logps = False  # the parity check found them to agree with the trainer's
-    _parity_checked_at: int | None = None  # the update before which it last was, or was found not to be possible
-
-    # ---- is the fast path the slow path?
-
-    def _check_parity(self, batch: TrainBatch) -> None:
-        """Compare them on some of these rows, before the first update or every so many; stop if they differ."""
-        interval, last, now = self.args.parity_interval, self._parity_checked_at, self.state.global_step
-        due = last is None or (interval and now - last >= interval)
-        if self.packed is None or interval is None or not due:
-            return
-        model = self.accelerator.unwrap_model(self.model)
-        if self.sharding.spread:
-            if (why := why_no_parity_check(self.accelerator, self.backend.whole)) is not None:
-                return self._go_without_parity(why)
-            assert self.backend.whole is not None
-            model = self.backend.whole.module  # for the time of a rollout
-        else:
-            self.planner.plan(batch)  # with gradient checkpointing, if the update needs it
-        report = self._parity_with_memory(model, batch)
-        if self.accelerator.is_main_process and report is not None and report.rows:
-            rich.print(report.table())
-        self._take_verdict(report)
-
-    def _parity_with_memory(self, model: nn.Module, batch: TrainBatch) -> ParityReport | None:
-        """The report on this process's rows, with short prompts if memory is short; None if that does not help."""
-        assert self.packed is not None
-        options: dict[str, Any] = dict(temperature=self.temperature, entropy_gradient=self.entropy_control.enabled)
-        for rows, remark in ((batch, _SHORT_PROMPTS), (with_short_prompts(batch), _NO_PARITY)):
-            try:
-                with torch.enable_grad(), self.presence.during("checking parity"):
-                    return check_parity(model, self.packed, rows, **options)
-            except torch.OutOfMemoryError:
-                pass
-            self.planner.free()
-            logger.warning(f"Out of memory in the parity check. {remark}")
-        return None
-
-    def _take_verdict(self, report: ParityReport | None) -> None:
-        """Act on the reports of all processes, of which some may have had no memory for one: all do the same."""
-        local = [1.0, torch.nan, 0.0, 0.0]  # without memory
-        if report is not None:
-            difference = torch.nan if report.engine_difference is None else report.engine_difference
-            local = [float(report.ok), difference, float(report.rows), 1.0]
-        gathered = self.accelerator.gather(torch.tensor([local], device=self.accelerator.device))
-        all_ok, differences, rows, had_memory = gathered.unbind(1)
-        agree = bool((differences <= _SAME_LOGPS).all())  # not if one of them is unknown
-        self.reuses_engine_logps = self.args.reuse_sampling_logps and agree
-        if report is not None:
-            enforce(report)
-        if not all_ok.all():
-            raise ParityError("The parity check failed on another process; its message says where.")
-        # Where no row has a loss, as when all are cut off, nothing was compared: the next ones will be.
-        if rows.any() or not had_memory.all():
-            self._parity_checked_at = self.state.global_step
-
-    def _go_without_parity(self, why: str) -> None:
-        if self._parity_checked_at is None and self.accelerator.is_main_process:
-            logger.warning(
-                f"No parity check under {self.sharding.value}: it needs all weights and their gradients on a process, "
-                f"{why}. Check a smaller model of the same kind on one process; parity_check='off' asks for none."
-            )
-        self._parity_checked_at = self.state.global_step
+    parity: ParityGuard
 
     # ---- log-probs
 
@@ -162,7 +79,7 @@ class LogProbs(Feeding):
         packs = self._packs(batch)
         if off_policy or charge_kl:
             # A KL is the difference of two passes of the same kind, so that it is 0 where the policies are equal.
-            known_BT = batch.engine_logps if self.reuses_engine_logps and not charge_kl else None
+            known_BT = batch.engine_logps if self.parity.reuses_engine_logps and not charge_kl else None
             old_BT = self._frozen_logps(self.model, batch, packs) if known_BT is None else known_BT
         if off_policy and self.recipe.ratio == "sequence_sum":
             batch.old_logps = (old_BT * batch.loss_mask_BT).sum(1)

@@ -66,7 +66,7 @@ class Running(Checkpointing):
         self._queue.clear()
         self.metrics.discard()
         self.ledger.forget()
-        self._parity_checked_at = None
+        self.parity.checked_at = None
         self._epoch_iterator = None
         self.rewards.breaker.reset()
         self.audits.reset()

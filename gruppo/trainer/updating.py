@@ -342,7 +342,7 @@ class Updating(Collecting):
     def _defer_stats(
         self, batch: TrainBatch, logps_BT: Tensor, output: LossOutput, ran_B: Tensor | None = None
     ) -> None:
-        old_BT = None if self.reuses_engine_logps else batch.old_per_token_logps
+        old_BT = None if self.parity.reuses_engine_logps else batch.old_per_token_logps
         drift = drift_stats(batch, logps_BT, old_BT, ran_B, self.state.global_step)
         self.metrics.defer(output.stats | self._entropy_stats(output) | drift)
 

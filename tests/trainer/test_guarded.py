@@ -15,8 +15,7 @@ from gruppo.plan.budgets import UpdatePlan, plan_update
 from gruppo.policy import packed as packed_policy
 from gruppo.policy import packing
 from gruppo.rollout.builtin import BuiltinBackend
-from gruppo.trainer import logprobs
-from gruppo.trainer.update import parity, planning
+from gruppo.trainer.update import guard, parity, planning
 from tests.trainer.runs import logs, make, run
 from tests.trainer.scripted import make_trainer
 
@@ -95,13 +94,13 @@ def test_it_looks_as_often_as_it_is_asked_to(
         seen.append(1)
         return parity.check_parity(*args, **kwargs)
 
-    monkeypatch.setattr(logprobs, "check_parity", watched)
+    monkeypatch.setattr(guard, "check_parity", watched)
     run(tmp_path, GRPOTrainer, parity_check=when, max_steps=5)
     assert len(seen) == looks
 
 
 def test_padded_rows_have_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "check_parity", lambda *args, **kwargs: pytest.fail("there is no fast path"))
+    monkeypatch.setattr(guard, "check_parity", lambda *args, **kwargs: pytest.fail("there is no fast path"))
     run(tmp_path, GRPOTrainer, packed_update=False, max_steps=1)
 
 
@@ -126,7 +125,7 @@ def test_log_probs_of_the_engine_are_reused_once_they_are_known_to_agree(tmp_pat
     settings = {"num_iterations": 2, "max_steps": 4}
     trainer = run(tmp_path, CountsPasses, **settings)
     assert isinstance(trainer.backend, BuiltinBackend)
-    assert trainer.reuses_engine_logps
+    assert trainer.parity.reuses_engine_logps
     assert trainer.passes == 0
     for further in ({"reuse_sampling_logps": False}, {"parity_check": "off"}):
         anew = run(tmp_path, CountsPasses, **settings, **further)
@@ -136,16 +135,16 @@ def test_log_probs_of_the_engine_are_reused_once_they_are_known_to_agree(tmp_pat
 
 
 def test_log_probs_that_differ_too_much_are_computed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_SAME_LOGPS", 1e-12)
+    monkeypatch.setattr(guard, "_SAME_LOGPS", 1e-12)
     trainer = run(tmp_path, CountsPasses, num_iterations=2, max_steps=4)
-    assert not trainer.reuses_engine_logps
+    assert not trainer.parity.reuses_engine_logps
     assert trainer.passes == 2
 
 
 def test_a_kl_that_is_charged_to_the_reward_is_the_difference_of_two_passes_of_a_kind(tmp_path: Path) -> None:
     """The engine's log-probs, though known to agree, would leave its rounding in a KL that is 0."""
     trainer = run(tmp_path, RLOOTrainer, beta=0.05, num_iterations=2, max_steps=4)
-    assert trainer.reuses_engine_logps
+    assert trainer.parity.reuses_engine_logps
     first, second, third, _ = (line.get("kl") for line in logs(trainer))
     assert first == 0.0, "the policy is the reference still"
     assert second is None, "the same generation"

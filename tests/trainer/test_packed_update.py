@@ -585,7 +585,7 @@ def test_log_probs_of_the_engine_may_stand_for_a_pass(
     trainer_class: Any, reuse: bool, passes: list[Pass], tmp_path: Path
 ) -> None:
     trainer = sampled(tmp_path, trainer_class, **OFF_POLICY)
-    trainer.reuses_engine_logps = reuse
+    trainer.parity.reuses_engine_logps = reuse
     collected: list[dict[str, Tensor]] = []
     collect = trainer._generate_and_score_completions
 

@@ -10,8 +10,7 @@ import torch
 
 from gruppo import GRPOTrainer
 from gruppo.errors import ParityError
-from gruppo.trainer import logprobs
-from gruppo.trainer.update import parity, planning
+from gruppo.trainer.update import guard, parity, planning
 from gruppo.trainer.update.parity import ParityReport
 from gruppo.types import TrainBatch
 from tests.trainer.runs import make, run
@@ -47,7 +46,7 @@ def test_a_run_goes_on(
     settings = {"num_iterations": 2, "max_steps": 4}
     calm = run(tmp_path, GRPOTrainer, reuse_sampling_logps=False, **settings)
     shortage = Shortage(failures)
-    monkeypatch.setattr(logprobs, "check_parity", shortage)
+    monkeypatch.setattr(guard, "check_parity", shortage)
     trainer = make(tmp_path, GRPOTrainer, **settings)
     released: list[bool] = []
     release = trainer.planner.release
@@ -62,7 +61,7 @@ def test_a_run_goes_on(
     assert released == [True] * failures, "what the failed pass held is free by then"
     assert len(shortage.batches) == min(failures + 1, 2), "tried once more, and not again in later updates"
     assert [batch.engine_logps is None for batch in shortage.batches] == [False, True][: failures + 1]
-    assert trainer.reuses_engine_logps == (failures == 0)
+    assert trainer.parity.reuses_engine_logps == (failures == 0)
     assert ("tried again with the last 256 tokens" in caplog.text) == (failures > 0)
     assert ("parity_check='off' asks for no check" in caplog.text) == (failures == 2)
     for a, b in zip(calm.model.parameters(), trainer.model.parameters(), strict=True):
@@ -76,7 +75,7 @@ def test_layers_are_computed_again_if_the_update_does_it(tmp_path: Path, monkeyp
         seen.append(model.is_gradient_checkpointing)
         return parity.check_parity(model, *args, **options)
 
-    monkeypatch.setattr(logprobs, "check_parity", watched)
+    monkeypatch.setattr(guard, "check_parity", watched)
     monkeypatch.setattr(planning, "free_memory", lambda device: 0)
     run(tmp_path, GRPOTrainer, gradient_checkpointing=None, max_steps=1)
     assert seen == [True]
@@ -107,10 +106,10 @@ def test_processes_agree(
     monkeypatch.setattr(trainer.accelerator, "gather", gather)
     if other == "at fault":
         with pytest.raises(ParityError, match="on another process"):
-            trainer._take_verdict(mine)
-        assert trainer._parity_checked_at is None
+            trainer.parity.take_verdict(mine, 0)
+        assert trainer.parity.checked_at is None
     else:
-        trainer._take_verdict(mine)
-        assert trainer._parity_checked_at == 0
+        trainer.parity.take_verdict(mine, 0)
+        assert trainer.parity.checked_at == 0
     assert len(calls) == 1
-    assert trainer.reuses_engine_logps == (mine is OK and other in ("fine", "at fault"))
+    assert trainer.parity.reuses_engine_logps == (mine is OK and other in ("fine", "at fault"))

@@ -27,7 +27,7 @@ def test_a_sampler_of_another_temperature_gives_no_log_probs(steps: int, tmp_pat
     settings = {"generation_kwargs": {"temperature": 0.5}, "num_iterations": steps, "max_steps": 2}
     trainer = run(tmp_path, GRPOTrainer, **settings)
     assert trainer.state.global_step == 2
-    assert not trainer.reuses_engine_logps
+    assert not trainer.parity.reuses_engine_logps
     assert "sampling/sampling_logp_difference/mean" not in logs(trainer)[0]
 
 
@@ -48,7 +48,7 @@ def test_log_probs_are_not_reused_once_the_sampler_is_cooled(tmp_path: Path) -> 
         callback.trainer = trainer
         trainer.train()
         runs.append(trainer)
-    assert runs[0].reuses_engine_logps
+    assert runs[0].parity.reuses_engine_logps
     for a, b in zip(*(trainer.model.parameters() for trainer in runs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
