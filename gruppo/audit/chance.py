@@ -28,7 +28,7 @@ FEWEST_PAIRS = 10
 def prompt_groups(rollouts: Sequence[Rollout]) -> list[range]:
     """Rows of the same prompt that follow each other.
 
-    Not blocks of the group size: a group may be spread over processes, and environments may have changed prompts.
+    Not blocks of the group size: a group may straddle processes, and environments may have changed prompts.
     """
     prompts = [rollout.prompt.ids for rollout in rollouts]
     starts = [row for row, ids in enumerate(prompts) if not row or not _same(ids, prompts[row - 1])]

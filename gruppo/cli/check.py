@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gruppo.cli import checks
-from gruppo.cli.checks import Parts
+from gruppo.cli import check_parts
+from gruppo.cli.check_parts import Parts
 from gruppo.cli.findings import Findings, raised_at
 from gruppo.cli.recipe import Run, take_help
 from gruppo.errors import ConfigError
@@ -73,8 +73,10 @@ def check(argv: Sequence[str], console: "Console | None" = None) -> Findings:
     if run is None:
         return findings
     parts = Parts(run, built=built, template=template)
-    steps = [checks.rewards, checks.tools, checks.dataset, checks.reward_calls, checks.reward_scores]
-    steps += [checks.prompts, checks.lengths, checks.parity, checks.plan, checks.folder] if built else []
+    steps = [check_parts.rewards, check_parts.tools, check_parts.dataset]
+    steps += [check_parts.reward_calls, check_parts.reward_scores]
+    if built:
+        steps += [check_parts.prompts, check_parts.lengths, check_parts.parity, check_parts.plan, check_parts.folder]
     for step in steps:
         try:
             step(parts, findings)
@@ -107,7 +109,7 @@ def _read(argv: Sequence[str], findings: Findings) -> tuple[Run | None, bool]:
     """The run and whether its config could be built; without it, what else the words say."""
     with findings.about("fields", Exception):
         run = Run.of_another_machine(argv)
-        checks.fields(run, findings)
+        check_parts.fields(run, findings)
         return run, True
     with findings.about("fields", Exception):
         return Run.read(argv, build=False, strict=False), False

@@ -21,8 +21,8 @@ from typing import Any
 
 from gruppo.cli.options import CommandParser
 from gruppo.cli.parser import read_yaml
+from gruppo.cli.plan_job import PROMPT_TOKENS, Asked
 from gruppo.cli.plan_report import Forecast, print_forecast
-from gruppo.cli.planning import PROMPT_TOKENS, Asked
 from gruppo.cli.recipe import TRAINERS, Run, accelerate_options, make_parser, take_help, with_recipe
 from gruppo.config.hints import RENAMED, nearest
 from gruppo.errors import ConfigError

@@ -173,7 +173,7 @@ def batch_buckets(rows: int) -> list[int]:
 def training_bytes(parameters: Any) -> int:
     """Gradients and two optimizer moments of parameters that are trained, if they are not allocated yet.
 
-    Of parameters that are spread over processes, this one's share.
+    Of parameters that are sharded over processes, this one's share.
     """
     trained = [p for p in parameters if p.requires_grad]
     if any(p.grad is not None for p in trained):

@@ -173,7 +173,7 @@ class Job:
 
     @property
     def shares(self) -> int:
-        """Processes that the weights are spread over."""
+        """Processes that the weights are sharded over."""
         return self.processes if self.sharding in ("fsdp2", "zero3") else 1
 
     @property

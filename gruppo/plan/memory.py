@@ -64,7 +64,7 @@ class Memory(Standing):
 
     @property
     def _checks_parity(self) -> bool:
-        """Under spread weights it is left out where a process has no room for the whole model and its gradient."""
+        """Under sharded weights it is left out where a process has no room for the whole model and its gradient."""
         if not self.job.parity or not self.job.packed:
             return False
         if self.job.shares == 1:

@@ -27,7 +27,7 @@ class Phase:
 
 
 def product(name: str, *factors: tuple[float, str], over: int = 1) -> Term:
-    """A term that is a product, spread over processes where it says so.
+    """A term that is a product, divided among processes where it says so.
 
     Example:
         product("weights", (1000, "weights"), (2, "B")) == Term("weights", 2000, "1,000 weights × 2 B")

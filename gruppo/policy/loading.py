@@ -206,7 +206,7 @@ def align_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """How many tokens the model embeds, also where the embedding is spread over processes."""
+    """How many tokens the model embeds, also where the embedding is sharded over processes."""
     return shape_of(model.get_input_embeddings().weight)[0]
 
 

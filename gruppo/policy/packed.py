@@ -22,7 +22,7 @@ from gruppo.policy.head import ModelHead, Scores
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.packing import PackedRows
 from gruppo.policy.routing import Routing, routing_of
-from gruppo.policy.sharding import is_spread
+from gruppo.policy.sharding import is_sharded
 from gruppo.policy.unwrap import inner_model
 
 ATTENTION_NAME = "gruppo_packed"
@@ -90,7 +90,7 @@ class PackedPolicy:
             raise PackingError(f"{type(inner_model(model)).__name__} calls its head {len(caught)} times, not once.")
         if hasattr(next(head.module.parameters(), None), "full_tensor"):
             raise PackingError(
-                "The head's weights are spread over processes again when its scores are due. accelerate 1.15 leaves "
+                "The head's weights are sharded over processes again when its scores are due. accelerate 1.15 leaves "
                 "them gathered until the backward pass; use that, or set packed_update=False."
             )
         hidden = caught[0].squeeze(0)
@@ -104,7 +104,7 @@ class PackedPolicy:
         return scores, output
 
     def learn(self, model: nn.Module) -> None:
-        """Find out which layers can be fused, before the model is spread over processes."""
+        """Find out which layers can be fused, before the model is sharded over processes."""
         self._layer_swaps(inner_model(model))
 
     def _layer_swaps(self, model: Any) -> list[Swap]:
@@ -112,7 +112,7 @@ class PackedPolicy:
             return []
         parameters = [id(parameter) for parameter in model.parameters()]
         known, swaps = self._fused.get(id(model), (None, []))
-        if is_spread(model):  # its layers can be tried only while they are whole, see `learn`
+        if is_sharded(model):  # its layers can be tried only while they are whole, see `learn`
             return swaps
         if known != parameters:
             dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}

@@ -1,4 +1,4 @@
-"""Weights that are spread over processes: how that is recognised, and how a process comes to hold all of them.
+"""Weights that are sharded over processes: how that is recognised, and how a process comes to hold all of them.
 
 Under FSDP2 and DeepSpeed ZeRO-3 a process holds a share of every weight, and each forward pass of one process is a
 conversation of all. A sampler runs thousands of passes, as many as its longest completion has tokens, which no two
@@ -34,7 +34,7 @@ class Sharding(Enum):
     ZERO3 = "DeepSpeed ZeRO-3"
 
     @property
-    def spread(self) -> bool:
+    def is_sharded(self) -> bool:
         return self is not Sharding.NONE
 
 
@@ -58,7 +58,7 @@ def sharding_of(accelerator: Any) -> Sharding:
 
 
 def shard_reference(accelerator: Any, sharding: Sharding, model: nn.Module) -> nn.Module:
-    """A frozen model, spread over the processes as the policy is; left whole where that is whole."""
+    """A frozen model, sharded over the processes as the policy is; left whole where that is whole."""
     if sharding is Sharding.FSDP2:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -69,7 +69,7 @@ def shard_reference(accelerator: Any, sharding: Sharding, model: nn.Module) -> n
 
 
 def _with_deepspeed(accelerator: Any, model: nn.Module) -> nn.Module:
-    """A model without an optimizer under the policy's DeepSpeed config; below stage 3 there is nothing to spread."""
+    """A model without an optimizer under the policy's DeepSpeed config; below stage 3 there is nothing to shard."""
     import deepspeed
 
     config = inference_config(accelerator.state.deepspeed_plugin.deepspeed_config, _hidden_size(model))
@@ -118,7 +118,7 @@ def is_fsdp_module(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def is_spread(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether parameters of the model are shares of something larger."""
     return any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters()) or any(
         is_fsdp_module(module) for module in model.modules()
@@ -137,7 +137,7 @@ def shape_of(parameter: Tensor) -> torch.Size:
 
 
 def compute_dtype(accelerator: Any, sharding: Sharding) -> torch.dtype | None:
-    """The type in which a spread model computes, if it is not that of its weights as they were loaded.
+    """The type in which a sharded model computes, if it is not that of its weights as they were loaded.
 
     FSDP2 casts what it gathers; DeepSpeed casts the model when training begins.
     """
@@ -171,7 +171,7 @@ def reshard(model: nn.Module) -> None:
 
 
 class WholeWeights:
-    """All weights of a spread model, in a module of this process alone.
+    """All weights of a sharded model, in a module of this process alone.
 
     Make it while the model is still whole: it copies the model's form. `source` returns the model as it is trained.
     Between rollouts the weights are kept, or given back (`drop`), as `plan` says, which is asked with their size

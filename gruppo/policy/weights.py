@@ -1,6 +1,6 @@
 """The weights of the policy as a checkpoint names them, for whoever holds a copy of the model.
 
-Every process must walk to the end: where weights are spread over processes, all of them put each tensor together.
+Every process must walk to the end: where weights are sharded over processes, all of them put each tensor together.
 A tensor that is yielded stays as it is while the walk goes on; most are the training weights themselves, not copies.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
 from gruppo.policy.quantised import is_quantised
-from gruppo.policy.sharding import full_value, is_spread, plain_name
+from gruppo.policy.sharding import full_value, is_sharded, plain_name
 from gruppo.policy.unwrap import inner_model
 
 __all__ = ["check_copyable", "named_weights"]
@@ -156,9 +156,9 @@ def _check_adapters(bare: Any, inner: Any) -> None:
                 f"{name} has no bias, and its adapter adds one (lora_bias=True), for which vLLM's weights have no "
                 "place. Set lora_bias=False, or rollout_backend='auto'."
             )
-    if is_spread(inner):
+    if is_sharded(inner):
         raise ConfigError(
-            "Adapters on weights that are spread over processes (FSDP, ZeRO-3) cannot be merged for vLLM. Keep the "
+            "Adapters on weights that are sharded over processes (FSDP, ZeRO-3) cannot be merged for vLLM. Keep the "
             "whole model on every process, or train all weights."
         )
 

@@ -14,7 +14,7 @@ from gruppo.algo.reduce import UpdateSize
 from gruppo.algo.stats import nanmax, nanmin
 from gruppo.config.recipe import estimate_advantages
 from gruppo.errors import ConfigError, DataError
-from gruppo.replay.record import Generation, MicroBatch, Update
+from gruppo.replay.record import MicroBatch, RecordedGeneration, RecordedUpdate
 from gruppo.replay.settings import Settings
 
 __all__ = ["Computed", "advantages_of", "compute"]
@@ -22,7 +22,7 @@ __all__ = ["Computed", "advantages_of", "compute"]
 Rows = Mapping[int, Tensor]  # advantages by generation, (N,) or (N, T)
 
 
-def advantages_of(generation: Generation, settings: Settings, rewards_NR: Tensor | None = None) -> Advantages:
+def advantages_of(generation: RecordedGeneration, settings: Settings, rewards_NR: Tensor | None = None) -> Advantages:
     """The advantages of a generation under these settings, of its own rewards or of others, (N, R).
 
     What the KL has cost is known for the run's own beta; another one costs in proportion.
@@ -50,7 +50,7 @@ def advantages_of(generation: Generation, settings: Settings, rewards_NR: Tensor
 
 @dataclass
 class Computed:
-    """An update under some settings; lists have an entry for each row, in the order of `Update.micro_batches`.
+    """An update under some settings; lists have an entry for each row, in the order of `RecordedUpdate.micro_batches`.
 
     `gradients` are d loss / d log-prob of each token of a completion, of the whole update's loss. An entropy bonus
     has a gradient that goes around the log-probs, and is not in them.
@@ -63,7 +63,7 @@ class Computed:
     assumed: list[bool] = field(default_factory=list)  # its log-probs are the sampler's, or not known
 
 
-def compute(update: Update, settings: Settings, advantages: Rows) -> Computed:
+def compute(update: RecordedUpdate, settings: Settings, advantages: Rows) -> Computed:
     """The loss of an update, what is reported with it, and its gradient, without a model."""
     loss_settings = settings.loss_settings(update.facts)
     masks = [_loss_mask(batch, settings) for batch in update.micro_batches]

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from gruppo.replay.compare import length_shares, likeness
 from gruppo.replay.compute import Computed
-from gruppo.replay.record import Update
+from gruppo.replay.record import RecordedUpdate
 
 __all__ = ["groups_of", "of_groups", "of_update"]
 
 
-def of_update(update: Update, computed: Sequence[Computed]) -> dict[str, Any]:
+def of_update(update: RecordedUpdate, computed: Sequence[Computed]) -> dict[str, Any]:
     """One line about an update; with two recipes, also how alike their gradients are.
 
     `length_shares` are the shares of Σ|d loss / d log-prob| of the shortest quarter of the completions, of the next, …
@@ -41,7 +41,7 @@ def of_update(update: Update, computed: Sequence[Computed]) -> dict[str, Any]:
     return said
 
 
-def groups_of(update: Update, group_size: int) -> dict[tuple[int, int], list[int]]:
+def groups_of(update: RecordedUpdate, group_size: int) -> dict[tuple[int, int], list[int]]:
     """The rows of each group, by generation and group, as they are numbered in `Computed`."""
     places: dict[tuple[int, int], list[int]] = {}
     numbers = [(g, r) for batch in update.micro_batches for g, r in zip(batch.generation, batch.row, strict=True)]
@@ -50,7 +50,7 @@ def groups_of(update: Update, group_size: int) -> dict[tuple[int, int], list[int
     return places
 
 
-def of_groups(update: Update, computed: Sequence[Computed], group_size: int) -> list[dict[str, Any]]:
+def of_groups(update: RecordedUpdate, computed: Sequence[Computed], group_size: int) -> list[dict[str, Any]]:
     """How alike two gradients are in each group of an update."""
     first, second = computed
     said = []

@@ -15,13 +15,13 @@ from gruppo.errors import DataError
 from gruppo.runs.read import Run
 from gruppo.runs.rollouts import REWARD
 
-__all__ = ["Generation", "MicroBatch", "Recording", "Update"]
+__all__ = ["MicroBatch", "RecordedGeneration", "RecordedUpdate", "Recording"]
 
 KEPT = 8  # generations that are held in memory: an update may have rows of several
 
 
 @dataclass
-class Generation:
+class RecordedGeneration:
     """The completions of one generation, of all processes, in group order."""
 
     number: int
@@ -72,7 +72,7 @@ class MicroBatch:
 
 
 @dataclass
-class Update:
+class RecordedUpdate:
     """All rows of an update."""
 
     number: int
@@ -88,11 +88,11 @@ class Recording:
         self.run = run
         self.group_size = group_size
         self.beta = beta  # of the run
-        self._generations: dict[int, Generation] = {}
+        self._generations: dict[int, RecordedGeneration] = {}
         self._penalties: dict[int, Tensor | None] = {}
         self._updates: dict[int, list[int]] | None = None  # by generation
 
-    def generation(self, number: int) -> Generation:
+    def generation(self, number: int) -> RecordedGeneration:
         """A generation; an error if it is not whole."""
         if number not in self._generations:
             while len(self._generations) >= KEPT:
@@ -100,7 +100,7 @@ class Recording:
             self._generations[number] = self._read_generation(number)
         return self._generations[number]
 
-    def _read_generation(self, number: int) -> Generation:
+    def _read_generation(self, number: int) -> RecordedGeneration:
         table = self.run.rollouts(generations=[number], split="train")
         table = table.filter(pc.invert(table["replaced"])).sort_by("row")
         count = len(table)
@@ -111,7 +111,7 @@ class Recording:
             )
         names = [name.removeprefix(REWARD) for name in table.column_names if name.startswith(REWARD)]
         rewards = [table[REWARD + name].to_numpy() for name in names]
-        return Generation(
+        return RecordedGeneration(
             number,
             self.group_size,
             table,
@@ -162,7 +162,7 @@ class Recording:
                 found = {row: self.beta * kl for own, row, kl in rows if own == number} | found
         return found
 
-    def update(self, number: int) -> Update:
+    def update(self, number: int) -> RecordedUpdate:
         """An update; an error if rows of it are missing."""
         table = self.run.update_logps(updates=[number])
         if not len(table):
@@ -178,7 +178,7 @@ class Recording:
             losses.append(part["loss"][0].as_py())
             micro_batches += [self._micro_batch(index, rows) for index, rows in _parts(part, "micro_batch")]
         facts = {name: first[name] for name in ("beta", "epsilon_low", "epsilon_high")}
-        return Update(number, micro_batches, None if None in losses else sum(losses), facts)
+        return RecordedUpdate(number, micro_batches, None if None in losses else sum(losses), facts)
 
     def _micro_batch(self, index: int, table: pa.Table) -> MicroBatch:
         generation, row = table["generation"].to_pylist(), table["row"].to_pylist()

@@ -11,7 +11,7 @@ from transformers import TrainerState
 
 from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError, DataError, RewardError
-from gruppo.replay.record import Generation
+from gruppo.replay.record import RecordedGeneration
 from gruppo.replay.settings import Settings
 from gruppo.rewards.resolve import function_name, listed_rewards, resolve_rewards
 from gruppo.rewards.runner import OWN_COLUMNS, RewardInputs, RewardRunner, RewardSettings, failed_rows
@@ -62,7 +62,7 @@ class Rescorer:
     _places: dict[str, Any] = field(default_factory=dict)
     _by_prompt: dict[str, int] | None = None
 
-    def score(self, generation: Generation) -> Tensor:
+    def score(self, generation: RecordedGeneration) -> Tensor:
         """Rewards (N, R) of all recorded names, those that are given in place of the recorded ones."""
         runner = self._made(generation.names)
         columns = ["prompt", "prompt_format", "completion", "completion_format", "prompt_id", "prompt_index", "extra"]
@@ -91,7 +91,7 @@ class Rescorer:
         rewards_NR[failed_N | self._failed_before(generation)] = torch.nan
         return rewards_NR
 
-    def _all_failed(self, generation: Generation, failures: Mapping[str, str]) -> str:
+    def _all_failed(self, generation: RecordedGeneration, failures: Mapping[str, str]) -> str:
         """In a line or two: the runner has shown the first failure with its traceback."""
         ends = {name: said.strip().splitlines()[-1] for name, said in failures.items()}
         found = [f"The reward '{name}' failed: {end}." for name, end in ends.items()]
@@ -100,7 +100,7 @@ class Rescorer:
             [f"No completion of generation {generation.number} could be scored.", *found, *([NO_COLUMNS] * lacks)]
         )
 
-    def _failed_before(self, generation: Generation) -> Tensor:
+    def _failed_before(self, generation: RecordedGeneration) -> Tensor:
         """Bool (N,): rows that a recorded reward failed on which keeps its place."""
         failed_N = torch.zeros(len(generation), dtype=torch.bool)
         for name in generation.names:

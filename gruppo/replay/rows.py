@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 
 from gruppo.replay.compute import Computed
-from gruppo.replay.record import Generation, Update
+from gruppo.replay.record import RecordedGeneration, RecordedUpdate
 from gruppo.runs.rollouts import lists
 
 __all__ = ["RowTable"]
@@ -31,7 +31,9 @@ class RowTable:
     def __init__(self) -> None:
         self._tables: list[pa.Table] = []
 
-    def add(self, update: Update, generations: Mapping[int, Generation], computed: Sequence[Computed]) -> None:
+    def add(
+        self, update: RecordedUpdate, generations: Mapping[int, RecordedGeneration], computed: Sequence[Computed]
+    ) -> None:
         """The rows of an update."""
         where = [(g, r) for batch in update.micro_batches for g, r in zip(batch.generation, batch.row, strict=True)]
         ids = {number: generation.table["prompt_id"].to_pylist() for number, generation in generations.items()}

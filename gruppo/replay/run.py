@@ -11,9 +11,9 @@ from torch import Tensor
 from gruppo.errors import DataError
 from gruppo.replay.compute import Computed, advantages_of, compute
 from gruppo.replay.measures import of_groups, of_update
-from gruppo.replay.record import Generation, Recording, Update, padded
+from gruppo.replay.record import RecordedGeneration, RecordedUpdate, Recording, padded
 from gruppo.replay.rescore import Rescorer, Rewards
-from gruppo.replay.rescoring import Rescored
+from gruppo.replay.reward_changes import Rescored
 from gruppo.replay.rows import RowTable
 from gruppo.replay.settings import Settings
 from gruppo.replay.weights import Policy
@@ -145,7 +145,7 @@ class _Work:
         if policy is not None:
             self.result.weights += policy.compare(update, generations, computed)
 
-    def _advantages(self, generations: Mapping[int, Generation], side: _Side) -> dict[int, Tensor]:
+    def _advantages(self, generations: Mapping[int, RecordedGeneration], side: _Side) -> dict[int, Tensor]:
         found = {}
         for number, generation in generations.items():
             rewards_NR = self._scored(generation) if side.anew else None
@@ -155,7 +155,7 @@ class _Work:
                 found[number] = advantages_of(generation, side.settings, rewards_NR).advantages_B
         return found
 
-    def _scored(self, generation: Generation) -> Tensor | None:
+    def _scored(self, generation: RecordedGeneration) -> Tensor | None:
         """The rewards that the given functions have for a generation, asked once."""
         if self.rescorer is None:
             return None
@@ -165,7 +165,9 @@ class _Work:
             self._rewards[generation.number] = rewards_NR
         return self._rewards[generation.number]
 
-    def _again(self, update: Update, generations: Mapping[int, Generation], first: Computed) -> dict[str, float]:
+    def _again(
+        self, update: RecordedUpdate, generations: Mapping[int, RecordedGeneration], first: Computed
+    ) -> dict[str, float]:
         """How far what the settings of the run give is from what it had; noted if that is far."""
         side = _Side(self.own, anew=False)
         own = first if self.sides[0] == side else compute(update, self.own, self._advantages(generations, side))

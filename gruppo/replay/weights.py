@@ -18,7 +18,7 @@ from gruppo.policy.logprobs import score_tokens
 from gruppo.replay.compare import likeness
 from gruppo.replay.compute import Computed
 from gruppo.replay.measures import groups_of
-from gruppo.replay.record import Generation, MicroBatch, Update, arrays, padded
+from gruppo.replay.record import MicroBatch, RecordedGeneration, RecordedUpdate, arrays, padded
 
 __all__ = ["Policy"]
 
@@ -52,7 +52,7 @@ class Policy:
         return self.groups <= 0
 
     def compare(
-        self, update: Update, generations: Mapping[int, Generation], computed: Sequence[Computed]
+        self, update: RecordedUpdate, generations: Mapping[int, RecordedGeneration], computed: Sequence[Computed]
     ) -> list[dict[str, Any]]:
         """Gradients of the groups of an update in which the first recipe has the largest, one after the other."""
         group_size = next(iter(generations.values())).group_size
@@ -72,7 +72,10 @@ class Policy:
         return said
 
     def _gradients(
-        self, rows: Sequence[tuple[MicroBatch, int]], generation: Generation, wanted: Sequence[Sequence[Tensor]]
+        self,
+        rows: Sequence[tuple[MicroBatch, int]],
+        generation: RecordedGeneration,
+        wanted: Sequence[Sequence[Tensor]],
     ) -> tuple[list[Tensor], float]:
         """The gradient of all weights for each recipe, and the mean difference of log-probs."""
         ids, mask, width = _tokens(generation, [batch.row[i] for batch, i in rows])
@@ -95,7 +98,7 @@ class Policy:
         return found, _difference(rows, logps_BT.detach().cpu())
 
 
-def _tokens(generation: Generation, rows: Sequence[int]) -> tuple[Tensor, Tensor, int]:
+def _tokens(generation: RecordedGeneration, rows: Sequence[int]) -> tuple[Tensor, Tensor, int]:
     """Prompts, padded on the left, and completions, padded on the right; the mask of both; and the latter's width."""
     table = generation.table.take(rows)
     prompts, completions = (

@@ -94,7 +94,7 @@ class RewardSettings:
 
 
 @dataclass
-class Scores:
+class RewardScores:
     """What all rewards said about the completions of this process.
 
     Example, two rewards of two completions, the second of which made a reward fail:
@@ -177,7 +177,7 @@ class RewardRunner:
         for pool in self._pools.values():
             pool.close()
 
-    def score(self, batch: RewardInputs, **shared: Any) -> Scores:
+    def score(self, batch: RewardInputs, **shared: Any) -> RewardScores:
         """What every reward says about every completion. `shared` goes to every function."""
         arguments = {
             **batch.columns(),
@@ -248,7 +248,7 @@ class RewardRunner:
         ]
         return Reply(outcomes, Log(len(batch)))
 
-    def _tensors(self, outcomes_RB: list[list[Outcome]]) -> Scores:
+    def _tensors(self, outcomes_RB: list[list[Outcome]]) -> RewardScores:
         kinds_RB = [[outcome.kind for outcome in outcomes] for outcomes in outcomes_RB]
         values_RB = [[outcome.value for outcome in outcomes] for outcomes in outcomes_RB]
         kinds_BR = torch.tensor(kinds_RB, dtype=torch.int8, device=self.device).T.contiguous()
@@ -256,7 +256,7 @@ class RewardRunner:
         values_BR[failed_rows(kinds_BR)] = torch.nan
         has_steps = any(outcome.steps is not None for outcomes in outcomes_RB for outcome in outcomes)
         steps = [[o.steps for o in row] for row in zip(*outcomes_RB, strict=True)] if has_steps else None
-        return Scores(values_BR, kinds_BR, steps)
+        return RewardScores(values_BR, kinds_BR, steps)
 
     # ---- what is said about trouble
 
@@ -298,7 +298,7 @@ class RewardRunner:
 
 
 def _keep_up(function: Any) -> None:
-    """A model whose weights are spread over processes makes as many passes in each."""
+    """A model whose weights are sharded over processes makes as many passes in each."""
     if hasattr(function, "keep_up"):
         function.keep_up()
 

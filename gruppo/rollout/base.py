@@ -24,8 +24,8 @@ class RolloutBackend:
     config: Any
     policy: Callable[[], Any] | None = None  # returns the module that is sampled from; None where there is none here
     weights_version: int | None = None  # of the weights that the last call sampled from; None: not known
-    whole: WholeWeights | None = None  # where the weights that are trained are spread over processes
-    together = False  # every process must call `sample` as often as the others, with something to ask for
+    whole: WholeWeights | None = None  # where the weights that are trained are sharded over processes
+    lockstep = False  # every process must call `sample` as often as the others, with something to ask for
     _is_ready = False
     pause: Callable[[], None] = staticmethod(lambda: None)  # called now and then while sampling; may raise to end it
     clock: Callable[[], Any] = staticmethod(lambda: None)  # another value after each update of the weights
@@ -33,7 +33,7 @@ class RolloutBackend:
     has_own_weights = False  # it samples from a copy: its log-probs are of another program's arithmetic
 
     @property
-    def collective(self) -> bool:
+    def needs_every_process(self) -> bool:
         """Whether processes sample together, so that one with nothing to ask for must call `sample` as well."""
         return False
 
@@ -50,7 +50,7 @@ class RolloutBackend:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """In here weights that are spread over processes are at hand; all processes enter it together.
+        """In here weights that are sharded over processes are at hand; all processes enter it together.
 
         `sample` enters it by itself, so this is for calls that not every process makes.
         """

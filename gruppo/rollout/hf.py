@@ -1,7 +1,7 @@
 """Sampling with transformers' own `generate`."""
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,47 +23,7 @@ from gruppo.policy.modes import has_checkpoints, sampling_mode
 from gruppo.policy.sharding import WholeWeights
 from gruppo.policy.unwrap import forward_arguments, inner_model, is_noisy, makes_positions, position_ids
 from gruppo.rollout.base import RolloutBackend, stop_strings, with_limits_of
-from gruppo.rollout.vllm.requests import EXTRA, in_two
 from gruppo.types import Completion, SampleRequest, StopReason
-
-
-def generation_config(
-    args: Any,
-    *,
-    pad_token_id: int,
-    bos_token_id: int | None,
-    stop_ids: Sequence[int],
-    never: Collection[int] = (),
-) -> Any:
-    """The sampling settings of a config; `generation_kwargs` override what has a field of its own.
-
-    `never` are tokens that no completion may have: those in whose place a model wants an image.
-    """
-    settings = {
-        "max_new_tokens": args.max_completion_length,
-        "do_sample": True,
-        "pad_token_id": pad_token_id,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": list(stop_ids),
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "top_k": args.top_k,
-        "min_p": args.min_p,
-        "repetition_penalty": args.repetition_penalty,
-        "cache_implementation": args.cache_implementation,
-        "use_cache": True,
-        "disable_compile": True,
-    }
-    kwargs, extra = args.generation_kwargs or {}, None
-    if args.samples_with_vllm:
-        kwargs, extra = in_two(kwargs, args.vllm_structured_outputs_regex)
-    settings |= kwargs
-    if never:
-        settings["suppress_tokens"] = sorted({*never, *(settings.get("suppress_tokens") or ())})
-    config = GenerationConfig(**settings)
-    if extra is not None:
-        setattr(config, EXTRA, extra)
-    return config
 
 
 class StopStrings(StoppingCriteria):  # type: ignore[misc]  # transformers has no types
@@ -109,7 +69,7 @@ class TransformersBackend(RolloutBackend):
         pad_to_multiple_of: int | None = None,
         share_prefill: bool = True,
         whole: WholeWeights | None = None,
-        together: bool = False,
+        lockstep: bool = False,
     ):
         self.whole = whole
         self.policy = policy  # called anew each time: wrapping for training replaces the module
@@ -117,8 +77,8 @@ class TransformersBackend(RolloutBackend):
         self.stop_ids = set(stop_ids)
         self.tokenizer = tokenizer  # only stop strings need it
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.together = together  # the weights are spread: processes make their passes in step
-        self.share_prefill = share_prefill and not together  # one more pass, where a process has siblings
+        self.lockstep = lockstep  # the weights are sharded: processes make their passes in step
+        self.share_prefill = share_prefill and not lockstep  # one more pass, where a process has siblings
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order."""
@@ -146,7 +106,7 @@ class TransformersBackend(RolloutBackend):
                 attention_mask=mask[owner],
                 past_key_values=cache,
                 **settings,
-                **({"synced_gpus": True} if self.together else {}),
+                **({"synced_gpus": True} if self.lockstep else {}),
             )
         if len(sequences) != len(owner):
             raise RolloutError(f"generate returned {len(sequences)} sequences for {len(owner)} prompts.")

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from gruppo.errors import ConfigError
 from gruppo.policy.modes import autocast_dtype
-from gruppo.policy.sharding import Sharding, WholeWeights, is_spread
+from gruppo.policy.sharding import Sharding, WholeWeights, is_sharded
 from gruppo.policy.unwrap import inner_model
 from gruppo.rollout import builtin
 from gruppo.rollout.base import RolloutBackend
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How a run samples from weights that are spread over processes."""
+class ShardedSampling:
+    """How a run samples from weights that are sharded over processes."""
 
     kind: Sharding
     whole: WholeWeights | None  # all of them, for the time of a rollout; None: the processes sample in step
@@ -39,17 +39,17 @@ def choose_backend(
     mixed_precision: str = "no",
     needed: bool = True,
     entropies: bool = False,
-    spread: Spread | None = None,
+    sharded: ShardedSampling | None = None,
     images: bool = False,
 ) -> RolloutBackend:
     """The backend that the config asks for; "auto" takes the built-in engine, or says why it cannot.
 
     `policy` returns the module to sample from; `mixed_precision` is accelerate's word for how it is trained. `needed`
     is False in runs whose completions come from elsewhere: then "auto" does not try the engine. `entropies` asks for
-    the entropy at each token, from a backend that can give it. `spread` is for weights that no process has all of.
+    the entropy at each token, from a backend that can give it. `sharded` is for weights that no process has all of.
     `images` says that prompts may have some.
     """
-    _check_asked(args, spread, images)
+    _check_asked(args, sharded, images)
     if args.samples_with_vllm:
         from gruppo.rollout.vllm.choose import vllm_backend
 
@@ -62,12 +62,12 @@ def choose_backend(
             settings=args.transformers_continuous_batching_config,
             autocast_dtype=autocast_dtype(mixed_precision),
         )
-    whole = None if spread is None else spread.whole
+    whole = None if sharded is None else sharded.whole
     sampled = policy if whole is None else lambda: whole.module
     if args.rollout_backend == "builtin" or (args.rollout_backend == "auto" and needed):
-        # A spread model computes in the type that it is gathered in.
-        dtype = autocast_dtype(mixed_precision) if spread is None else None
-        reasons = blind(policy()) if images else _against_builtin(policy, config, dtype, spread)
+        # A sharded model computes in the type that it is gathered in.
+        dtype = autocast_dtype(mixed_precision) if sharded is None else None
+        reasons = blind(policy()) if images else _against_builtin(policy, config, dtype, sharded)
         if not reasons:
             return builtin.BuiltinBackend(
                 sampled,
@@ -77,7 +77,7 @@ def choose_backend(
                 autocast_dtype=dtype,
                 entropies=entropies,
                 whole=whole,
-                reserved=None if spread is None else spread.reserved,
+                reserved=None if sharded is None else sharded.reserved,
             )
         _report(args, "; ".join(reason.rstrip(".") for reason in reasons))
     return TransformersBackend(
@@ -87,31 +87,31 @@ def choose_backend(
         tokenizer=tokenizer,
         pad_to_multiple_of=args.pad_to_multiple_of,
         whole=whole,
-        together=spread is not None and whole is None,
+        lockstep=sharded is not None and whole is None,
     )
 
 
-def _check_asked(args: Any, spread: Spread | None, images: bool) -> None:
+def _check_asked(args: Any, sharded: ShardedSampling | None, images: bool) -> None:
     """Raise for a backend that was asked for by name and that cannot sample in this run."""
     if images:
         reject_blind_backends(args)
-    if args.use_transformers_continuous_batching and spread is not None:
+    if args.use_transformers_continuous_batching and sharded is not None:
         raise ConfigError(
-            f"use_transformers_continuous_batching=True cannot sample from weights that are spread over processes "
-            f"({spread.kind.value}). Set it to False."
+            f"use_transformers_continuous_batching=True cannot sample from weights that are sharded over processes "
+            f"({sharded.kind.value}). Set it to False."
         )
 
 
-def _against_builtin(policy: Callable[[], Any], config: Any, dtype: Any, spread: Spread | None) -> list[str]:
+def _against_builtin(policy: Callable[[], Any], config: Any, dtype: Any, sharded: ShardedSampling | None) -> list[str]:
     """Why the built-in engine cannot sample; where processes differ in what they hold, the main one knows."""
-    if spread is None:
+    if sharded is None:
         return builtin.why_not(policy(), config, autocast_dtype=dtype)
-    if spread.whole is None:
-        return [f"ds3_gather_for_generation=False leaves the weights spread ({spread.kind.value})"]
+    if sharded.whole is None:
+        return [f"ds3_gather_for_generation=False leaves the weights sharded ({sharded.kind.value})"]
     model = policy()
     # Under ZeRO-3 there is nothing to try a few tokens with yet.
-    reasons = builtin.missing(model, config) if is_spread(model) else builtin.why_not(model, config)
-    found: list[str] = spread.from_main(reasons)
+    reasons = builtin.missing(model, config) if is_sharded(model) else builtin.why_not(model, config)
+    found: list[str] = sharded.from_main(reasons)
     return found
 
 

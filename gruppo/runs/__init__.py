@@ -9,7 +9,7 @@ recorder ──► run folder ──► reader   record.py        writes: begin,
                                      lines.py         files of JSON lines that a full disk only delays
                                      rollouts.py      a completion as a row, rows as a parquet table
                                      updates.py       what an update computed about its rows, as such a table
-                                     files.py         where those tables lie
+                                     tables.py        where those tables lie
                                      earlier.py       what was in the way and must not be lost
                                      read.py          reads a folder, live or from a stranger
                                      follow.py        reads it piece by piece, while it grows

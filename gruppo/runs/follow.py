@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gruppo.errors import DataError
-from gruppo.runs.files import TableFile, table_files
 from gruppo.runs.read import Run, _known_columns
+from gruppo.runs.tables import TableFile, table_files
 
 __all__ = ["new_lines", "read_rollouts", "read_text", "whole_files"]
 

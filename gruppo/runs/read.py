@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 
 from gruppo.errors import DataError
 from gruppo.runs import updates as update_tables
-from gruppo.runs.files import TableFile, table_files
 from gruppo.runs.identity import FORMAT
 from gruppo.runs.rollouts import COLUMNS, FORMAT_KEY, REWARD, REWARD_KIND
 from gruppo.runs.rollouts import FORMAT as TABLE_FORMAT
 from gruppo.runs.settings import read_settings
+from gruppo.runs.tables import TableFile, table_files
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.runs.disk import FULL
-from gruppo.runs.files import TableFolder
 from gruppo.runs.lines import LineFile, WholeFiles, joined, now, plain
+from gruppo.runs.tables import TableFolder
 
 logger = logging.getLogger(__name__)
 

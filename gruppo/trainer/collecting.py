@@ -128,7 +128,7 @@ class Collecting(Sampling):
     ) -> Generation:
         """Rollouts and rewards of a generation or, given their places, of the replacements of some of its rows."""
         # A process that has nothing to replace asks for nothing, and waits for the others' tools and rewards.
-        together = self.toolset is not None or self.backend.collective
+        together = self.toolset is not None or self.backend.needs_every_process
         rollouts = self.rollout(rows, places, attempt) if rows or together else []
         if not self.args.dynamic_sampling:
             self._ask_ahead()

@@ -19,8 +19,8 @@ from gruppo.policy.modes import autocast_dtype
 from gruppo.policy.routing import router_coefficient
 from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
-from gruppo.rollout.hf import generation_config
 from gruppo.rollout.select import choose_backend
+from gruppo.rollout.settings import generation_config
 from gruppo.trainer import hooks
 from gruppo.trainer.books.auditing import Audits
 from gruppo.trainer.books.ledger import make_ledger
@@ -35,14 +35,14 @@ from gruppo.trainer.construct.frozen import make_reference
 from gruppo.trainer.construct.unused import Parts, check_unused
 from gruppo.trainer.display.completions import CompletionLog, start_hub_uploads
 from gruppo.trainer.names import KnownNames
-from gruppo.trainer.processes import spreading
+from gruppo.trainer.processes import sharded
 from gruppo.trainer.processes.presence import presence_of
 from gruppo.trainer.processes.stopping import Stopper
 from gruppo.trainer.sampling import RolloutUnderWay
+from gruppo.trainer.update.buffer import UpdateBuffer
 from gruppo.trainer.update.entropy import EntropyControl
 from gruppo.trainer.update.guard import ParityGuard
 from gruppo.trainer.update.planning import UpdatePlanner
-from gruppo.trainer.update.remembering import UpdateMemory
 from gruppo.trainer.update.under_way import UpdateUnderWay
 
 
@@ -126,7 +126,7 @@ class PolicyTrainer(KnownNames):
     def _make_run_state(self, rewards: tuple[list[Any], list[Any], Tensor], rollout_func: Any) -> None:
         """Everything that needs the accelerator, which exists once Trainer is initialised."""
         args = self.args
-        self.sharding = spreading.find_sharding(self)
+        self.sharding = sharded.find_sharding(self)
         preparing.recompute_by_default(self)
         self.model.add_model_tags(["gruppo", self.algorithm])
         self._overrides: dict[str, float] = {}
@@ -176,7 +176,7 @@ class PolicyTrainer(KnownNames):
             lambda: self.accelerator.unwrap_model(self.model),
             self.packed,
             lambda: self.backend.release(),
-            agree=(lambda plan: spreading.agreed(self.accelerator, plan)) if self.sharding.spread else None,
+            agree=(lambda plan: sharded.least_plan(self.accelerator, plan)) if self.sharding.is_sharded else None,
             autocast_dtype=autocast_dtype(self.accelerator.mixed_precision),  # a launcher may have set it
         )
         self.parity = ParityGuard(
@@ -188,7 +188,7 @@ class PolicyTrainer(KnownNames):
             sharding=self.sharding,
             whole=lambda: self.backend.whole,
         )
-        self._memory, self._this_update = UpdateMemory(), UpdateUnderWay()
+        self._update_buffer, self._this_update = UpdateBuffer(), UpdateUnderWay()
 
     def _make_sampler(self, rollout_func: Any) -> None:
         args, self._under_way, self._ahead = self.args, RolloutUnderWay(), RolloutsAhead(self.args)
@@ -213,7 +213,7 @@ class PolicyTrainer(KnownNames):
             mixed_precision=self.accelerator.mixed_precision,  # a launcher may have set it, not the config
             needed=samples_itself,
             entropies=args.skip_zero_advantage,  # of rows that the update leaves out
-            spread=spreading.make_spread(self, needed=samples_itself),
+            sharded=sharded.make_sharded_sampling(self, needed=samples_itself),
             images=self.prompt_encoder.takes_images,
         )
         if samples_itself:
@@ -221,7 +221,7 @@ class PolicyTrainer(KnownNames):
         self.backend.pause = self.stopper.check
         self.backend.clock = lambda: self.state.global_step
         self.tool_loop = make_tool_loop(self, lambda count: self._summed([count])[0])
-        spreading.reject_together(self)
+        sharded.reject_together(self)
 
     def _note_finding(self, finding: Any) -> None:
         self.record_event("audit", check=finding.check, message=finding.message, values=finding.values)

@@ -57,11 +57,11 @@ class LogProbs(Feeding):
 
         Returns the KL penalty of each completion of all processes, for recipes that charge it to the reward.
         """
-        return self._with_memory(lambda: self._add_logps(batch))
+        return self._retry_smaller(lambda: self._add_logps(batch))
 
-    def _with_memory(self, run: Callable[[], T]) -> T:
+    def _retry_smaller(self, run: Callable[[], T]) -> T:
         """What `run` returns; in smaller packs if memory is short."""
-        while self.packed is not None and not self.sharding.spread:  # there, the others are in the same pass
+        while self.packed is not None and not self.sharding.is_sharded:  # there, the others are in the same pass
             try:
                 return run()
             except torch.OutOfMemoryError:
@@ -167,8 +167,8 @@ class LogProbs(Feeding):
         return Packer(batch).packs(rows, plan.tokens, plan.group_tokens)
 
     def _passes_in_step(self, passes: int) -> int:
-        """The passes that every process makes, where all must make as many: spread weights are gathered in each."""
-        if not self.sharding.spread:
+        """The passes that every process makes, where all must make as many: sharded weights are gathered in each."""
+        if not self.sharding.is_sharded:
             return passes
         return int(self.accelerator.gather(torch.tensor([passes], device=self.accelerator.device)).max())
 
@@ -179,7 +179,7 @@ class LogProbs(Feeding):
             scores = self.packed.score(model, idle_pack(self.accelerator.device))
             if torch.is_grad_enabled():
                 self.accelerator.backward(scores.logps.sum() * 0.0)
-        if self.sharding.spread and not torch.is_grad_enabled():
+        if self.sharding.is_sharded and not torch.is_grad_enabled():
             reshard(model)
 
     def _whole_packs(self, batch: TrainBatch) -> list[PackedRows]:

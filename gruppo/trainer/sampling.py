@@ -106,7 +106,7 @@ class Sampling(LogProbs):
     def _first_turn(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[Completion], Sequence[Mapping[str, Any]]]:
         """Prompts, completions and the further fields of a rollout function."""
         if not rows:
-            if self.backend.collective and self.custom_rollout is None:
+            if self.backend.needs_every_process and self.custom_rollout is None:
                 self.backend.sample([])  # the others cannot sample without this process
             return [], [], []
         if self.custom_rollout is not None:

@@ -49,7 +49,7 @@ class Stepping(Evaluating):
         with self.stopper.abandonable():
             batches = [self._next_micro_batch(step, i) for i, step in enumerate(steps)]
         update.batches = batches
-        self._memory.forget()
+        self._update_buffer.forget()
         size = None
         if batches:
             rows = [TrainBatch.from_dict(batch) for batch in batches]

@@ -34,8 +34,8 @@ from gruppo.trainer.collecting import Collecting
 from gruppo.trainer.logprobs import LogpsAndLoss
 from gruppo.trainer.processes.balancing import Work, exchange_rows, report_stragglers
 from gruppo.trainer.processes.collectives import gather_rows
+from gruppo.trainer.update.buffer import MicroBatchResult, UpdateBuffer
 from gruppo.trainer.update.drift import Sums, drift_stats
-from gruppo.trainer.update.remembering import Remembered, UpdateMemory
 from gruppo.trainer.update.routing import share_of_micro_batch, share_of_pack
 from gruppo.trainer.update.rows import Update, enter_padded
 from gruppo.trainer.update.under_way import UpdateUnderWay
@@ -50,7 +50,7 @@ class Updating(Collecting):
     _size: UpdateSize  # of the update under way, or of the rows that are evaluated
     _sending_gradients = False
     _stopwatch: Stopwatch  # of the update's own work, up to where the others are waited for
-    _memory: UpdateMemory
+    _update_buffer: UpdateBuffer
 
     @property
     def aux_loss_enabled(self) -> bool:
@@ -112,7 +112,7 @@ class Updating(Collecting):
                     work.bring_home(self.accelerator)
                 return self._loss_of_update(update, work)
             except torch.OutOfMemoryError:
-                if self.accelerator.num_processes > 1 and (self._sending_gradients or self.sharding.spread):
+                if self.accelerator.num_processes > 1 and (self._sending_gradients or self.sharding.is_sharded):
                     raise  # the other processes wait for this one
             self.planner.shrink()  # not in the handler: the traceback would keep what must be freed
             model.zero_grad()
@@ -140,7 +140,7 @@ class Updating(Collecting):
                 last = pack is packs[-1] and rows is units[-1][1]
                 # Gradients travel between processes once, with the last pack. Spread ones are added up where they
                 # belong after each: nobody has room for all of them.
-                with nullcontext() if last or self.sharding.spread else self.accelerator.no_sync(model):
+                with nullcontext() if last or self.sharding.is_sharded else self.accelerator.no_sync(model):
                     with self.compute_loss_context_manager():
                         loss = self._pack_loss(model, pack, update, micro_batch)
                     self._sending_gradients = last
@@ -211,7 +211,9 @@ class Updating(Collecting):
     def _run_skipped_rows(self, model: nn.Module, update: Update, packer: Packer, plan: UpdatePlan) -> None:
         """Entropies of rows that are not run, for the metrics, where the sampler did not give them."""
         known = update.batch.engine_entropies is not None
-        if known and not self.sharding.spread:  # there, another process may have such rows: passes are made in step
+        if (
+            known and not self.sharding.is_sharded
+        ):  # there, another process may have such rows: passes are made in step
             return
         skipped_B = ~self._can_move(update.batch) & update.batch.loss_mask_BT.any(1)
         rows = [] if known else skipped_B.nonzero()[:, 0].tolist()
@@ -266,12 +268,12 @@ class Updating(Collecting):
         if self.packed is not None and not torch.is_grad_enabled():
             bare = self.accelerator.unwrap_model(model)
             pack = self._whole_packs if self.aux_loss_enabled else self._packs
-            return self._with_memory(lambda: self._logps_of_packs(bare, batch, pack(batch) or [], entropy=True))
+            return self._retry_smaller(lambda: self._logps_of_packs(bare, batch, pack(batch) or [], entropy=True))
         if self.aux_loss_enabled:
             return self._logps_of(model, batch, compute_entropy=True, compute_aux_loss=True)
         moving_B = self._can_move(batch)
         moving_B[0] |= ~moving_B.any()
-        if moving_B.all() or not torch.is_grad_enabled() or self.sharding.spread:
+        if moving_B.all() or not torch.is_grad_enabled() or self.sharding.is_sharded:
             return self._logps_of(model, batch, compute_entropy=True)
         moving = self._logps_of(model, batch.rows(moving_B), compute_entropy=True)
         with torch.no_grad():
@@ -337,7 +339,7 @@ class Updating(Collecting):
         counts = self.entropy_control.enabled or threshold is not None
         entropies = entropy_BT.detach() if counts else None
         coef = self.entropy_control.active_coef
-        self._memory.keep(Remembered(loss.detach(), logps_BT.detach(), entropies, coef, ran_B))
+        self._update_buffer.keep(MicroBatchResult(loss.detach(), logps_BT.detach(), entropies, coef, ran_B))
 
     def _defer_stats(
         self, batch: TrainBatch, logps_BT: Tensor, output: LossOutput, ran_B: Tensor | None = None

@@ -163,7 +163,7 @@ class Watching(Updating):
                 "epsilon_high": settings.epsilon_high,
             }
             samplers = self.corrects_sampler or settings.off_policy_mask_threshold is not None
-            rows = self._memory.take(batches, facts, samplers=samplers)
+            rows = self._update_buffer.take(batches, facts, samplers=samplers)
         self.recorder.update(self.state.global_step + 1, rows)
         self._record_seconds += time.perf_counter() - start
 

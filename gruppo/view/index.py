@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from gruppo.errors import DataError
 from gruppo.runs import Run
-from gruppo.runs.files import TableFile
 from gruppo.runs.follow import read_rollouts, whole_files
 from gruppo.runs.rollouts import REWARD, REWARD_KIND
+from gruppo.runs.tables import TableFile
 
 __all__ = ["Frame", "Index"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gruppo import cli
-from gruppo.cli import checks
+from gruppo.cli import check_parts
 from gruppo.cli.check import check
 from gruppo.cli.findings import Findings
 from gruppo.cli.recipe import Run
@@ -40,7 +40,7 @@ def tries_rewards() -> None:
 def _no_trial_of_rewards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker process for every reward takes seconds; two tests have it."""
     if "tries_rewards" not in request.fixturenames:
-        monkeypatch.setattr("gruppo.cli.checks.reward_scores", lambda parts, findings: None)
+        monkeypatch.setattr("gruppo.cli.check_parts.reward_scores", lambda parts, findings: None)
 
 
 @pytest.mark.usefixtures("tries_rewards")
@@ -208,7 +208,7 @@ def test_an_earlier_run_in_the_folder_is_named(recipe: Any, tmp_path: Path) -> N
 def test_the_plan_is_that_of_the_device_that_is_here(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def planned(**changes: Any) -> tuple[str, str]:
         findings = Findings()
-        checks.plan(checks.Parts(Run.read(recipe(**changes)), model=object(), longest=3), findings)
+        check_parts.plan(check_parts.Parts(Run.read(recipe(**changes)), model=object(), longest=3), findings)
         (found,) = findings.found
         return found.level, found.text
 
@@ -290,7 +290,7 @@ def test_what_nobody_foresaw_is_a_line(recipe: Any, monkeypatch: pytest.MonkeyPa
         raise ZeroDivisionError("x / 0")
 
     raises.__name__ = "reward_calls"
-    monkeypatch.setattr(checks, "reward_calls", raises)
+    monkeypatch.setattr(check_parts, "reward_calls", raises)
     findings = check([str(recipe())])
     assert re.match(r"ZeroDivisionError: x / 0 \(.*test_check.py:\d+\)", said(findings, "reward"))
     assert levels(findings)["model"] == {"ok"}
@@ -300,5 +300,5 @@ def test_advice_about_rewards_names_the_flag() -> None:
     findings = Findings()
     trial = SimpleNamespace(score=0.0, row=0)
     tried = SimpleNamespace(trials=[trial], warnings=["gives the same score to everything: say so: template='A: {}'"])
-    checks._judge("mine", tried, findings)
+    check_parts._judge("mine", tried, findings)
     assert said(findings, "reward", "warning").endswith("say so: --answer_template 'A: {}'")

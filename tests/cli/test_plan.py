@@ -15,7 +15,7 @@ import yaml
 
 from gruppo import GRPOConfig, cli
 from gruppo.cli.plan import forecast_here, forecast_on
-from gruppo.cli.planning import Asked
+from gruppo.cli.plan_job import Asked
 from gruppo.cli.recipe import Run
 from gruppo.demo import model_path
 from gruppo.plan import DEVICES

@@ -22,7 +22,7 @@ from gruppo.engine.settings import (
     unsupported,
 )
 from gruppo.errors import ConfigError
-from gruppo.rollout.hf import generation_config
+from gruppo.rollout.settings import generation_config
 from tests.helpers import base_args, tiny_model
 
 FIELDS = GenerationConfig().to_dict()

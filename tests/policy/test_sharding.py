@@ -1,4 +1,4 @@
-"""Spread weights, as far as they can be tried on one process; tests/trainer/test_deepspeed.py has the rest."""
+"""Sharded weights, as far as they can be tried on one process; tests/trainer/test_deepspeed.py has the rest."""
 
 import threading
 from types import SimpleNamespace
@@ -67,7 +67,7 @@ def test_reward_models_keep_in_step() -> None:
     meet, sums = threading.Barrier(2, timeout=20), [0, 0]
     passes: list[list[int]] = [[], []]
 
-    class Spread(nn.Module):
+    class Sharded(nn.Module):
         def __init__(self, rank: int):
             super().__init__()
             self.rank = rank
@@ -91,7 +91,7 @@ def test_reward_models_keep_in_step() -> None:
 
     def work(rank: int, texts: list[str]) -> None:
         device = torch.device("cpu")
-        model = InStep(Spread(rank), SimpleNamespace(reduce=reduced(rank), device=device))
+        model = InStep(Sharded(rank), SimpleNamespace(reduce=reduced(rank), device=device))
         found[rank] = score_with_model(model, tiny_tokenizer(), texts, tokens=1, device=device)
         model.keep_up()
 

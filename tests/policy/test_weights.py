@@ -11,7 +11,7 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from gruppo.errors import ConfigError
-from gruppo.policy.sharding import is_spread
+from gruppo.policy.sharding import is_sharded
 from gruppo.policy.weights import named_weights
 from tests.helpers import tiny_gpt2, tiny_model
 from tests.processes import run_together
@@ -219,7 +219,7 @@ def main(folder: Path) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    assert is_spread(model)
+    assert is_sharded(model)
     walked = dict(named_weights(model))
     assert walked.keys() == whole.keys()
     assert all(torch.equal(walked[name], whole[name]) for name in whole)

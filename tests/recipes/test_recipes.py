@@ -88,7 +88,7 @@ def _processor(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_would_run(name: str, stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name != "grpo":  # a worker process for each reward takes a second
-        monkeypatch.setattr("gruppo.cli.checks.reward_scores", lambda parts, findings: None)
+        monkeypatch.setattr("gruppo.cli.check_parts.reward_scores", lambda parts, findings: None)
     kind, suffix = ("vlm", "parquet") if name == "vlm" else ("text", "jsonl")
     flags = ["--model", str(stand_ins / kind), "--dataset", str(stand_ins / f"{kind}.{suffix}")]
     findings = check([str(RECIPES[name]), *flags, "--output_dir", str(tmp_path)])

@@ -13,7 +13,8 @@ from gruppo.config.grpo import GRPOConfig
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.rollout import continuous
 from gruppo.rollout.continuous import ContinuousBatchingBackend
-from gruppo.rollout.hf import TransformersBackend, generation_config
+from gruppo.rollout.hf import TransformersBackend
+from gruppo.rollout.settings import generation_config
 from gruppo.types import SampleRequest, StopReason
 from tests.helpers import base_args, sharp, tiny_gpt2, tiny_model
 from tests.trainer.runs import run

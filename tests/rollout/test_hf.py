@@ -11,7 +11,8 @@ from torch import nn
 
 from gruppo.config.grpo import GRPOConfig
 from gruppo.errors import ConfigError, RolloutError
-from gruppo.rollout.hf import TransformersBackend, generation_config, sampling_mode
+from gruppo.rollout.hf import TransformersBackend, sampling_mode
+from gruppo.rollout.settings import generation_config
 from gruppo.types import SampleRequest, StopReason
 from tests.helpers import base_args, sharp, tiny_gpt2, tiny_model, tiny_tokenizer
 

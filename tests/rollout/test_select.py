@@ -12,8 +12,9 @@ from gruppo.errors import ConfigError
 from gruppo.policy.sharding import Sharding
 from gruppo.rollout import builtin
 from gruppo.rollout.continuous import ContinuousBatchingBackend
-from gruppo.rollout.hf import TransformersBackend, generation_config
-from gruppo.rollout.select import Spread, choose_backend
+from gruppo.rollout.hf import TransformersBackend
+from gruppo.rollout.select import ShardedSampling, choose_backend
+from gruppo.rollout.settings import generation_config
 from tests.helpers import base_args, tiny_model, tiny_tokenizer
 from tests.trainer.runs import make, stored
 
@@ -41,7 +42,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return reasons
 
 
-def choose(needed: bool = True, spread: Spread | None = None, **settings: Any) -> Any:
+def choose(needed: bool = True, sharded: ShardedSampling | None = None, **settings: Any) -> Any:
     args = GRPOConfig(**base_args("unused", **settings))
     model = tiny_model()
     config = generation_config(args, pad_token_id=0, bos_token_id=None, stop_ids=[1])
@@ -54,7 +55,7 @@ def choose(needed: bool = True, spread: Spread | None = None, **settings: Any) -
         tokenizer=tiny_tokenizer(),
         mixed_precision=precision,
         needed=needed,
-        spread=spread,
+        sharded=sharded,
     )
 
 
@@ -114,9 +115,9 @@ def test_who_never_asks_the_engine(settings, expected, caplog, monkeypatch):
 
 
 def test_continuous_batching_needs_all_weights():
-    spread = Spread(Sharding.FSDP2, None, reserved=lambda: 0, from_main=lambda value: value)
-    with pytest.raises(ConfigError, match=r"weights that are spread over processes \(FSDP2\)"):
-        choose(use_transformers_continuous_batching=True, spread=spread)
+    sharded = ShardedSampling(Sharding.FSDP2, None, reserved=lambda: 0, from_main=lambda value: value)
+    with pytest.raises(ConfigError, match=r"weights that are sharded over processes \(FSDP2\)"):
+        choose(use_transformers_continuous_batching=True, sharded=sharded)
 
 
 def test_the_older_name_chooses_continuous_batching(engine):

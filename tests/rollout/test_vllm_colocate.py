@@ -268,7 +268,7 @@ def main(folder: Path) -> None:
         "asked": asked,
         "whole": whole,
         "nothing": len(engine.asked),
-        "collective": backend.collective,
+        "collective": backend.needs_every_process,
         "arguments": [engine.arguments[name] for name in names],
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(said))

@@ -80,7 +80,7 @@ def test_samples_are_those_of_the_policy() -> None:
         assert len(found) == 5
         assert_sampled_from(model, found)
         assert all(c.stop in (StopReason.EOS, StopReason.LENGTH) for c in found)
-        assert (backend.timer, backend.has_own_weights, backend.collective) == ("vLLM.generate", True, False)
+        assert (backend.timer, backend.has_own_weights, backend.needs_every_process) == ("vLLM.generate", True, False)
 
 
 def test_the_same_requests_draw_the_same_and_groups_may_be_cut(double: Double) -> None:
@@ -255,7 +255,7 @@ def test_an_adapter_of_another_strength_is_another_policy(double: Double) -> Non
 
 def test_an_error_of_any_kind_is_heard_by_all(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[Exception | None] = []
-    monkeypatch.setattr("gruppo.rollout.vllm.base.agreed", heard.append)
+    monkeypatch.setattr("gruppo.rollout.vllm.base.raise_on_all", heard.append)
 
     def fail(weights: Any) -> None:
         raise RuntimeError("peft cannot merge this")

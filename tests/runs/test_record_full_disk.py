@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gruppo.runs import Run, RunRecorder, lines
-from gruppo.runs import files as rollout_files
+from gruppo.runs import tables as rollout_files
 from gruppo.runs.lines import LineFile
 from tests.runs.records import CONFIG, FullDisk, files, row, train
 

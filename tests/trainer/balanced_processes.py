@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.helpers import timeless
-from tests.spread import FSDP2
+from tests.sharded import FSDP2
 from tests.trainer.packed_two_processes import some_judge_steps
 from tests.trainer.scripted import G, make_trainer, rows_in_order, scripted_rollout, two_process_batches, update_of
 

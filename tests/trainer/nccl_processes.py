@@ -17,10 +17,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from gruppo import GRPOConfig, GRPOTrainer
 from tests import zero
 from tests.helpers import base_args, length_reward, prompts, tiny_model, tiny_tokenizer
-from tests.spread import FSDP2, as_on_gpus, is_spread
+from tests.sharded import FSDP2, as_on_gpus, is_sharded
 from tests.trainer.scripted import make_trainer, rows_in_order, two_process_batches, update_of
-from tests.trainer.spread_processes import ADAPTER, OFF_POLICY
-from tests.trainer.spread_run import seen, settings_of_a_run, some_equal
+from tests.trainer.sharded_processes import ADAPTER, OFF_POLICY
+from tests.trainer.sharded_run import seen, settings_of_a_run, some_equal
 
 RANK = int(os.environ.get("RANK", "0"))
 ON_GPU = torch.cuda.is_available()
@@ -60,7 +60,7 @@ def update(
 
 def check_spread(trainer: Any, way: dict[str, Any]) -> None:
     """That the weights, or what belongs to them, lie where they were asked to."""
-    assert is_spread(trainer.model) == ("fsdp" in way)
+    assert is_sharded(trainer.model) == ("fsdp" in way)
     if "deepspeed" in way:
         assert zero.stage_of(trainer) == way["deepspeed"]["zero_optimization"]["stage"]
     assert trainer.accelerator.device.type == ("cuda" if ON_GPU else "cpu")

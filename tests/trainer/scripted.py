@@ -11,7 +11,7 @@ from torch import Tensor
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.trainer import stepping
 from tests.helpers import base_args, in_double, length_reward, prompts, scripted_completion, tiny_model, tiny_tokenizer
-from tests.spread import as_on_gpus, set_weights, weights_of
+from tests.sharded import as_on_gpus, set_weights, weights_of
 
 G = 4
 

@@ -10,7 +10,14 @@ import torch
 
 from gruppo.trainer.books.metrics import MetricStore
 from gruppo.trainer.books.profiling import Stopwatch
-from gruppo.trainer.processes.balancing import Move, max_over_mean, plan_moves, report_stragglers, spread_of, units_of
+from gruppo.trainer.processes.balancing import (
+    Move,
+    imbalance_of,
+    max_over_mean,
+    plan_moves,
+    report_stragglers,
+    units_of,
+)
 from gruppo.types import TrainBatch
 from tests.processes import run_together
 from tests.trainer.scripted import relative_difference
@@ -68,7 +75,7 @@ def test_groups_are_cut_where_the_prompt_is_short() -> None:
 
 
 def test_what_is_logged() -> None:
-    assert spread_of([60, 40], [80, 20], [1.0, 3.0]) == {
+    assert imbalance_of([60, 40], [80, 20], [1.0, 3.0]) == {
         "balance/tokens_max_over_mean": 1.2,
         "balance/tokens_before": 1.6,
         "balance/seconds_max_over_mean": 1.5,
@@ -76,7 +83,7 @@ def test_what_is_logged() -> None:
     }
     assert max_over_mean([0, 0]) == 1.0
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert all(f"| `{key}` |" in page for key in spread_of([1], [1], [1.0]))
+    assert all(f"| `{key}` |" in page for key in imbalance_of([1], [1], [1.0]))
 
 
 def test_the_slowest_process_is_not_averaged() -> None:

@@ -20,9 +20,9 @@ from gruppo.trainer.construct.frozen import InStep
 from tests import zero
 from tests.helpers import base_args, prompts, tiny_model, tiny_tokenizer
 from tests.rewards.test_models import classifier
-from tests.spread import weights_of
+from tests.sharded import weights_of
 from tests.trainer.scripted import lora
-from tests.trainer.spread_run import settings_of_a_run, some_equal
+from tests.trainer.sharded_run import settings_of_a_run, some_equal
 from tests.trainer.test_bad_updates import events
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -109,11 +109,11 @@ def in_step(folder: Path) -> None:
     kw = {**STEPS, "dynamic_sampling": False, "rollout_backend": "transformers", "max_completion_length": 12}
     spread = trainer_of(folder / "spread", 2, stage=3, ds3_gather_for_generation=False, **kw)
     spread.train()
-    assert spread.backend.together
+    assert spread.backend.lockstep
     assert spread.backend.whole is None
     gathered = trainer_of(folder / "gathered", 2, stage=3, **kw)
     gathered.train()
-    assert not gathered.backend.together
+    assert not gathered.backend.lockstep
     assert gathered.backend.whole.is_held
     assert seen(spread)["completions"] == seen(gathered)["completions"]
     same(seen(spread)["weights"], seen(gathered)["weights"], atol=1e-6)
@@ -155,7 +155,7 @@ def blended(folder: Path) -> None:
     )
     run.train()
     same(weights_of(run.accelerator.unwrap_model(run.ref_model)), weights_of(run.model))
-    # The trainer does not do it with spread weights, but its callback can.
+    # The trainer does not do it with sharded weights, but its callback can.
     run = trainer_of(folder / "3", 2, stage=3, **STEPS)
     run.train()
     policy, reference = run.model, run.accelerator.unwrap_model(run.ref_model)
@@ -205,7 +205,7 @@ def broken_updates(folder: Path) -> None:
 
 
 def refusals(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="dynamic_sampling=True cannot work with weights that are spread"):
+    with pytest.raises(ConfigError, match="dynamic_sampling=True cannot work with weights that are sharded"):
         trainer_of(folder / "a", 2, stage=3, ds3_gather_for_generation=False, rollout_backend="transformers")
     with pytest.raises(NotImplementedError, match="sync_ref_model=True is not available"):
         trainer_of(folder / "b", 2, stage=3, sync_ref_model=True)

@@ -17,7 +17,7 @@ from gruppo.rollout.base import RolloutBackend
 from gruppo.rollout.vllm.requests import EXTRA, Answer, Ask, asks_of, completions_of, sampling_settings
 from gruppo.types import Completion, SampleRequest
 
-__all__ = ["VLLMBackend", "agreed"]
+__all__ = ["VLLMBackend", "raise_on_all"]
 
 
 class VLLMBackend(RolloutBackend):
@@ -145,10 +145,10 @@ def walked(policy: Any, send: Callable[[Any], None] | None) -> None:
             error = failure
     for _ in walk:
         pass
-    agreed(error)
+    raise_on_all(error)
 
 
-def agreed(error: Exception | None) -> None:
+def raise_on_all(error: Exception | None) -> None:
     """Raise the main process's error on all of them, so that none waits for one that has gone."""
     if PartialState().num_processes > 1:
         said = broadcast_object_list([None if error is None else str(error)])[0]

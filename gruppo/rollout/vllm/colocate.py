@@ -16,7 +16,7 @@ from accelerate import PartialState
 
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.loading import context_length, model_name
-from gruppo.policy.sharding import is_spread
+from gruppo.policy.sharding import is_sharded
 from gruppo.policy.unwrap import inner_model
 from gruppo.policy.weights import named_weights
 from gruppo.rollout.vllm.base import VLLMBackend
@@ -99,8 +99,8 @@ class VLLMColocateBackend(VLLMBackend):
         self._sleep()
 
     @property
-    def collective(self) -> bool:
-        return self.settings.tensor_parallel_size > 1 or is_spread(self.policy())
+    def needs_every_process(self) -> bool:
+        return self.settings.tensor_parallel_size > 1 or is_sharded(self.policy())
 
     # ---- weights
 

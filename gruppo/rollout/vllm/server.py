@@ -22,7 +22,7 @@ from gruppo.config.vllm import GROUP_PORT
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.loading import model_name
 from gruppo.policy.unwrap import inner_model
-from gruppo.rollout.vllm.base import VLLMBackend, agreed, walked
+from gruppo.rollout.vllm.base import VLLMBackend, raise_on_all, walked
 from gruppo.rollout.vllm.claims import claim
 from gruppo.rollout.vllm.client import Line, ServerDownError, ServerFacts, VLLMClient
 from gruppo.rollout.vllm.inflight import InFlight
@@ -117,7 +117,7 @@ class VLLMServerBackend(VLLMBackend):
                 self._notice_restart()
             except (RolloutError, ConfigError) as failure:
                 error = failure
-        agreed(error)
+        raise_on_all(error)
         self._adopt(broadcast_object_list([self.facts])[0])
 
     def _settle(self) -> None:

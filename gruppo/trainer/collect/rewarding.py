@@ -14,7 +14,7 @@ from gruppo.errors import RewardError
 from gruppo.policy.sharding import Sharding
 from gruppo.rewards.outcomes import Steps
 from gruppo.rewards.resolve import function_name, is_reward_model, unique_names
-from gruppo.rewards.runner import RewardInputs, RewardRunner, RewardSettings, Scores
+from gruppo.rewards.runner import RewardInputs, RewardRunner, RewardScores, RewardSettings
 from gruppo.trainer.collect.breaker import RewardBreaker, RewardCounts, kinds_from_values
 from gruppo.trainer.construct.frozen import prepare_reward_model
 from gruppo.trainer.processes.collectives import gather_rows, raised_together
@@ -109,7 +109,7 @@ class Rewards:
     def ask(self, inputs: RewardInputs, state: Any) -> Tensor:
         """Rewards (N, R) gathered from all processes, NaN where a function abstained or failed."""
         none = torch.zeros(0, len(self.names), device=self.accelerator.device)
-        scores = Scores(none, none.to(torch.int8), None)
+        scores = RewardScores(none, none.to(torch.int8), None)
         together = nullcontext() if self.runner.in_step else raised_together(self.accelerator, RewardError)
         with together, self.timer("_calculate_rewards"), self.presence.during("asking the rewards"):
             if inputs.prompts:  # else all replacements of this round are on other processes

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gruppo.policy import adapters, loading
-from gruppo.policy.sharding import Sharding, is_spread, shard_reference
+from gruppo.policy.sharding import Sharding, is_sharded, shard_reference
 from gruppo.trainer.callbacks import SyncRefModelCallback
 
 
@@ -15,12 +15,12 @@ def make_reference(trainer: Any) -> Any:
     args = trainer.args
     if args.beta == 0 or adapters.is_peft_model(trainer.model):
         return None
-    if args.sync_ref_model and trainer.sharding.spread:
+    if args.sync_ref_model and trainer.sharding.is_sharded:
         raise NotImplementedError(
-            f"sync_ref_model=True is not available with weights that are spread over processes "
+            f"sync_ref_model=True is not available with weights that are sharded over processes "
             f"({trainer.sharding.value}); set it to False."
         )
-    if is_spread(trainer.model):  # ZeRO-3 spreads a model as it is loaded, and nothing is left to copy
+    if is_sharded(trainer.model):  # ZeRO-3 shards a model as it is loaded, and nothing is left to copy
         reference: Any = loading.load_again(trainer.model, args)
     else:
         reference = loading.copy_as_reference(trainer.model)
@@ -33,14 +33,14 @@ def make_reference(trainer: Any) -> Any:
 
 
 def prepare_reward_model(accelerator: Any, sharding: Sharding, model: Any) -> Any:
-    """On the device, and whole; under ZeRO-3, which spreads models as they are loaded, one that keeps in step."""
+    """On the device, and whole; under ZeRO-3, which shards models as they are loaded, one that keeps in step."""
     if sharding is not Sharding.ZERO3:
         return accelerator.prepare_model(model, evaluation_mode=True)
     return InStep(shard_reference(accelerator, sharding, model), accelerator)
 
 
 class InStep(nn.Module):
-    """A model with spread weights that processes call as often as they like, each with its own rows.
+    """A model with sharded weights that processes call as often as they like, each with its own rows.
 
     Before each pass all say whether they have one; who has none makes an idle pass (`keep_up`), until nobody has.
     """

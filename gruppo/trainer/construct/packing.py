@@ -36,7 +36,7 @@ def packed_policy(trainer: Any) -> PackedPolicy | None:
     reasons = against_packing(trainer) or why_not_packed(model, policy)
     if not reasons and trainer.router_aux_loss_coef:
         reasons = why_not_routed(model, policy)
-    if trainer.sharding.spread:  # some launchers give only the main process weights to try
+    if trainer.sharding.is_sharded:  # some launchers give only the main process weights to try
         reasons = from_main(trainer.accelerator, reasons)
     if not reasons:
         return policy

@@ -176,17 +176,17 @@ def report_stragglers(trainer: Any, passes: float, costs: Sequence[int]) -> None
     busy = sum(trainer.presence.take_seconds(phase) for phase in phases) + passes
     mine = torch.tensor([[trainer.ledger.update_tokens, busy]], dtype=torch.double, device=trainer.accelerator.device)
     tokens, seconds = trainer.accelerator.gather(mine).T.tolist()
-    found = spread_of(tokens, costs or tokens, seconds)
+    found = imbalance_of(tokens, costs or tokens, seconds)
     trainer.metrics.add("train", found)
     # The mean of two processes' numbers is a third's: of the updates between two logs the last one's is logged.
     trainer.metrics.set("train", {SLOWEST: found[SLOWEST]})
 
 
-def spread_of(tokens: Sequence[float], before: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
+def imbalance_of(tokens: Sequence[float], before: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
     """How uneven the processes were, from what each had to run and how long it worked.
 
     Example, two processes:
-        spread_of([60, 40], [80, 20], [3.0, 1.0])
+        imbalance_of([60, 40], [80, 20], [3.0, 1.0])
         -> {"balance/tokens_max_over_mean": 1.2, "balance/tokens_before": 1.6, "balance/seconds_max_over_mean": 1.5,
             "balance/slowest_rank": 0}
     """

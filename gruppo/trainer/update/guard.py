@@ -13,7 +13,7 @@ from gruppo.plan.budgets import PARITY_TOKENS
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.sharding import Sharding, WholeWeights
 from gruppo.trainer.processes.presence import Presence
-from gruppo.trainer.processes.spreading import why_no_parity_check
+from gruppo.trainer.processes.sharded import why_no_parity_check
 from gruppo.trainer.update.parity import ParityReport, check_parity, enforce
 from gruppo.trainer.update.parity_rows import with_short_prompts
 from gruppo.trainer.update.planning import UpdatePlanner
@@ -65,7 +65,7 @@ class ParityGuard:
         due = last is None or (interval and update - last >= interval)
         if self.packed is None or interval is None or not due:
             return
-        if self.sharding.spread:
+        if self.sharding.is_sharded:
             whole = self.whole()
             if (why := why_no_parity_check(self.accelerator, whole)) is not None:
                 return self._go_without(why, update)

@@ -23,12 +23,12 @@ def choose(batch: TrainBatch, count: int) -> TrainBatch | None:
         return None
     first, *others = sorted(groups.values(), key=lambda members: len(members) < 2)
     second = others[0] if others else []
-    chosen = _spread(first, lengths, count - min(len(second), count // 2))
-    chosen += _spread(second, lengths, count - len(chosen))
+    chosen = _from_longest(first, lengths, count - min(len(second), count // 2))
+    chosen += _from_longest(second, lengths, count - len(chosen))
     return batch.rows(torch.tensor(chosen, device=batch.completion_ids.device))
 
 
-def _spread(members: Sequence[int], lengths: Sequence[int], count: int) -> list[int]:
+def _from_longest(members: Sequence[int], lengths: Sequence[int], count: int) -> list[int]:
     """So many of these rows, from the longest to the shortest."""
     by_length = sorted(members, key=lambda row: lengths[row])
     count = min(count, len(by_length))

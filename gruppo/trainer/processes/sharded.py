@@ -1,9 +1,9 @@
-"""A trainer whose weights are spread over processes: what it samples from, and what its processes agree on.
+"""A trainer whose weights are sharded over processes: what it samples from, and what its processes agree on.
 
-find_sharding         who holds the weights
-make_spread           all weights on every process for the time of a rollout, or sampling in step
-reject_together       features in which only some processes sample, where they can only sample in step
-agreed                the plan of an update that all processes can follow
+find_sharding           who holds the weights
+make_sharded_sampling   all weights on every process for the time of a rollout, or sampling in step
+reject_together         features in which only some processes sample, where they can only sample in step
+least_plan              the plan of an update that all processes can follow
 """
 
 import logging
@@ -22,12 +22,12 @@ from gruppo.policy.sharding import (
     WholeWeights,
     compute_dtype,
     describe,
-    is_spread,
+    is_sharded,
     reduce_in_float32,
     sharding_of,
 )
 from gruppo.policy.unwrap import dropouts, functional_dropouts
-from gruppo.rollout.select import Spread
+from gruppo.rollout.select import ShardedSampling
 from gruppo.trainer.processes.collectives import any_process, from_main
 
 logger = logging.getLogger(__name__)
@@ -36,12 +36,12 @@ SAVES_WHOLE = "stage3_gather_16bit_weights_on_model_save"
 
 
 def find_sharding(trainer: Any) -> Sharding:
-    """Who holds the weights; raises where they cannot be spread and be what the config asks for."""
+    """Who holds the weights; raises where they cannot be sharded and be what the config asks for."""
     _reject_unused_deepspeed(trainer)
     kind = sharding_of(trainer.accelerator)
     _reject_other_parallelism(trainer, kind)
     _warn_not_gathered(trainer, kind)
-    if not kind.spread:
+    if not kind.is_sharded:
         return kind
     if trainer.prompt_encoder.takes_images:
         raise NotImplementedError(
@@ -81,7 +81,7 @@ def _reject_other_parallelism(trainer: Any, kind: Sharding) -> None:
     """Of what a launcher asks for, or a model that comes in cut up; the config has looked at its own field."""
     asked = getattr(trainer.accelerator, "parallelism_config", None)
     found = [name for name in ("tp", "cp", "sp") if getattr(asked, f"{name}_enabled", False)]
-    if found or (kind is Sharding.NONE and is_spread(trainer.model)):
+    if found or (kind is Sharding.NONE and is_sharded(trainer.model)):
         what = f"{found[0]}_size above 1 (accelerate's parallelism config)" if found else "The model's weights"
         raise ConfigError(
             f"{what}: tensor, context and sequence parallelism cannot work here, because every process samples and "
@@ -117,7 +117,7 @@ def _save_whole_weights(accelerator: Any) -> None:
     zero[SAVES_WHOLE] = True
 
 
-def make_spread(trainer: Any, *, needed: bool) -> Spread | None:
+def make_sharded_sampling(trainer: Any, *, needed: bool) -> ShardedSampling | None:
     """How the run samples from its weights; None where every process has all of them.
 
     They are gathered for the built-in engine, and under ZeRO-3 for `generate` as well; where they are is where
@@ -138,7 +138,7 @@ def make_spread(trainer: Any, *, needed: bool) -> Spread | None:
             clock=lambda: trainer.state.global_step,
         )
         whole.plan = lambda size: _plan(trainer, size)
-    return Spread(
+    return ShardedSampling(
         kind,
         whole,
         reserved=lambda: training_bytes(trainer.model.parameters()),
@@ -170,7 +170,7 @@ def _plan(trainer: Any, size: int) -> str:
             f"Sampling needs all weights on every process, {size / 2**30:.1f} GiB, but the fullest process has "
             f"{least / 2**30:.1f} GiB for them beside training. Sample from a vLLM server (use_vllm=True, "
             "vllm_mode='server'), use more processes, or set rollout_backend='transformers', which samples from "
-            "spread weights and is slow."
+            "sharded weights and is slow."
         )
     if accelerator.is_main_process:
         facts = {"decision": decision, "free": least}
@@ -190,7 +190,7 @@ def why_no_parity_check(accelerator: Any, whole: WholeWeights | None) -> str | N
 def reject_together(trainer: Any) -> None:
     """Raise where processes can only sample in step, but would not all be asked to."""
     args, backend = trainer.args, trainer.backend
-    if not backend.together or trainer.accelerator.num_processes == 1:
+    if not backend.lockstep or trainer.accelerator.num_processes == 1:
         return
     asked = {
         "dynamic_sampling=True": args.dynamic_sampling and trainer.custom_rollout is None,
@@ -200,7 +200,7 @@ def reject_together(trainer: Any) -> None:
     }
     if found := [name for name, is_asked in asked.items() if is_asked]:
         raise ConfigError(
-            f"{', '.join(found)} cannot work with weights that are spread over processes ({trainer.sharding.value}) "
+            f"{', '.join(found)} cannot work with weights that are sharded over processes ({trainer.sharding.value}) "
             f"and {_in_step(trainer.sharding)}: all processes sample together, but only some have something to ask."
         )
 
@@ -211,7 +211,7 @@ def _in_step(kind: Sharding) -> str:
     return "sampled from by transformers. Set rollout_backend='builtin', which gathers them"
 
 
-def agreed(accelerator: Any, plan: UpdatePlan) -> UpdatePlan:
+def least_plan(accelerator: Any, plan: UpdatePlan) -> UpdatePlan:
     """The plan of the process with the least memory; to compute layers again is to gather them again, for all."""
     mine = torch.tensor([plan.tokens, plan.group_tokens, -int(plan.checkpointing)], device=accelerator.device)
     tokens, group_tokens, recomputed = accelerator.gather(mine[None]).amin(0).tolist()

@@ -9,7 +9,7 @@ from torch import Tensor
 from gruppo.algo.advantages import combine_rewards
 from gruppo.replay.compare import rank_correlation, spread_changes
 from gruppo.replay.compute import advantages_of
-from gruppo.replay.record import Generation
+from gruppo.replay.record import RecordedGeneration
 from gruppo.replay.settings import Settings
 
 __all__ = ["Rescored"]
@@ -31,7 +31,7 @@ class Rescored:
         self.disappeared: list[tuple[int, int]] = []
         self.most: list[tuple[float, int, int, dict[str, Any]]] = []
 
-    def add(self, generation: Generation, rewards_NR: Tensor, weights_R: Tensor, settings: Settings) -> None:
+    def add(self, generation: RecordedGeneration, rewards_NR: Tensor, weights_R: Tensor, settings: Settings) -> None:
         """A generation with its new rewards (N, R)."""
         before_N = combine_rewards(generation.rewards_NR, weights_R)
         after_N = combine_rewards(rewards_NR, weights_R)
@@ -53,7 +53,7 @@ class Rescored:
             self.sign_flips += int((pair[0] * pair[1] < 0).sum())
         self._keep_most(generation, before_N, after_N, changes_N)
 
-    def _keep_most(self, generation: Generation, before_N: Tensor, after_N: Tensor, changes_N: Tensor) -> None:
+    def _keep_most(self, generation: RecordedGeneration, before_N: Tensor, after_N: Tensor, changes_N: Tensor) -> None:
         sizes, rows = changes_N.abs().topk(min(MOST_CHANGED, len(changes_N)))
         for size, row in zip(sizes.tolist(), rows.tolist(), strict=True):
             if size > EQUAL:

@@ -16,7 +16,7 @@ from gruppo.runs.updates import UpdateRows
 from gruppo.types import TrainBatch, required
 
 
-class Remembered(NamedTuple):
+class MicroBatchResult(NamedTuple):
     """One micro-batch, once its loss is known."""
 
     loss: Tensor
@@ -26,22 +26,22 @@ class Remembered(NamedTuple):
     ran_B: Tensor | None  # None: all rows
 
 
-class UpdateMemory:
+class UpdateBuffer:
     """What the micro-batches of the update under way computed, in their order.
 
     Example:
-        memory.keep(Remembered(loss, logps_BT, None, 0.0, None))  # for each micro-batch
-        rows = memory.take(batches, facts, samplers=False)        # once, at the end of the update
+        buffer.keep(MicroBatchResult(loss, logps_BT, None, 0.0, None))  # for each micro-batch
+        rows = buffer.take(batches, facts, samplers=False)        # once, at the end of the update
     """
 
     def __init__(self) -> None:
-        self._pieces: list[Remembered] = []
+        self._pieces: list[MicroBatchResult] = []
 
     def forget(self) -> None:
         """What an update left that was interrupted."""
         self._pieces = []
 
-    def keep(self, piece: Remembered) -> None:
+    def keep(self, piece: MicroBatchResult) -> None:
         self._pieces.append(piece)
 
     def take(self, batches: Sequence[TrainBatch], facts: dict[str, Any], *, samplers: bool) -> UpdateRows | None:
@@ -56,7 +56,7 @@ class UpdateMemory:
 
 
 def rows_for_record(
-    batches: Sequence[TrainBatch], pieces: Sequence[Remembered], facts: dict[str, Any], *, samplers: bool
+    batches: Sequence[TrainBatch], pieces: Sequence[MicroBatchResult], facts: dict[str, Any], *, samplers: bool
 ) -> UpdateRows:
     """The rows of an update's micro-batches, with what is known about each."""
     masks = [batch.completion_mask.bool() for batch in batches]

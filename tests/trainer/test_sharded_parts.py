@@ -1,4 +1,4 @@
-"""What is decided where weights are spread over processes, without processes."""
+"""What is decided where weights are sharded over processes, without processes."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +16,7 @@ from gruppo.audit.weights import WeightProbe
 from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, plan_whole_weights, training_bytes
 from gruppo.policy.sharding import Sharding, WholeWeights, compute_dtype, shape_of, sharding_of
-from gruppo.trainer.processes.spreading import SAVES_WHOLE, agreed, find_sharding, reject_together
+from gruppo.trainer.processes.sharded import SAVES_WHOLE, find_sharding, least_plan, reject_together
 from gruppo.trainer.update.rows import Update
 from tests.helpers import tiny_gpt2, tiny_model
 from tests.trainer.scripted import make_trainer
@@ -49,7 +49,7 @@ def trainer_on(processes: Any, model: Any = None, *, images: bool = False, **arg
 )
 def test_who_holds_the_weights(kind: DistributedType, state: dict[str, Any], expected: Sharding) -> None:
     assert sharding_of(accelerator(kind, **state)) is expected
-    assert expected.spread == (expected is not Sharding.NONE)
+    assert expected.is_sharded == (expected is not Sharding.NONE)
 
 
 def test_the_first_kind_of_fsdp_is_refused_with_the_line_to_change() -> None:
@@ -85,7 +85,7 @@ def test_features_in_which_only_some_processes_sample(change: dict[str, Any], na
     }
     trainer = SimpleNamespace(
         args=SimpleNamespace(**facts),
-        backend=SimpleNamespace(together=facts["together"]),
+        backend=SimpleNamespace(lockstep=facts["together"]),
         accelerator=SimpleNamespace(num_processes=facts["num_processes"]),
         tool_loop=facts["tool_loop"],
         custom_rollout=facts["custom_rollout"],
@@ -101,7 +101,7 @@ def test_features_in_which_only_some_processes_sample(change: dict[str, Any], na
 def test_processes_agree_on_the_smallest_plan() -> None:
     others = torch.tensor([[50, 900, 0], [70, 80, -1]])
     together = SimpleNamespace(device="cpu", gather=lambda mine: torch.cat([mine, others]))
-    assert agreed(together, UpdatePlan(60, 100, checkpointing=False)) == UpdatePlan(50, 80, checkpointing=True)
+    assert least_plan(together, UpdatePlan(60, 100, checkpointing=False)) == UpdatePlan(50, 80, checkpointing=True)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_share_of_zero3_is_known_by_its_whole() -> None:
 def test_a_process_that_knows_its_entropies_enters_the_collectives_of_one_that_does_not(
     spread: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the other waits for it: rows that stand still are run for their entropies, and spread weights in step."""
+    """Else the other waits for it: rows that stand still are run for their entropies, and sharded weights in step."""
     trainer = make_trainer("grpo", tmp_path)
     trainer.sharding = Sharding.FSDP2 if spread else Sharding.NONE
     entered: list[str] = []

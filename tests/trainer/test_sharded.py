@@ -8,8 +8,8 @@ import torch
 from tests.helpers import timeless
 from tests.processes import run_together
 from tests.trainer.scripted import relative_difference
-from tests.trainer.spread_processes import FEW, MANY, run
-from tests.trainer.spread_run import seen, trainer_of
+from tests.trainer.sharded_processes import FEW, MANY, run
+from tests.trainer.sharded_run import seen, trainer_of
 
 
 def compare(folder: Path, cases: dict) -> None:
@@ -24,21 +24,21 @@ def compare(folder: Path, cases: dict) -> None:
 
 @pytest.mark.medium
 def test_one_update_is_that_of_one_process(tmp_path: Path) -> None:
-    run_together(2, "tests.trainer.spread_processes", tmp_path)
+    run_together(2, "tests.trainer.sharded_processes", tmp_path)
     compare(tmp_path, FEW)
 
 
 @pytest.mark.slow
 def test_every_recipe_with_every_option(tmp_path: Path) -> None:
     (tmp_path / "many").touch()
-    run_together(2, "tests.trainer.spread_processes", tmp_path, seconds=900)
+    run_together(2, "tests.trainer.sharded_processes", tmp_path, seconds=900)
     compare(tmp_path, MANY)
 
 
 @pytest.mark.medium
 def test_a_whole_run_is_that_of_one_process(tmp_path: Path) -> None:
     """Sampled by the built-in engine from gathered weights, with replaced prompts, evaluations and a resume."""
-    run_together(2, "tests.trainer.spread_run", tmp_path)
+    run_together(2, "tests.trainer.sharded_run", tmp_path)
     found = torch.load(tmp_path / "straight.pt", weights_only=False)
     alone = trainer_of(tmp_path / "alone", 1)
     alone.train()

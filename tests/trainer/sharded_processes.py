@@ -1,4 +1,4 @@
-"""Runs of two processes that FSDP2 spreads the weights over; run by test_spread.py, with its twin on one process.
+"""Runs of two processes that FSDP2 shards the weights over; run by test_sharded.py, with its twin on one process.
 
 12 rows in groups of 4, a group of which lies on both processes, and budgets that make unequal numbers of packs.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import TrainerCallback
 
-from tests.spread import FSDP2, is_spread, whole
+from tests.sharded import FSDP2, is_sharded, whole
 from tests.trainer.packed_two_processes import one_group_differs
 from tests.trainer.scripted import make_trainer, relative_difference, rows_in_order, two_process_batches, update_of
 
@@ -122,7 +122,7 @@ def main(folder: Path) -> None:
         check_half_precision(folder)
     for name, case in (MANY if (folder / "many").exists() else FEW).items():
         trainer, update = run(case, folder / name, 2)
-        assert is_spread(trainer.model), name
+        assert is_sharded(trainer.model), name
         assert (trainer.packed is None) == (case.settings.get("packed_update") is False)
         assert hasattr(trainer.model_wrapped, "_orig_mod") == (case.spread is COMPILED), name
         wraps = any(type(module).__name__.endswith("CheckpointWrapper") for module in trainer.model.modules())

@@ -1,4 +1,4 @@
-"""A run with all its parts on two processes that FSDP2 spreads the weights over; run by test_spread.py.
+"""A run with all its parts on two processes that FSDP2 shards the weights over; run by test_sharded.py.
 
 The built-in engine samples, prompts without spread are replaced, there are evaluations with a ragged last batch, and
 the run is saved and resumed.
@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from gruppo import GRPOConfig, GRPOTrainer
 from gruppo.errors import ConfigError
-from gruppo.trainer.processes import spreading
+from gruppo.trainer.processes import sharded
 from tests.helpers import base_args, in_double, length_reward, prompts, tiny_model, tiny_tokenizer
-from tests.spread import FSDP2, as_on_gpus, weights_of
+from tests.sharded import FSDP2, as_on_gpus, weights_of
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -94,14 +94,14 @@ def main(folder: Path) -> None:
         assert torch.equal(weight, found["weights"][name]), name
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spreading, "plan_whole_weights", lambda size, free: "free")
+        patch.setattr(sharded, "plan_whole_weights", lambda size, free: "free")
         one_loads = {**FSDP2["fsdp_config"], "cpu_ram_efficient_loading": True}
         freed = trainer_of(folder / "freed", 2, fsdp_config=one_loads)
         freed.train()
         assert not freed.backend.whole.is_held
         for name, weight in weights_of(freed.model).items():
             assert torch.equal(weight, found["weights"][name]), name
-        patch.setattr(spreading, "plan_whole_weights", lambda size, free: None)
+        patch.setattr(sharded, "plan_whole_weights", lambda size, free: None)
         with pytest.raises(ConfigError, match="vllm_mode='server'"):
             trainer_of(folder / "full", 2).train()
 
@@ -119,8 +119,8 @@ def main(folder: Path) -> None:
     in_step = trainer_of(folder / "in step", 2, double=False, **kw)
     in_step.eval_dataset = prompts(2)
     in_step.train()
-    assert in_step.backend.together
+    assert in_step.backend.lockstep
     assert in_step.state.global_step == 2
     assert sum("eval_reward" in log for log in in_step.state.log_history) == 1
-    with pytest.raises(ConfigError, match="dynamic_sampling=True cannot work with weights that are spread"):
+    with pytest.raises(ConfigError, match="dynamic_sampling=True cannot work with weights that are sharded"):
         trainer_of(folder / "refused", 2, rollout_backend="transformers")

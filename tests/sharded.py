@@ -1,4 +1,4 @@
-"""Models that FSDP2 or DeepSpeed spread over processes on CPUs."""
+"""Models that FSDP2 or DeepSpeed sharded over processes on CPUs."""
 
 from typing import Any
 
@@ -53,5 +53,5 @@ def set_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
         model.load_state_dict(state)
 
 
-def is_spread(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     return all(isinstance(weight, torch.distributed.tensor.DTensor) for weight in model.parameters())
