@@ -77,7 +77,7 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
-if not TYPE_CHECKING:  # a checker would take every misspelt name for one that is loaded here
+if not TYPE_CHECKING:  # with this function in sight, a type checker would accept every misspelt name
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":

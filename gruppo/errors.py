@@ -1,4 +1,4 @@
-"""What can go wrong, and who is told.
+"""The library's exceptions, and when each is raised.
 
     ConfigError(ValueError)      a setting or a combination of settings that cannot work; raised at construction
     DataError(ValueError)        a dataset, row or prompt that cannot be used; raised as early as it can be known
@@ -7,17 +7,17 @@
     PackingError(RuntimeError)   a model does something that packed rows cannot do (an attention mask of its own)
     CheckpointError(ValueError)  a checkpoint that is damaged, or was made with other settings
     RunLockedError(RuntimeError) another process writes into the same output folder
-    AuditError(RuntimeError)     a check of every update found something that would spoil the run silently
+    AuditError(RuntimeError)     an audit, which runs on every update, found something that silently spoils the run
     ParityError(RuntimeError)    the fast path of an update differs from the padded reference path
-    ProcessLostError(RuntimeError) another process of the run died or failed, and this one cannot go on without it
-    SandboxError(RuntimeError)   this machine cannot confine model-written code as asked; raised at construction
-    ToolError(RuntimeError)      a tool call failed in a way that the model is told and training goes on
+    ProcessLostError(RuntimeError) another process of the run died or failed, and this one cannot continue without it
+    SandboxError(RuntimeError)   this machine cannot sandbox model-written code as configured; raised at construction
+    ToolError(RuntimeError)      a tool call failed; the error is reported to the model and training continues
 
 The policy:
 
 1. A user's mistake raises at construction, with the offending value and the fix in the message.
 2. An unfinished or unscorable completion is data, whatever a reward raised: it is counted in the metrics and training
-   goes on.
+   continues.
 3. Everything else propagates; nothing is caught broadly.
 """
 
@@ -66,7 +66,7 @@ class RunLockedError(RuntimeError):
 
 
 class AuditError(RuntimeError):
-    """A check of every update found something that would spoil the run silently."""
+    """An audit, which runs on every update, found something that would silently spoil the run."""
 
 
 class ParityError(RuntimeError):
@@ -78,8 +78,8 @@ class ProcessLostError(RuntimeError):
 
 
 class SandboxError(RuntimeError):
-    """This machine cannot confine model-written code as asked."""
+    """This machine cannot sandbox model-written code as configured."""
 
 
 class ToolError(RuntimeError):
-    """A tool call failed; the model is told."""
+    """A tool call failed; the error is reported to the model."""

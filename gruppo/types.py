@@ -1,4 +1,4 @@
-"""The nouns of a training step, in the order in which they appear.
+"""The data types of a training step, in the order in which they appear.
 
     Prompt ─► SampleRequest ─► Completion ─► Rollout ─► TrainBatch
     (a row)   (what to sample) (what came back) (both, decoded) (padded tensors of many rows)
@@ -22,36 +22,36 @@ __all__ = [
 ]
 
 Message = dict[str, Any]
-Row = Mapping[str, Any]  # of a dataset
+Row = Mapping[str, Any]  # a dataset row
 
 
 class StopReason(StrEnum):
     """Why a completion ended."""
 
-    EOS = "eos"  # the model ended it, with one of its end-of-sequence tokens
+    EOS = "eos"  # the model wrote an end-of-sequence token
     STOP_STRING = "stop_string"  # the model wrote one of the stop strings
     LENGTH = "length"  # it reached the token limit
     NO_ROOM = "no_room"  # the prompt, or the request's own limit, left no room for a token
     NAN = "nan"  # the logits were not finite
-    TOOL_BUDGET = "tool_budget"  # what its tools answered left no room for another token
-    UNKNOWN = "unknown"  # a custom rollout function did not say
+    TOOL_BUDGET = "tool_budget"  # the tool results left no room for another token
+    UNKNOWN = "unknown"  # a custom rollout function does not report it
 
     @property
     def ended(self) -> bool:
-        """Whether the completion came to its own end; all others count as truncated."""
+        """Whether the model ended the completion itself; all others count as truncated."""
         return self in (StopReason.EOS, StopReason.STOP_STRING)
 
 
 @dataclass(frozen=True, eq=False)
 class Vision:
-    """What a processor made of one prompt beside its tokens. Completions of the prompt share this object.
+    """A processor's output for one prompt, apart from the token ids. Completions of the prompt share this object.
 
     Example, of a Qwen2-VL prompt with one image of 2 by 2 patches, which take one token:
         Vision({"pixel_values": (4, 96), "image_grid_thw": (1, 3)}, {"mm_token_type_ids": [0, 0, 1, 0, 0]})
     """
 
-    pixels: "Mapping[str, Tensor]"  # one row, or several, for each image; none without images
-    types: "Mapping[str, Tensor]"  # (tokens of the prompt,): which of them stand for images
+    pixels: "Mapping[str, Tensor]"  # one or more rows per image; empty without images
+    types: "Mapping[str, Tensor]"  # (prompt tokens,): which of them stand for images
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class Prompt:
     text: str | list[Message]  # the `prompt` column: a string, or a conversation, with its images in it
     ids: Sequence[int]
     truncated: bool = False  # tokens were cut from the left to fit max_prompt_length
-    vision: Vision | None = None  # with a processor
+    vision: Vision | None = None  # only with a processor
     images: Sequence[Any] = ()
-    stored: str | list[Message] | None = None  # the text as it is written to files; None: as it is
+    stored: str | list[Message] | None = None  # the text as written to files; None: same as `text`
 
     @property
     def shown(self) -> str | list[Message]:
@@ -90,16 +90,16 @@ class SampleRequest:
 
     prompt_ids: Sequence[int]
     count: int
-    # The prompt's stream of random numbers: completion i draws from (noise_key, first_sample + i). None: by its place
-    # among the requests.
+    # The prompt's stream of random numbers: completion i draws from (noise_key, first_sample + i). None: the key
+    # follows from the request's position among the requests.
     noise_key: int | None = None
     first_sample: int = 0
-    max_new_tokens: int | None = None  # this request's own limit, where it is below that of the settings
-    turn: int = 0  # of a conversation with an environment: each draws other random numbers
-    vision: Vision | None = None  # of the prompt, with which the ids begin
+    max_new_tokens: int | None = None  # limit of this request, if lower than that of the settings
+    turn: int = 0  # number of the turn in a conversation with an environment; each draws different random numbers
+    vision: Vision | None = None  # of the prompt that `prompt_ids` begin with
 
     def limit(self, most: int) -> int:
-        """Tokens that a completion may have, where the settings allow `most`."""
+        """The token limit of a completion, where the settings allow `most` tokens."""
         return most if self.max_new_tokens is None else max(min(self.max_new_tokens, most), 0)
 
 
@@ -115,9 +115,9 @@ class Completion:
     stop: StopReason
     logps: Sequence[float | None] | None = None  # of the sampled tokens, under the sampler; None where unknown
     model_mask: Sequence[int] | None = None  # 1 = written by the model; None = all of it
-    plain_logps: Sequence[float] | None = None  # under the tempered distribution, before top-k, top-p and the like
+    plain_logps: Sequence[float] | None = None  # with the temperature applied, but not top-k, top-p and the like
     entropies: Sequence[float] | None = None  # of that distribution, at each token
-    sampled_at: int | None = None  # updates that the sampler's weights had seen; None: those of now
+    sampled_at: int | None = None  # number of updates behind the sampler's weights; None: the current weights
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Rollout:
     prompt: Prompt
     completion: Completion
     output: str | list[Message]  # decoded text, or assistant messages when the prompt is a conversation
-    extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of a custom rollout function
+    extra: Mapping[str, Any] = field(default_factory=dict)  # additional fields from a custom rollout function
 
 
 @dataclass
@@ -153,23 +153,23 @@ class TrainBatch:
     completion_mask: "Tensor"
     advantages: "Tensor | None" = None
     old_per_token_logps: "Tensor | None" = None
-    old_logps: "Tensor | None" = None  # (B,) sequence sums, the form in which RLOO hands them on
+    old_logps: "Tensor | None" = None  # (B,) sums over each sequence; RLOO uses these instead
     ref_per_token_logps: "Tensor | None" = None
     sampling_per_token_logps: "Tensor | None" = None  # NaN where unknown
     importance_sampling_ratio: "Tensor | None" = None  # (B, T) or (B, 1)
     tool_mask: "Tensor | None" = None
     num_items_in_batch: "Tensor | None" = None  # 0-d: loss tokens of the whole generation batch
-    # What the built-in engine found while sampling, (B, T): under the tempered distribution, before top-k and the like
+    # Computed by the built-in engine while sampling, (B, T): with the temperature applied, but not top-k and the like
     engine_logps: "Tensor | None" = None
     engine_entropies: "Tensor | None" = None
     truncated: "Tensor | None" = None  # (B,) bool: completions that did not end by themselves
-    sampled_at: "Tensor | None" = None  # (B,) the number of updates before they were sampled
-    scored_at: "Tensor | None" = None  # (B,) … before their old log-probs were computed; None: as many
-    vision: "list[Vision | None] | None" = None  # of each row's prompt, with a processor
-    # Where the record of the run has the rows, (B,) each: the number of the generation, and the place in it
+    sampled_at: "Tensor | None" = None  # (B,) number of updates done when each row was sampled
+    scored_at: "Tensor | None" = None  # (B,) … when its old log-probs were computed; None: same as `sampled_at`
+    vision: "list[Vision | None] | None" = None  # of each row's prompt; only with a processor
+    # Where the rows are in the run's record, (B,) each: number of the generation, and position within it
     generation: "Tensor | None" = None
     place: "Tensor | None" = None
-    kl_penalty: "Tensor | None" = None  # (B,): what a recipe that charges the KL to the reward has charged
+    kl_penalty: "Tensor | None" = None  # (B,): subtracted from the reward by recipes that put the KL there
 
     def __len__(self) -> int:
         return len(self.completion_ids)
@@ -183,18 +183,18 @@ class TrainBatch:
 
     @property
     def zero_advantage_B(self) -> "Tensor":
-        """Bool (B,): rows whose advantage is 0, in every token if it has one for each."""
+        """Bool (B,): rows whose advantage is 0, or 0 at every token if advantages are per token."""
         assert self.advantages is not None
         still: Tensor = (self.advantages == 0).reshape(len(self), -1).all(1)
         return still
 
     def to_dict(self) -> "dict[str, Any]":
-        """The tensors (and `vision`, a list) that are there, by name."""
+        """The fields that are not None, by name: tensors, and the list `vision`."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
     @classmethod
     def from_dict(cls, tensors: "Mapping[str, Any]") -> "TrainBatch":
-        """The inverse of `to_dict`; keys that are not ours (a subclass may add some) are left behind."""
+        """The inverse of `to_dict`; unknown keys (a subclass may add some) are ignored."""
         names = {f.name for f in fields(cls)}
         return cls(**{name: value for name, value in tensors.items() if name in names})
 
@@ -215,22 +215,23 @@ def _rows(value: Any, index: "Tensor | slice") -> Any:
 
 
 class Span(StrEnum):
-    """What the second dimension of a tensor of a batch stands for."""
+    """What the second dimension of a batch tensor stands for."""
 
     NONE = "none"  # (B,): one value for each row
     PROMPT = "prompt"  # (B, tokens of the prompt), padded on the left
-    COMPLETION = "completion"  # (B, T), padded on the right; or (B, 1), or (B,): one value for all tokens of a row
+    COMPLETION = "completion"  # (B, T), padded on the right; or (B, 1) or (B,): one value for all tokens of a row
     BATCH = "batch"  # 0-d: one value for all rows
-    LIST = "list"  # no tensor: a list with an entry for each row, or None
+    LIST = "list"  # not a tensor: a list with one entry per row, which may be None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the rows of a tensor are cut, and joined with those of other batches."""
+    """How a tensor's rows are cut, and joined with those of other batches."""
 
     span: Span
-    absent: float | None = None  # what rows without this tensor have where they meet rows with it; None: nothing does
-    droppable: bool = False  # it is then left out for all of them
+    # When batches with and without this tensor are joined:
+    absent: float | None = None  # the value for rows without the tensor; None: there is no such value
+    droppable: bool = False  # the joined batch does not have the tensor
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -260,6 +261,6 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def required(tensor: "Tensor | None") -> "Tensor":
-    """A field of a batch that is there by now."""
+    """A batch field that must be set at this point."""
     assert tensor is not None
     return tensor

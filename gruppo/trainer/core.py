@@ -1,6 +1,6 @@
-"""One trainer for every recipe: what it is made of.
+"""One trainer for every recipe: how it is built.
 
-`train` (running.py) prepares a run and goes to transformers' loop, whose updates are in stepping.py.
+`train` (running.py) prepares a run and enters transformers' loop, whose updates are in stepping.py.
 """
 
 from collections import deque
@@ -116,7 +116,7 @@ class PolicyTrainer(KnownNames):
             processing_class=processing,
             callbacks=callbacks,
             optimizers=optimizers,
-            # transformers before 5.19 knows no loss_is_scaled_for_ga; this keeps it from dividing the loss again.
+            # transformers before 5.19 has no loss_is_scaled_for_ga; this keeps it from dividing the loss again.
             compute_loss_func=_never_called,
         )
         self._make_run_state(rewards, rollout_func)
@@ -124,7 +124,7 @@ class PolicyTrainer(KnownNames):
     # ---- construction
 
     def _make_run_state(self, rewards: tuple[list[Any], list[Any], Tensor], rollout_func: Any) -> None:
-        """Everything that needs the accelerator, which exists once Trainer is initialised."""
+        """Make everything that needs the accelerator, which exists once Trainer is initialised."""
         args = self.args
         self.sharding = sharded.find_sharding(self)
         preparing.recompute_by_default(self)
@@ -163,14 +163,14 @@ class PolicyTrainer(KnownNames):
         self._queue: deque[dict[str, Any]] = deque()
         self.ledger = make_ledger(self.accelerator, self.model, autocast_dtype(self.accelerator.mixed_precision))
         if self.accelerator.is_main_process and getattr(args, "log_completions_hub_repo", None):
-            # Held, as it ends when nobody does.
+            # Keep a reference to the scheduler for as long as the trainer exists.
             self._hub_uploads = start_hub_uploads(
                 args.log_completions_hub_repo, self.completions_folder, loading.model_name(self.model)
             )
         set_seed(args.seed, device_specific=True)  # processes sample different completions
 
     def _make_update_parts(self) -> None:
-        """What plans an update, checks how it is computed, and keeps what it leaves."""
+        """Make the objects that plan an update, check its fast path, and hold its results."""
         self.planner = UpdatePlanner(
             self.args,
             lambda: self.accelerator.unwrap_model(self.model),
@@ -210,9 +210,9 @@ class PolicyTrainer(KnownNames):
             ),
             stop_ids=self.eos_token_ids,
             tokenizer=self._tokenizer,
-            mixed_precision=self.accelerator.mixed_precision,  # a launcher may have set it, not the config
+            mixed_precision=self.accelerator.mixed_precision,  # the launcher, not the config, may have set it
             needed=samples_itself,
-            entropies=args.skip_zero_advantage,  # of rows that the update leaves out
+            entropies=args.skip_zero_advantage,  # for rows that the update skips
             sharded=sharded.make_sharded_sampling(self, needed=samples_itself),
             images=self.prompt_encoder.takes_images,
         )
@@ -227,7 +227,7 @@ class PolicyTrainer(KnownNames):
         self.record_event("audit", check=finding.check, message=finding.message, values=finding.values)
 
     def make_recipe(self) -> Recipe:
-        """The choices that the config makes in the columns of the recipe table."""
+        """The config's choice in each column of the recipe table."""
         return recipe_of(self.args)
 
     def make_loss_settings(self) -> LossSettings:

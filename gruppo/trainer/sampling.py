@@ -1,4 +1,4 @@
-"""From prompts to rollouts: who samples, with which random numbers, and how often tools are asked in between."""
+"""From prompts to rollouts: what samples them, with which random numbers, and the tool calls in between."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,28 +27,28 @@ from gruppo.types import Completion, Prompt, Rollout, Row, SampleRequest, StopRe
 
 @dataclass
 class RolloutUnderWay:
-    """The rollout under way, or the last one: what its steps tell each other past hooks, whose signatures are TRL's.
+    """State of the current or latest rollout that its steps share, because the hooks' signatures (TRL's) cannot pass it.
 
-    The random numbers of a completion follow from the place of its generation in the run (`Sampling._place`), which a
-    resumed run knows as well, from the row's place in the batch of all processes, the round of replacements that put
-    it there, the turn, if it is not the first, and from which time it is that a hook asks for it, if it asks again.
+    The random numbers of a completion are determined by the position of its generation in the run (`Sampling._place`,
+    which a resumed run restores), the row's position in the batch of all processes, the round of replacements that put
+    the row there, the turn (after the first), and, if a hook samples repeatedly, which of its requests this is.
     """
 
-    own_rows: Sequence[int] = ()  # their places in the batch of all processes
+    own_rows: Sequence[int] = ()  # positions of this process's rows in the batch of all processes
     attempt: int = 0  # the round of replacements
     turn: Turn | None = None
     requests_made: int = 0
     prompts: Sequence[Prompt] = ()
-    asked: bool = False  # whether it has come to the backend
-    seconds_ahead: float = 0.0  # that it took if it was asked for before
+    asked: bool = False  # whether the backend was called
+    seconds_ahead: float = 0.0  # how long it took, if it was requested ahead of time
     work: Mapping[str, Any] = field(default_factory=dict)  # what the backend computed, for the ledger
     tool_counts: Mapping[str, float] = field(default_factory=dict)  # what tools did, on all processes
 
 
 class Place(NamedTuple):
-    """Where a generation is in what a program does; the calls of `train` are counted."""
+    """The position of a generation in the program."""
 
-    run: int
+    run: int  # number of the call of `train`
     epoch: int
     generation: int
 
@@ -58,12 +58,12 @@ class Sampling(LogProbs):
 
     custom_rollout: CustomRollout | None
     toolset: Toolset | None
-    tool_loop: ToolLoop | None  # none where nothing can be called
+    tool_loop: ToolLoop | None  # None if there is nothing to call
     eos_token_ids: list[int]
     ledger: Ledger
     environments: Sequence[Any] | None = None  # those of the latest rollouts
-    _place: Place | tuple[int, ...] | None = None  # of the rollouts at hand; of evaluation: update, set and batch
-    _asked_elsewhere = 0  # rollouts outside of both, a callback's, say
+    _place: Place | tuple[int, ...] | None = None  # of the current rollouts; in evaluation: update, dataset and batch
+    _asked_elsewhere = 0  # rollouts outside training and evaluation, such as a callback's
     _under_way: RolloutUnderWay
     _ahead: RolloutsAhead
 
@@ -75,7 +75,7 @@ class Sampling(LogProbs):
     def rollout(self, rows: Sequence[Row], places: Sequence[int] | None = None, attempt: int = 0) -> list[Rollout]:
         """One rollout per row: by the user's function if there is one, else by the backend; then the tools' turns.
 
-        `places` are those of the rows in the batch of all processes; without them, all rows of a process are meant.
+        `places` are the rows' positions in the batch of all processes; None if `rows` are all rows of this process.
         """
         if not self.prompt_encoder.takes_images:
             for row in rows:
@@ -104,10 +104,10 @@ class Sampling(LogProbs):
         ]
 
     def _first_turn(self, rows: Sequence[Row]) -> tuple[list[Prompt], list[Completion], Sequence[Mapping[str, Any]]]:
-        """Prompts, completions and the further fields of a rollout function."""
+        """Prompts, completions and the additional fields of a rollout function."""
         if not rows:
             if self.backend.needs_every_process and self.custom_rollout is None:
-                self.backend.sample([])  # the others cannot sample without this process
+                self.backend.sample([])  # the other processes cannot sample without this one
             return [], [], []
         if self.custom_rollout is not None:
             encoded = self.prompt_encoder(rows) if self.prompt_encoder.takes_images else None
@@ -133,7 +133,7 @@ class Sampling(LogProbs):
         vision = [prompt.vision for prompt in prompts] if self.prompt_encoder.takes_images else None
         if type(self)._generate_single_turn is Sampling._generate_single_turn:
             return self._ask_backend(prompt_ids, vision)
-        # In a later turn the prompts are no groups any more.
+        # In later turns the prompts no longer form groups.
         more: dict[str, Any] = {} if turn is None else {"num_generations": 1}
         if vision is not None:
             more |= {"images": [list(prompt.images) for prompt in prompts], "multimodal_fields": {"vision": vision}}
@@ -146,7 +146,7 @@ class Sampling(LogProbs):
 
     @contextmanager
     def _drawing_at(self, place: Place | tuple[int, ...]) -> Iterator[None]:
-        """Rollouts in here draw the random numbers of this place."""
+        """Inside this context, rollouts draw the random numbers of this place."""
         self._place = place
         try:
             yield
@@ -170,14 +170,14 @@ class Sampling(LogProbs):
         under_way.work = {name: value + earlier[name] if name in earlier else value for name, value in work.items()}
         if self.backend.has_own_weights:
             return self._from_copy(completions)
-        # Those of a backend that runs the policy itself are its `plain_logps`, for the metrics and for reuse as old
-        # log-probs. They are of no use if it samples at another temperature than the loss knows.
+        # A backend that runs the policy itself returns log-probs as `plain_logps`, for the metrics and for reuse as
+        # old log-probs. They are useless if it samples at a temperature other than the loss's.
         if self.backend.config.temperature != self.temperature:
             completions = [replace(completion, plain_logps=None, entropies=None) for completion in completions]
         return [replace(completion, logps=None) for completion in completions]
 
     def _draw(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """What was asked for ahead, if it is what is asked for now; else the backend's, from the weights of now."""
+        """The completions requested ahead, if they match these requests; else new ones from the current weights."""
         flight, under_way = None, self._under_way
         if self.mode == "train" and self._place is not None and not under_way.attempt:
             flight = self._ahead.take(requests, self.state.global_step, self.backend.pause)
@@ -187,10 +187,10 @@ class Sampling(LogProbs):
         return [replace(completion, sampled_at=flight.sampled_at) for completion in flight.take() or []]
 
     def _from_copy(self, completions: list[Completion]) -> list[Completion]:
-        """Log-probs of a copy of the policy become those of the sampler in the loss.
+        """Let log-probs from a copy of the policy be the sampler's log-probs in the loss.
 
-        A recipe that knows no sampler besides the policy (RLOO) only measures the difference, where it is one of the
-        arithmetic alone.
+        A recipe without a correction for the sampler (RLOO) only measures the difference to the policy, and only where
+        it comes from arithmetic alone.
         """
         if hasattr(self.args, "vllm_importance_sampling_correction"):
             return completions
@@ -209,7 +209,7 @@ class Sampling(LogProbs):
         turn, size = under_way.turn, self.group_size
         rows = under_way.own_rows if turn is None else [under_way.own_rows[row] for row in turn.rows]
         limits: Sequence[int | None] = [None] * len(prompt_ids) if turn is None else turn.limits
-        if len(prompt_ids) != len(rows):  # a hook asks for rows of its own choice
+        if len(prompt_ids) != len(rows):  # a hook requests rows of its own choice
             key, rows = [*key, self.accelerator.process_index], range(len(prompt_ids))
             limits = [None] * len(prompt_ids)
         if turn is None:
@@ -220,7 +220,7 @@ class Sampling(LogProbs):
                     prompt_ids[run], group_size=size, first_row=rows[run.start], key=key, vision=vision[run]
                 )
             ]
-        # A sample goes on under the key and the number it began with; the turn makes its random numbers others.
+        # A sample keeps the key and number it began with; the turn number makes its random numbers different.
         return [
             replace(request, max_new_tokens=limit, turn=turn.number)
             for ids, seen, row, limit in zip(prompt_ids, vision, rows, limits, strict=True)
@@ -228,11 +228,11 @@ class Sampling(LogProbs):
         ]
 
     def _noise_of(self, place: Sequence[int], kind: int = 0, request: int = 0) -> list[int]:
-        """The key of the random numbers of a generation; those of training, asked for once, by default."""
+        """The key of a generation's random numbers; by default, of training and of the first request."""
         return [self.args.seed, kind, request, *place]
 
     def _stop_reason(self, completion_ids: Sequence[int]) -> StopReason:
-        """Why completions ended whose maker did not say."""
+        """Why a completion ended, where its source does not report it."""
         ended = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         if not is_truncated([completion_ids], ended)[0]:
             return StopReason.EOS
@@ -245,17 +245,17 @@ class Sampling(LogProbs):
     def biased_sampling(self) -> list[str]:
         """The settings that shape what is sampled but not the training log-probs, with their values.
 
-        Those of the model's own generation config are among them.
+        Includes settings from the model's own generation config.
         """
         found = self.backend.filters(self.temperature)
         if set(found.get("suppress_tokens") or ()) <= self.prompt_encoder.placeholders:
-            found.pop("suppress_tokens", None)  # set by us: no model that was trained on images writes them
+            found.pop("suppress_tokens", None)  # set by gruppo: no model trained on images writes these tokens
         return [f"{name}={value}" for name, value in found.items()]
 
-    # ---- a sampler with weights of its own
+    # ---- a sampler with its own copy of the weights
 
     def _refresh_sampler(self) -> None:
-        """Before a generation, on all processes: whoever samples from a copy of the weights gets those of now."""
+        """Send the current weights to a sampler that has a copy; all processes call this before a generation."""
         if not self.backend.has_own_weights:
             return
         if self._ahead.flight is not None:
@@ -268,7 +268,7 @@ class Sampling(LogProbs):
             self.backend.refresh()
 
     def _ask_ahead(self) -> None:
-        """Ask for the generation after the one at hand, whose own samples are there, from the weights of now."""
+        """Request the next generation from the current weights, once the current one is sampled."""
         ahead = self._ahead
         now = self._place
         if not ahead.enabled or not isinstance(now, Place) or ahead.flight is not None:
@@ -288,7 +288,7 @@ class Sampling(LogProbs):
     # ---- hooks of TRL's trainers: names and shapes are theirs
 
     def _tokenize_prompts(self, prompts: list[Any], tools: Any = None) -> Encoded:
-        """Hook: token ids of prompts, images and multimodal fields; without a processor None and none.
+        """Hook: token ids of prompts, images (None without a processor) and multimodal fields (empty without one).
 
         `tools` is passed only where the prompts of a batch show different ones.
         """
@@ -301,9 +301,9 @@ class Sampling(LogProbs):
         multimodal_fields: Any = None,
         num_generations: int | None = None,
     ) -> tuple[list[list[int]], list[list[float | None]] | None]:
-        """Hook: completion ids and sampling log-probs or None, one per prompt.
+        """Hook: completion ids, and sampling log-probs or None, one per prompt.
 
-        Such log-probs are the sampler's in the off-policy mask, and with vLLM in the correction of the loss.
+        The off-policy mask uses these log-probs as the sampler's; with vLLM, so does the correction of the loss.
         """
         completions = self._ask_backend(prompt_ids, (multimodal_fields or {}).get("vision"))
         logps = [list(c.logps or [None] * len(c.ids)) for c in completions] if self.backend.has_own_weights else None
