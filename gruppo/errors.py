@@ -4,7 +4,7 @@
     DataError(ValueError)        a dataset, row or prompt that cannot be used; raised as early as it can be known
     RewardError(ValueError)      a reward function broke its contract (wrong length or type), or too many failed
     RolloutError(RuntimeError)   a rollout backend broke its contract (lost a completion, returned nothing)
-    PackingError(RuntimeError)   a model does something that packed rows cannot do (an attention mask of its own)
+    PackingError(RuntimeError)   a model does something that packed rows do not support (its own attention mask)
     CheckpointError(ValueError)  a checkpoint that is damaged, or was made with other settings
     RunLockedError(RuntimeError) another process writes into the same output folder
     AuditError(RuntimeError)     an audit, which runs on every update, found something that silently spoils the run
@@ -54,7 +54,7 @@ class RolloutError(RuntimeError):
 
 
 class PackingError(RuntimeError):
-    """A model does something that packed rows cannot do."""
+    """A model does something that packed rows do not support."""
 
 
 class CheckpointError(ValueError):

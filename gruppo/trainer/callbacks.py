@@ -126,7 +126,7 @@ class BEMACallback(TrainerCallback):
         self.running_model: Any = None
         self._origin: dict[str, torch.Tensor] = {}
         self._average: dict[str, torch.Tensor] = {}
-        self._saved: Path | None = None  # of the checkpoint that training goes on from
+        self._saved: Path | None = None  # the state file of the checkpoint to resume from
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -154,18 +154,18 @@ class BEMACallback(TrainerCallback):
             self._update(model, state.global_step)
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """With trainers that do not call `write_state`."""
+        """Save the state under trainers that do not call `write_state`."""
         target = self._state_file(args, state)
         if state.is_world_process_zero and target.parent.exists() and not target.exists():
             self.write_state(target.parent)
 
     def write_state(self, folder: Path) -> None:
-        """Called by the main process while it writes a checkpoint, of which this becomes a part."""
+        """Write the state into a checkpoint folder; the main process calls this while it saves."""
         running = {name: p.detach() for name, p in _trainable(self.running_model)}
         torch.save({"origin": self._origin, "average": self._average, "running": running}, folder / BEMA_FILE)
 
     def read_state(self, folder: Path) -> None:
-        """Called before training goes on from a checkpoint."""
+        """Set where `on_train_begin` reads the state from; called before training resumes from a checkpoint."""
         self._saved = folder / BEMA_FILE
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

@@ -1,14 +1,14 @@
 """What is saved of a run, and when.
 
-A checkpoint is a folder that is there as a whole or not at all (see `gruppo.runs.checkpoints`). Beside what Trainer
-writes it holds the state of every process (see `resume/state.py`), so that a resumed run does what the straight one
-would have done, bit for bit: the micro-batches that wait, the plans, the counters behind the random numbers, the
-metrics that wait to be logged, and a blended reference.
+A checkpoint folder is either complete or absent (see `gruppo.runs.checkpoints`). Besides what Trainer writes, it holds
+what a resumed run needs to do, bit for bit, what an uninterrupted run would have done: the state of every process (see
+`resume/state.py`) with its queued micro-batches, plans, counters behind the random numbers and metrics not yet logged;
+and a blended reference.
 
     train                   lock the folder, choose and check a checkpoint, listen for signals      (running.py)
-    _prepare_for_training   Trainer loads weights, optimizer and schedule; then the states, then the record goes on
-    run_state               what one process remembers, taken before every update
-    _save_checkpoint        write beside, check in, rename, remove old ones
+    _prepare_for_training   Trainer loads weights, optimizer and schedule; then load the states, continue the record
+    run_state               the state of one process; taken for a checkpoint, and before updates that may be abandoned
+    _save_checkpoint        write to a staging folder, add a manifest, rename, remove old checkpoints
 """
 
 import logging
@@ -43,38 +43,38 @@ LONGEST_PAUSE = 64  # updates between two attempts to save on a full disk
 
 @dataclass
 class Boundary:
-    """A run between two updates: what is saved if the update that follows is abandoned."""
+    """The state of a run between two updates, which is saved if the next update is abandoned."""
 
     state: RunState
     random: RandomState
     position: dict[str, Any] | None  # in the record
     tokens_seen: float
     flops: float
-    ahead: InFlight | None  # waited for only if it is saved
+    ahead: InFlight | None  # the generation requested ahead; waited for only if the boundary is saved
 
 
 class Checkpointing(Watching):
-    """The part of the trainer that saves, and remembers what it will be asked for."""
+    """The part of the trainer that saves its state, and restores it."""
 
     _queue: deque[dict[str, Any]]
     _earlier_runs = 0  # calls of train() before this one
-    _overrides: dict[str, float]  # of settings, by callbacks
-    _boundary: Boundary | None = None  # before the update at hand
-    _random_at_boundary: RandomState | None = None  # none in the first update after a resume: it is saved already
-    _abandoned: Boundary | None = None  # before an update that was abandoned
-    _state_to_finish: RunState | None = None  # of the checkpoint at hand, until its loss is taken over
+    _overrides: dict[str, float]  # settings changed by callbacks
+    _boundary: Boundary | None = None  # before the current update
+    _random_at_boundary: RandomState | None = None  # None right after a resume: that state is saved already
+    _abandoned: Boundary | None = None  # the boundary being saved, after its update was abandoned
+    _state_to_finish: RunState | None = None  # loaded state whose loss is not restored yet
     _saved_at: int | None = None  # the update after which the last checkpoint was written
     _retry_at: int | None = None  # the update after which to save again, when the disk was full
-    _retry_after = 1  # updates until then; twice as many each time
+    _retry_after = 1  # updates until then; doubled each time
     _resumed_from: str | None = None
-    _settings_now: dict[str, Any]  # as the run began: a callback may change some
+    _settings_now: dict[str, Any]  # at the start of the run; a callback may change some later
     _plan_recorded = False
     _position: dict[str, Any] | None = None
 
-    # ---- what a process remembers
+    # ---- the state of a process
 
     def _parts(self) -> dict[str, Any]:
-        """Whatever has a state of its own."""
+        """The objects that have a `state_dict`, by name."""
         parts = {
             "rollout": self.backend,
             "update_plan": self.planner,
@@ -87,7 +87,7 @@ class Checkpointing(Watching):
         return parts if self._cursor is None else parts | {"prompts": self._cursor}
 
     def run_state(self) -> RunState:
-        """What this process remembers between two updates."""
+        """The state of this process between two updates."""
         queue = pack_queue(self._queue)
         values = {
             "processes": self.accelerator.num_processes,
@@ -104,11 +104,11 @@ class Checkpointing(Watching):
             "queue": None if queue is None else queue.values["queue"],
         }
         tensors = {"loss": self._tr_loss.detach().clone(), "reward_weights": self.rewards.weights}
-        tensors |= self.audits.tensors()  # the device need not be waited for
+        tensors |= self.audits.tensors()  # without waiting for the device
         return RunState(values, tensors if queue is None else tensors | queue.tensors)
 
     def _restore(self, state: RunState) -> None:
-        """Go on from everything that was remembered."""
+        """Restore the complete state."""
         loop = state.values["loop"]
         give_states(self._parts(), state.values["parts"])
         self.audits.load_tensors(state.tensors)
@@ -127,49 +127,49 @@ class Checkpointing(Watching):
         self._restore_counts(state)
 
     def _restore_part(self, state: RunState) -> None:
-        """Go on from what holds with other settings or processes; the generation under way is sampled anew."""
+        """Restore what stays valid with other settings or processes; the current generation is sampled again."""
         common = ("entropy", "metrics", "reward_counts", "reward_breaker", "prompts")
         give_states({name: part for name, part in self._parts().items() if name in common}, state.values["parts"])
-        self.audits.keep_books(None)  # which prompts the epoch has seen may mean something else now
+        self.audits.keep_books(None)  # the prompts seen in the epoch may be counted differently now
         self._restore_counts(state)
 
     def _restore_counts(self, state: RunState) -> None:
-        """Of the run; the loss follows when Trainer has set it to 0."""
+        """Restore the counters of the run; `_restore_loss` restores the loss once Trainer has reset it to 0."""
         loop = state.values["loop"]
         self._earlier_runs, self._asked_elsewhere = loop["earlier_runs"], loop["asked_elsewhere"]
         self._state_to_finish = state
 
     def _restore_loss(self) -> None:
-        """Called before the first update: Trainer has set its sums to 0 by then."""
+        """Restore the loss; called before the first update, when Trainer has already reset its sums to 0."""
         if (state := self._state_to_finish) is not None:
             self._state_to_finish = None
             self._tr_loss.copy_(state.tensors["loss"])
-            self._total_loss_scalar -= float(self._tr_loss)  # at the end it is the mean over this call's updates
+            self._total_loss_scalar -= float(self._tr_loss)  # the final loss is the mean over this call's updates
             self._globalstep_last_logged = state.values["loop"]["last_logged"]
 
     def _mark_boundary(self) -> None:
-        """Remember the run as it is before an update, where that may be abandoned."""
+        """Keep the state before an update, if the update may be abandoned."""
         if self._random_at_boundary is not None:
             position = None if self.recorder is None else self.recorder.position()
             counts = self.state.num_input_tokens_seen, self.current_flos, self._ahead.flight
             self._boundary = Boundary(self.run_state(), self._random_at_boundary, position, *counts)
 
     def _note_random_state(self) -> None:
-        """After an update and all that follows it, but before the loader of a new epoch draws a number."""
+        """Keep the random state after an update and its logs, before the loader of a new epoch draws a number."""
         self._random_at_boundary = RandomState.now() if self._saves_when_interrupted else None
 
     @property
     def _saves_when_interrupted(self) -> bool:
-        """Whether a signal or an exception may abandon an update; other processes could not be told."""
+        """Whether a signal or an exception may abandon an update; other processes would not know of it."""
         return self.stopper.enabled and self.stopper.alone
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self._boundary = None  # the optimizer's step is next, and the weights will be others
+        self._boundary = None  # the optimizer's step comes next and changes the weights
         return grad_norm
 
     def _save_boundary(self) -> None:
-        """Save the run as it was before the update that was abandoned."""
+        """Save the run as it was before the abandoned update."""
         boundary = self._boundary
         if boundary is None or self._saved_at == self.state.global_step:
             return
@@ -182,13 +182,13 @@ class Checkpointing(Watching):
             self._abandoned = None
 
     def _save_despite(self, error: Exception, save: Callable[[], None]) -> None:
-        """Save the last update that was finished, before an exception ends the run, and say in it how to go on."""
+        """Save the last finished update before an exception ends the run, and note in the exception how to resume."""
         step = self.state.global_step
         if not self._saves_when_interrupted or not step:
             return
         try:
             save()
-        except Exception as another:  # whatever it is: the first one is why the run ends, and must be seen
+        except Exception as another:  # of any kind: it must not hide the first one, which ends the run
             logger.error(f"Update {step} could not be saved: {type(another).__name__}: {another}")
         run = Path(self._get_output_dir(trial=getattr(self, "_trial", None)))
         folder = str(run / f"{PREFIX_CHECKPOINT_DIR}-{step}") if self._saved_at == step else self._resumed_from
@@ -201,7 +201,7 @@ class Checkpointing(Watching):
     # ---- saving
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint; a full disk costs the checkpoint, not the run."""
+        """Write a checkpoint; if the disk is full, put it off and let the run continue."""
         start = time.perf_counter()
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
@@ -226,7 +226,7 @@ class Checkpointing(Watching):
             checkpoints.rotate(run, self.args.save_total_limit, spare, run_id=self._run_id)
 
     def _write_parts(self, model: nn.Module, run: Path, folder: Path) -> None:
-        """Everything that belongs to a checkpoint, this process's share of it."""
+        """Write this process's share of a checkpoint."""
         self._note_best(run)
         self.save_model(str(folder), _internal_call=True)
         if not self.args.save_only_model:
@@ -250,7 +250,7 @@ class Checkpointing(Watching):
         self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _about(self) -> dict[str, Any]:
-        """What the manifest says of the run."""
+        """The description of the run in the manifest."""
         return {
             "run_id": self._run_id,
             "step": self.state.global_step,
@@ -260,14 +260,14 @@ class Checkpointing(Watching):
         }
 
     def _note_best(self, run: Path) -> None:
-        """The best checkpoint so far: one that is there, or the one that is being written."""
+        """Note the best checkpoint so far, if it exists or is the one being written."""
         step = self.state.best_global_step
         folder = run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         if step and (step == self.state.global_step or folder.exists()):
             self.state.best_model_checkpoint = str(folder)
 
     def _collect_callback_states(self) -> None:
-        """Put what callbacks want to keep into Trainer's state, as its own saving does."""
+        """Put the state of callbacks into Trainer's state, as Trainer does when it saves."""
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 name, kept = type(callback).__name__, self.state.stateful_callbacks
@@ -277,12 +277,12 @@ class Checkpointing(Watching):
                     kept[name] = callback.state()
 
     def _write_reference(self, folder: Path) -> None:
-        """A reference that is blended with the policy is part of the run; any other is made anew from the start."""
+        """Write a reference that is blended with the policy; any other is made again when a run starts."""
         if self.ref_model is not None and self.args.sync_ref_model and not self.args.save_only_model:
             save_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REFERENCE))
 
     def _disk_is_full(self, part: Callable[[], Any], folder: Path) -> bool:
-        """Do a part of the saving; whether it ended because the disk is full."""
+        """Run one part of saving; returns whether it failed because the disk is full."""
         try:
             with self.presence.during("saving"):
                 part()
@@ -294,7 +294,7 @@ class Checkpointing(Watching):
         return False
 
     def _put_off(self, staged: Path) -> None:
-        """Training goes on with the last good checkpoint; saving is tried again after a while."""
+        """Drop the unfinished checkpoint and continue training; saving is tried again after a while."""
         if self.args.should_save:
             checkpoints.discard(staged)
         self._retry_at = self.state.global_step + self._retry_after
@@ -308,24 +308,24 @@ class Checkpointing(Watching):
         self.record_event("checkpoint_put_off", retry_at=self._retry_at)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's, after an update and again at the end of an epoch, with our own reasons to save and to stop."""
+        """Trainer's method, called after an update and again after an epoch, with more reasons to save and to stop."""
         control, epoch_is_over = self.control, self._epoch_is_over
-        update_ended = self._this_update.ended  # read before super(), which takes note of it (watching.py)
+        update_ended = self._this_update.ended  # read before super(), which resets it (watching.py)
         if self._retry_at is not None and self.state.global_step >= self._retry_at:
             control.should_save = True
         if self._should_stop():
             control.should_training_stop = True
-            if update_ended != epoch_is_over:  # after what is due at the end of the epoch, if this is one
+            if update_ended != epoch_is_over:  # the last update of an epoch is saved after what is due at its end
                 news = control.should_log or control.should_evaluate
                 control.should_save = news or self._saved_at != self.state.global_step
-            elif not update_ended:  # the epoch was left in its middle, and what belongs to its end is not due
+            elif not update_ended:  # the epoch was cut short: what belongs to its end is not due
                 control.should_log = control.should_evaluate = control.should_save = False
         self._record_plan()
         self._boundary = None
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
         except AuditError:
-            raise  # nobody wants to go on from an update that it is about
+            raise  # without saving: the update that failed the audit is not worth resuming from
         except Exception as failed:
             self._save_despite(failed, lambda: self._save_checkpoint(self.model_wrapped, None))
             raise
@@ -341,17 +341,17 @@ class Checkpointing(Watching):
     def _should_stop(self) -> bool:
         """Whether a signal reached any process, too many updates in a row were skipped, or rewards failed."""
         if self.stopper.enabled and any_process(self.accelerator, self.stopper.requested is not None):
-            self.stopper.request()  # all stop together, whichever of them it reached
+            self.stopper.request()  # all processes stop together, whichever of them got the signal
         failed = self.rewards.breaker.stopped_at is not None
         return self.stopper.requested is not None or self.audits.bad_updates.should_stop or failed
 
     def _record_plan(self) -> None:
-        """Once it is made, which takes a generation."""
+        """Record the plan once; it exists after the first generation."""
         if self.recorder is not None and not self._plan_recorded:
             self._plan_recorded = True
             self.recorder.plan({"rollout": self.backend.state_dict(), "update": self.planner.state_dict()})
 
 
 def _simple(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Those settings of a generation config that JSON gives back as they were."""
+    """The settings of a generation config that a JSON round trip leaves unchanged."""
     return {name: value for name, value in config.items() if value is None or type(value) in (bool, int, float, str)}

@@ -32,14 +32,14 @@ from gruppo.types import Rollout, Row, TrainBatch
 
 
 class Collecting(Sampling):
-    """The part of the trainer that collects."""
+    """The part of the trainer that collects scored batches."""
 
     rewards: Rewards
     stopper: Stopper
-    _sampling_anew = False  # a generation that was counted before the run was resumed inside it
+    _sampling_anew = False  # the run was resumed inside this generation, which is counted already
 
     def estimate_advantages(self, rewards_NR: Tensor, group_size: int, kl_penalty_N: Tensor | None) -> Advantages:
-        """Rewards of whole groups, of all processes, to advantages, as the config has it; subclasses may differ."""
+        """Advantages from the rewards of whole groups of all processes, as configured; subclasses may override it."""
         return estimate_advantages(self.args, self.recipe, rewards_NR, self.rewards.weights, group_size, kl_penalty_N)
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class Collecting(Sampling):
         self._note_rows(generation.rollouts, batch.zero_advantage_B.tolist())
         self._record_rows(generation, batch, advantages.rewards_B)
         if self.mode == "train":
-            # A group with one scored row has a spread of NaN, and a batch may have spread where no group has.
+            # The std of a group with one scored row is NaN, and that of a batch may be > 0 where no group has spread.
             moved_share = (advantages.advantages_B != 0).float().mean().item()
             self.audits.scored(
                 spread_share=min(1 - frac_zero_std(advantages.std_B).item(), moved_share),
@@ -97,7 +97,7 @@ class Collecting(Sampling):
 
     @property
     def _drawn_temperature(self) -> float:
-        """0 where greedy decoding is asked for, so that equal completions are no wonder; 1 if nobody knows."""
+        """The sampling temperature: 0 for greedy decoding, where equal completions are expected; 1 if unknown."""
         if not self._under_way.asked:
             return 1.0
         config = self.backend.config
@@ -126,8 +126,8 @@ class Collecting(Sampling):
     def _sample_and_score(
         self, rows: Sequence[Row], places: Sequence[int] | None = None, attempt: int = 0
     ) -> Generation:
-        """Rollouts and rewards of a generation or, given their places, of the replacements of some of its rows."""
-        # A process that has nothing to replace asks for nothing, and waits for the others' tools and rewards.
+        """Rollouts and rewards of a generation or, with `places`, of replacements for some of its rows."""
+        # A process with nothing to replace samples nothing, but takes part if tools or the backend need all processes.
         together = self.toolset is not None or self.backend.needs_every_process
         rollouts = self.rollout(rows, places, attempt) if rows or together else []
         if not self.args.dynamic_sampling:
@@ -137,7 +137,7 @@ class Collecting(Sampling):
         lengths_NC = self._count_tokens(rollouts)
         found, tools = self.reward(rollouts), dict(self._under_way.tool_counts)
         rewards_NR, kinds_NR, notes = found.values_NR, found.kinds_NR, found.notes
-        if (failed_N := failed_resets(self, rollouts)) is not None:  # whatever such a row was scored with
+        if (failed_N := failed_resets(self, rollouts)) is not None:  # overrides the scores of such rows
             rewards_NR = rewards_NR.masked_fill(failed_N, torch.nan)
             kinds_NR = kinds_NR.masked_fill(failed_N, Kind.FAILURE)
             tools |= {"resets": len(failed_N), "failed_resets": int(failed_N.sum())}
@@ -158,10 +158,10 @@ class Collecting(Sampling):
         )
 
     def reward(self, rollouts: Sequence[Rollout]) -> Rewarded:
-        """What the rewards say of rollouts."""
+        """Score rollouts with the rewards."""
         notes = self.rewards.begin(len(rollouts))
         values_NR = self._calculate_rewards(
-            # Copies: rows of a group share theirs, and a reward may change what it gets.
+            # Copies: rows of a group share these objects, and a reward may modify its arguments.
             [{**copy_of(dict(rollout.prompt.row)), **rollout.extra} for rollout in rollouts],
             [copy_of(rollout.prompt.text) for rollout in rollouts],
             [copy_of(rollout.output) for rollout in rollouts],
@@ -187,9 +187,9 @@ class Collecting(Sampling):
     # ---- groups without spread
 
     def _replace_groups_without_spread(self, generation: Generation) -> None:
-        """Sample the next prompts in their place. All processes know all rewards, and so agree on the groups."""
+        """Replace groups without reward spread by the next prompts; all processes have all rewards and so agree."""
         size = self.group_size
-        assert self.prompt_cursor is not None  # or says why there is none
+        assert self.prompt_cursor is not None  # the property raises if there is none
         own = range(generation.places[0], generation.places[-1] + 1) if generation.places else range(0)
         groups = self._groups_without_spread(generation)
         for attempt in range(1, self.args.max_resample_rounds + 1):
@@ -205,7 +205,7 @@ class Collecting(Sampling):
             self.metrics.set("train", {"dynamic_sampling/epoch": self.epochs_consumed})
 
     def compared_rewards(self, rewards_NR: Tensor, group_size: int) -> Tensor:
-        """What the rows of a group are compared by: the weighted sum of the rewards, or what is made of it."""
+        """The values by which rows of a group are compared: the weighted sum of rewards, or one derived from it."""
         found = self.estimate_advantages(rewards_NR, group_size, None)
         return found.rewards_B if found.compared_B is None else found.compared_B
 
@@ -220,9 +220,9 @@ class Collecting(Sampling):
     def _compare(
         self, generation: Generation, kl_penalty_N: Tensor | None, mask_BT: Tensor
     ) -> tuple[Advantages, Tensor]:
-        """Advantages of all rows, as they are logged, and those of this process's rows.
+        """Advantages of all rows, for the logs, and of this process's rows, for the loss.
 
-        The latter are (B,), or (B, T) where a reward judged steps.
+        The latter are (B,), or (B, T) if a reward scored steps.
         """
         steps = self._step_table(generation)
         rewards_NR, size = generation.rewards_NR, self.group_size
@@ -240,7 +240,7 @@ class Collecting(Sampling):
         return with_steps(advantages, rewards_N, mean_N, steps.spread_P(weights_R, size)), own_BT
 
     def _step_table(self, generation: Generation) -> StepTable | None:
-        """The steps that rewards judged; None if there are none, or the recipe knows outcomes only."""
+        """The steps that rewards scored; None if there are none, or if the recipe supports outcomes only."""
         if self.recipe.advantage != "group":  # then the steps of a completion are summed into an outcome
             return None
         values_BR = generation.rewards_NR[generation.own]
@@ -271,7 +271,7 @@ class Collecting(Sampling):
         return batch
 
     def _set_age(self, batch: TrainBatch, sampled_at: Sequence[int | None]) -> None:
-        """When the rows were sampled and, if that may be earlier, when they are scored."""
+        """Set after how many updates the rows were sampled and, with async rollouts in training, scored."""
         now, device = self.state.global_step, self.accelerator.device
         batch.sampled_at = torch.tensor([now if at is None else at for at in sampled_at], device=device).long()
         if self.args.async_rollouts and self.mode == "train":
@@ -282,7 +282,7 @@ class Collecting(Sampling):
     # ---- what is logged about a generation
 
     def _note_rows(self, rollouts: Sequence[Rollout], zero_advantage: Sequence[bool]) -> None:
-        """Enter in the ledger what the rewards said about sampled rows."""
+        """Enter sampled rows in the ledger: their lengths, which have zero advantage, and which are truncated."""
         if self.mode == "train":
             self.ledger.scored_rows(
                 [len(rollout.completion.ids) for rollout in rollouts],
@@ -291,7 +291,7 @@ class Collecting(Sampling):
             )
 
     def _count_tokens(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Completion tokens, prompt tokens, unfinished and prompt cut (N, 4), of all processes."""
+        """(N, 4), rows of all processes: completion tokens, prompt tokens, unfinished, prompt truncated."""
         counts = [
             [
                 sum(r.completion.model_mask or [1] * len(r.completion.ids)),
@@ -338,7 +338,7 @@ class Collecting(Sampling):
         )
 
     def _gather_user_logs(self, generation: Generation) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:
-        """`log_metric` values and `log_extra` columns of all processes; a process without a column gives None."""
+        """`log_metric` values and `log_extra` columns of all processes; None where a process has no such column."""
         local = [(generation.metrics, generation.columns, len(generation.rollouts))]
         parts = gather_object(local) if self.accelerator.num_processes > 1 else local
         values: dict[str, list[float]] = {}

@@ -1,7 +1,7 @@
-"""Evaluation: completions of other prompts, with their loss and rewards, and benchmarks beside them or in their place.
+"""Evaluation: completions of evaluation prompts with their loss and rewards, benchmarks, or both.
 
-Benchmarks are sampled with the backend of the run and leave no trace in it: generators, budgets and settings of the
-sampler are afterwards what they were, so that the weights of a run do not depend on which benchmarks it has.
+Benchmarks use the backend of the run and leave its state unchanged: random generators, budgets and sampler settings
+are restored afterwards, so that the weights of a run do not depend on its benchmarks.
 """
 
 from collections.abc import Iterator
@@ -25,20 +25,20 @@ class Evaluating(Running):
     """The part of the trainer that evaluates."""
 
     benchmarks: "TrainingBenchmarks | None" = None
-    _benchmark_results: dict[str, float] | None = None  # of the evaluation under way
+    _benchmark_results: dict[str, float] | None = None  # of the current evaluation
     _results_prefix = ""
-    _batches_evaluated = 0  # of the set at hand, as the next two
+    _batches_evaluated = 0  # of the current dataset, like the next two
     _rows_evaluated = 0
     _loss_evaluated = 0.0
 
     def __init__(self, *args: Any, eval_dataset: Any = None, **kwargs: Any):
-        # Trainer insists on a set where there is an eval_strategy. None in a dict of them: benchmarks are no dataset.
+        # Trainer requires an eval_dataset if there is an eval_strategy. Benchmarks alone: give it an empty dict.
         stand_in = {} if eval_dataset is None and self.benchmarks is not None else eval_dataset
         super().__init__(*args, eval_dataset=stand_in, **kwargs)
         self.eval_dataset = eval_dataset
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
-        """Trainer's, in a run. The one before the first update (`skip_scheduler`) a resumed run has behind it."""
+        """Trainer's method; a resumed run skips the evaluation before the first update (`skip_scheduler`)."""
         if skip_scheduler and self._random_state_due is not None:
             return {}
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
@@ -55,7 +55,7 @@ class Evaluating(Running):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         with self.presence.watching(), self._in_mode("eval"):
-            if self.benchmarks is None or self._benchmark_results is not None:  # they were run before the first set
+            if self.benchmarks is None or self._benchmark_results is not None:  # they ran before the first dataset
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             return self._evaluate_with_benchmarks(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -63,14 +63,14 @@ class Evaluating(Running):
         """Trainer's loop, with the metrics of the sampled completions beside its loss."""
         prefix = self._eval_prefix = kwargs.get("metric_key_prefix", "eval")
         self.completion_logs["eval"] = CompletionLog(self.args.generation_batch_size)
-        self.metrics.take("eval")  # of an evaluation that an exception ended
+        self.metrics.take("eval")  # drop those of an evaluation that an exception ended
         self._batches_evaluated, self._rows_evaluated, self._loss_evaluated = 0, 0, 0.0
         output = super().evaluation_loop(*args, **kwargs)
         if self._benchmark_results is not None and prefix == self._results_prefix:
             output.metrics.update(self._benchmark_results)
         output.metrics.update({f"{prefix}_{key}": value for key, value in self.metrics.take("eval").items()})
         if self._rows_evaluated:
-            # Trainer takes every batch for a full one; the last may have fewer rows.
+            # Trainer treats every batch as full, but the last may have fewer rows.
             output.metrics[f"{prefix}_loss"] = self._loss_evaluated / self._rows_evaluated
         return output._replace(num_samples=self._rows_evaluated)
 
@@ -104,12 +104,12 @@ class Evaluating(Running):
             metrics = super().evaluate(eval_dataset, ignore_keys, prefix)
         finally:
             self._benchmark_results = None
-        # Each of several sets has a log of its own, and so have the benchmarks beside them.
+        # Several datasets are logged separately, and so are the benchmarks.
         return metrics | self._report(found, prefix) if isinstance(sets, dict) else metrics
 
     def _run_benchmarks(self, prefix: str) -> dict[str, float]:
         assert self.benchmarks is not None
-        if callable(getattr(self.optimizer, "eval", None)):  # some have other weights until the next update
+        if callable(getattr(self.optimizer, "eval", None)):  # some optimizers use other weights for evaluation
             self.optimizer.eval()
         generators, budgets = RandomState.now(), self.backend.state_dict()
         try:
@@ -126,7 +126,7 @@ class Evaluating(Running):
             generators.restore()
             if budgets is not None and self.backend.state_dict() != budgets:
                 self.backend.load_state_dict(budgets)
-                self.backend.release()  # what was made for other budgets
+                self.backend.release()  # frees what was allocated for other budgets
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
     def _gather_shares(self, own: list[Any]) -> list[Any]:
@@ -135,7 +135,7 @@ class Evaluating(Running):
         return shares
 
     def _report(self, found: dict[str, float], prefix: str) -> dict[str, float]:
-        """As Trainer does for a set of prompts."""
+        """Log the results of benchmarks and notify callbacks, as Trainer does for a dataset."""
         self._eval_prefix = prefix
         self.log(found)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)

@@ -16,29 +16,29 @@ from gruppo.trainer.reporting import Reporting
 
 
 class Feeding(Reporting):
-    """The part of the trainer that feeds: prompt streams and loaders."""
+    """The part of the trainer that supplies prompts: streams and loaders."""
 
     audits: Audits
-    _stream: PromptStream | None = None  # none when a subclass brings its own loader
-    _cursor: PromptCursor | None = None  # with dynamic sampling
+    _stream: PromptStream | None = None  # None if a subclass provides its own loader
+    _cursor: PromptCursor | None = None  # only with dynamic sampling
     _epoch = 0
     _epoch_iterator: Any = None
 
     def rows_of(self, generation: int, *, anew: bool = False) -> Sequence[Mapping[str, Any]]:
-        """The rows of a generation of the current epoch, this process's share; `anew`: of the one under way."""
+        """This process's rows of a generation of the current epoch; `anew`: the run was resumed inside it."""
         stream, args = self._stream, self.args
         assert stream is not None
         if self._cursor is None:
             if not anew:
                 self._enter(range(self._first_position(generation), self._first_position(generation + 1)))
             return stream.rows(self._epoch, generation)
-        # A checkpoint that was written without dynamic sampling says nothing of the prompts that were consumed.
+        # The position is for a cursor without one: a checkpoint written without dynamic sampling does not store it.
         self._cursor.begin(self._first_position(generation), anew=anew)
         places = split_for_rank(range(args.generation_batch_size), args.process_index, args.world_size)
         return self.take_prompts(range(stream.prompts), places, anew=anew)
 
     def rows_ahead(self, epoch: int, generation: int) -> Sequence[Mapping[str, Any]]:
-        """The rows that a generation will have if nothing comes in between; nothing is entered in the books."""
+        """The rows that a later generation will have if nothing changes until then; they do not count as taken."""
         stream, args = self._stream, self.args
         assert stream is not None
         if self._cursor is None:
@@ -63,13 +63,13 @@ class Feeding(Reporting):
         )
 
     def _first_position(self, generation: int) -> int:
-        """Of a generation of the current epoch, in the sequence that the prompts of all epochs make."""
+        """Where a generation of the current epoch begins in the sequence of the prompts of all epochs."""
         stream = self._stream
         assert stream is not None
         return (self._epoch * (stream.generations or 0) + generation) * stream.prompts
 
     def take_prompts(self, groups: Sequence[int], places: Sequence[int], *, anew: bool = False) -> Sequence[Any]:
-        """The next prompts, one for each of these groups, as rows at these places of the batch of all processes."""
+        """The next prompts, one per group, as the rows at `places` in the batch of all processes."""
         cursor = self.prompt_cursor
         taken = cursor.upcoming(len(groups))
         rows = cursor.take(groups, places)
@@ -78,13 +78,13 @@ class Feeding(Reporting):
         return rows
 
     def _enter(self, positions: range) -> None:
-        """Enter prompts in the books; those of a stream without end have no index and are only counted."""
+        """Report prompts to the audits as taken; those of an endless stream have no index and are only counted."""
         assert self._stream is not None
         self.audits.took([self._stream.index(position) or (0, position) for position in positions])
 
     @property
     def prompt_cursor(self) -> PromptCursor:
-        """Where replacements come from."""
+        """The source of replacement prompts."""
         if self._cursor is None:
             raise ConfigError(
                 f"dynamic_sampling=True replaces prompts by the next ones of the trainer's own order, but "
@@ -95,7 +95,7 @@ class Feeding(Reporting):
 
     @property
     def epochs_consumed(self) -> float | None:
-        """Passes through the prompts so far, replaced ones included; None for a stream without end."""
+        """Passes through the prompts so far, including replaced ones; None for an endless stream or without a cursor."""
         if self._stream is None or self._cursor is None or self._stream.generations is None:
             return None
         return self._cursor.consumed / (self._stream.generations * self._stream.prompts)
@@ -106,7 +106,7 @@ class Feeding(Reporting):
         super().log(logs, start_time)
 
     def _count_epoch(self, epoch_iterator: Any) -> None:
-        """A new iterator is a new epoch: Trainer does not say, and an epoch may be stopped early."""
+        """Count epochs by their iterators: Trainer does not pass the epoch, and an epoch may be stopped early."""
         if epoch_iterator is self._epoch_iterator:
             return
         steps = self._micro_steps_per_epoch
@@ -151,7 +151,7 @@ class Feeding(Reporting):
                 copies=args.micro_steps_per_generation,
                 **place,
             )
-            if type(sampler) is RepeatSampler:  # another one may repeat or leave out prompts on purpose
+            if type(sampler) is RepeatSampler:  # other samplers may repeat or skip prompts on purpose
                 self.audits.keep_books(len(dataset), left_over=len(dataset) % self._stream.prompts)
         self._cursor = PromptCursor(self._stream, args.num_generations) if args.dynamic_sampling else None
         return micro_step_loader(self._micro_steps_per_epoch)
@@ -182,10 +182,10 @@ class Feeding(Reporting):
     def _keep_columns(self, dataset: Any) -> Any:
         if not self.args.remove_unused_columns:
             return dataset
-        # A stream may not know its columns; then the prompt is the one it must have.
+        # A stream may not know its columns; then only `prompt`, which it must have, is kept.
         known = dataset.column_names or ["prompt"]
         return dataset.select_columns([column for column in ("prompt", "image", "images") if column in known])
 
     def num_examples(self, dataloader: Any) -> int:
-        """Prompts, not micro-steps."""
+        """The number of prompts, not of micro-steps."""
         return len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else super().num_examples(dataloader)

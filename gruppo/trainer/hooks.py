@@ -1,6 +1,6 @@
-"""Hooks: methods that subclasses of TRL's trainers override, and which of them a trainer at hand does.
+"""Hooks: methods that subclasses of TRL's trainers override, and which of them a given trainer overrides.
 
-Those that are called have a heading in their files, and a row in docs/extending.md.
+Hooks that are called are under a heading in their files, and have a row in docs/extending.md.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ PADDED_HOOKS = (
 
 
 def overridden(trainer: Any, names: Sequence[str]) -> list[str]:
-    """Those of these methods that a subclass, or a patch of a class or of the trainer itself, brings from outside."""
+    """The methods among `names` that user code replaces: in a subclass, or by patching a class or the trainer."""
     ours = ("gruppo.trainer.", "transformers.")
     return [name for name in names if not str(getattr(trainer, name).__module__).startswith(ours)]
 

@@ -27,7 +27,7 @@ from gruppo.types import Completion, Prompt, Rollout, Row, SampleRequest, StopRe
 
 @dataclass
 class RolloutUnderWay:
-    """State of the current or latest rollout that its steps share, because the hooks' signatures (TRL's) cannot pass it.
+    """State that the steps of the current or latest rollout share, as TRL's hook signatures leave no room for it.
 
     The random numbers of a completion are determined by the position of its generation in the run (`Sampling._place`,
     which a resumed run restores), the row's position in the batch of all processes, the round of replacements that put
