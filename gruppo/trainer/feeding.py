@@ -95,7 +95,7 @@ class Feeding(Reporting):
 
     @property
     def epochs_consumed(self) -> float | None:
-        """Passes through the prompts so far, including replaced ones; None for an endless stream or without a cursor."""
+        """Passes through the prompts so far, with replaced ones; None for an endless stream or without a cursor."""
         if self._stream is None or self._cursor is None or self._stream.generations is None:
             return None
         return self._cursor.consumed / (self._stream.generations * self._stream.prompts)

@@ -47,7 +47,7 @@ class LogProbs(Feeding):
     temperature: float
     router_aux_loss_coef = 0.0  # weight of the load-balancing loss of a mixture of experts
     prompt_encoder: PromptEncoder
-    packed: PackedPolicy | None  # how packed rows are run; None: padded rows, the slow twin
+    packed: PackedPolicy | None  # how packed rows are run; None: rows are padded, which is slower
     parity: ParityGuard
 
     # ---- log-probs
@@ -55,30 +55,30 @@ class LogProbs(Feeding):
     def add_logps(self, batch: TrainBatch) -> Tensor | None:
         """Add log-probs under the sampling weights and the reference to the batch, where the recipe needs them.
 
-        Returns the KL penalty of each completion of all processes, for recipes that charge it to the reward.
+        Returns the KL penalty of each completion of all processes, for recipes that subtract it from the reward.
         """
         return self._retry_smaller(lambda: self._add_logps(batch))
 
     def _retry_smaller(self, run: Callable[[], T]) -> T:
-        """What `run` returns; in smaller packs if memory is short."""
-        while self.packed is not None and not self.sharding.is_sharded:  # there, the others are in the same pass
+        """Call `run` and return its result, retrying with smaller packs if memory runs out."""
+        while self.packed is not None and not self.sharding.is_sharded:  # sharded: all processes share each pass
             try:
                 return run()
             except torch.OutOfMemoryError:
                 pass
-            self.planner.shrink()  # not in the handler: the traceback would keep what must be freed
+            self.planner.shrink()  # not in the handler: the traceback keeps tensors that must be freed
         return run()
 
     def _add_logps(self, batch: TrainBatch) -> Tensor | None:
         off_policy = self.mode == "train" and not self.args.rollouts_stay_on_policy
         off_policy |= self.corrects_sampler
-        has_reference = self.recipe.kl != "none"  # whatever a schedule makes of beta meanwhile
+        has_reference = self.recipe.kl != "none"  # whatever the current value of beta
         charge_kl = self.recipe.kl == "reward"
         if not (off_policy or has_reference):
             return None
         packs = self._packs(batch)
         if off_policy or charge_kl:
-            # A KL is the difference of two passes of the same kind, so that it is 0 where the policies are equal.
+            # The KL compares two passes of the same kind, so that it is exactly 0 where the policies are equal.
             known_BT = batch.engine_logps if self.parity.reuses_engine_logps and not charge_kl else None
             old_BT = self._frozen_logps(self.model, batch, packs) if known_BT is None else known_BT
         if off_policy and self.recipe.ratio == "sequence_sum":
@@ -95,13 +95,13 @@ class LogProbs(Feeding):
 
     @property
     def corrects_sampler(self) -> bool:
-        """Whether tokens are weighed by how likely the policy was to write them where the sampler did."""
+        """Whether tokens are weighted by the ratio of their probabilities under the policy and the sampler."""
         return self.args.samples_with_vllm and getattr(self.args, "vllm_importance_sampling_correction", False)
 
     def _weigh_samples(self, batch: TrainBatch, old_BT: Tensor) -> None:
-        """Add ρ = π_old / π_sampler, bounded as the config says, and log it."""
+        """Add ρ = π_old / π_sampler, bounded as configured, to the batch, and log it."""
         args, weights = self.args, None
-        if batch.sampling_per_token_logps is not None:  # a rollout function may not know them
+        if batch.sampling_per_token_logps is not None:  # a rollout function may not return them
             weights = importance_weights(
                 old_BT,
                 batch.sampling_per_token_logps,
@@ -125,7 +125,7 @@ class LogProbs(Feeding):
     def _logps_of(self, model: nn.Module, batch: TrainBatch, **options: Any) -> LogpsAndLoss:
         """Log-probs and (with `compute_entropy`) entropies of the completions, (B, T) each.
 
-        And with `compute_aux_loss` the load-balancing loss.
+        With `compute_aux_loss`, also the load-balancing loss.
         """
         if batch.vision is not None:
             options["vision"] = batch.vision
@@ -159,7 +159,7 @@ class LogProbs(Feeding):
             return self._frozen_logps(self.model, batch, packs)
 
     def _packs(self, batch: TrainBatch) -> list[PackedRows] | None:
-        """The rows that have tokens of the loss, packed; None where rows are padded."""
+        """The rows that have loss tokens, packed; None if rows are padded."""
         if self.packed is None:
             return None
         rows = batch.loss_mask_BT.any(1).nonzero()[:, 0].tolist()
@@ -167,13 +167,13 @@ class LogProbs(Feeding):
         return Packer(batch).packs(rows, plan.tokens, plan.group_tokens)
 
     def _passes_in_step(self, passes: int) -> int:
-        """The passes that every process makes, where all must make as many: sharded weights are gathered in each."""
+        """The passes to make: with sharded weights, which every pass gathers, the maximum over all processes."""
         if not self.sharding.is_sharded:
             return passes
         return int(self.accelerator.gather(torch.tensor([passes], device=self.accelerator.device)).max())
 
     def _idle(self, model: nn.Module, passes: int) -> None:
-        """Passes for the sake of the others; with gradients, which are all 0."""
+        """Make empty passes in which other processes need this one; with autograd enabled, their gradients are 0."""
         assert self.packed is not None
         for _ in range(passes):
             scores = self.packed.score(model, idle_pack(self.accelerator.device))
@@ -183,16 +183,16 @@ class LogProbs(Feeding):
             reshard(model)
 
     def _whole_packs(self, batch: TrainBatch) -> list[PackedRows]:
-        """All rows, packed with every token: what a router is to place evenly."""
+        """All rows, packed with every token: those that the load-balancing loss of a router is about."""
         plan = self.planner.plan(batch)
         return Packer(batch, whole=True).packs(range(len(batch)), plan.tokens, plan.group_tokens)
 
     def _logps_of_packs(
         self, model: nn.Module, batch: TrainBatch, packs: Sequence[PackedRows], entropy: bool = False
     ) -> LogpsAndLoss:
-        """Log-probs and entropies (B, T) of a batch that is packed; 0 where there is no token of the loss.
+        """Log-probs and entropies (B, T) of a packed batch; 0 where there is no loss token.
 
-        In packs of whole rows the load-balancing loss as well.
+        For packs of whole rows, also the load-balancing loss.
         """
         assert self.packed is not None
         idle = self._passes_in_step(len(packs)) - len(packs)
@@ -212,7 +212,7 @@ class LogProbs(Feeding):
         return placed([score.logps for score in scores]), placed(entropies) if entropy else None, router_loss
 
     def _logps_of_pack(self, model: nn.Module, pack: PackedRows, **options: Any) -> tuple[Scores, Routing | None]:
-        """Scores of a pack; of whole rows also where the router has sent their tokens."""
+        """Scores of a pack; for a pack of whole rows, also the routing of their tokens to experts."""
         assert self.packed is not None
         if pack.repeats is None:
             return self.packed.score(model, pack, temperature=self.temperature, **options), None
@@ -225,7 +225,10 @@ class LogProbs(Feeding):
         return args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
 
     def _only_vision(self, given: dict[str, Any], input_ids: Tensor) -> Any:
-        """The hook's `vision`; one that forgets it, or passes image tensors instead, would run rows without images."""
+        """The `vision` argument; raises if an overridden hook omits it or passes image tensors instead.
+
+        The rows would otherwise be run without their images.
+        """
         vision, others = given.get("vision"), {name for name, value in given.items() if value is not None} - {"vision"}
         if vision is None and not self.prompt_encoder.takes_images:
             return None
@@ -254,7 +257,7 @@ class LogProbs(Feeding):
     ) -> LogpsAndLoss:
         """Hook: log-probs (B, T), entropies (B, T) or None, load-balancing loss (0-d) or None.
 
-        `vision` (a list, of the batch's rows) is what a processor made of the prompts.
+        `vision` is a list with one entry per row: the processor's output for its prompt.
         """
         options: dict[str, Any] = {
             "vision": self._only_vision(multimodal, input_ids),

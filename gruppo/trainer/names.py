@@ -11,7 +11,7 @@ from gruppo.trainer.stepping import Stepping
 
 
 class KnownNames(Stepping):
-    """The part of the trainer that shows settings and state under those names."""
+    """The part of the trainer that exposes settings and state under TRL's names."""
 
     def make_loss_settings(self) -> LossSettings:
         raise NotImplementedError
@@ -53,13 +53,13 @@ class KnownNames(Stepping):
         self._change("epsilon_high", value)
 
     def _change(self, name: str, value: float) -> None:
-        # The config stays what the user wrote; what changes during a run is kept beside it.
+        # The config stays as the user wrote it; changes during a run are kept separately.
         self._overrides[name] = value
         self.loss_settings = self.make_loss_settings()
 
     @property
     def generation_config(self) -> Any:
-        """The sampling settings of the backend, which reads them anew at each generation."""
+        """The sampling settings of the backend, which reads them at every generation."""
         return self.backend.config
 
     @generation_config.setter
@@ -68,7 +68,7 @@ class KnownNames(Stepping):
 
     @property
     def reward_funcs(self) -> list[Any]:
-        """The reward functions; a list of the same length may take their place."""
+        """The reward functions; may be set to another list of the same length."""
         return list(self.rewards.runner.functions)
 
     @reward_funcs.setter

@@ -28,15 +28,15 @@ from gruppo.trainer.display.progress import LiveProgressCallback, take_over
 class Reporting(Trainer):
     """The part of the trainer that reports."""
 
-    args: Any  # like the next two Trainer's own, which it does not know in this form
+    args: Any  # like the next two, an attribute of Trainer with a different type here
     control: Any
     eval_dataset: Any
     mode: str
-    _eval_prefix = "eval"  # of the evaluation set at hand: eval, or eval_<name> when there are several
+    _eval_prefix = "eval"  # of the current evaluation dataset: eval, or eval_<name> when there are several
     algorithm: str
     metrics: MetricStore
     completion_logs: dict[str, CompletionLog]
-    recorder: RunRecorder | None = None  # while a run is under way
+    recorder: RunRecorder | None = None  # only during a run
     _record_seconds = 0.0  # spent on the record since the last update
 
     def timer(self, name: str) -> AbstractContextManager[None]:
@@ -44,28 +44,28 @@ class Reporting(Trainer):
 
     @property
     def _tokenizer(self) -> Any:
-        """The tokenizer, which is the processing class itself or that of a processor."""
+        """The tokenizer: the processing class itself, or the one inside a processor."""
         return inner_tokenizer(self.processing_class)
 
     @property
     def _tracks_images(self) -> bool:
-        """Whether a tracker is shown the images of prompts; files have their digests."""
+        """Whether images of prompts are sent to a tracker; files contain only their digests."""
         args = self.args
         return args.log_completions and args.log_multimodal and bool({"wandb", "trackio"} & set(args.report_to))
 
     def add_callback(self, callback: Any) -> None:
-        """Trainer's, which has a display of its own: it gives way to ours."""
+        """Trainer's method; if gruppo's progress display is among the callbacks, it replaces that of transformers."""
         super().add_callback(callback)
         take_over(self)
 
     def close_displays(self) -> None:
-        """Also after an error, so that the terminal is left as it was."""
+        """Close progress displays, also after an error, so that the terminal is left as it was."""
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, LiveProgressCallback):
                 callback.close()
 
     def record_event(self, kind: str, **fields: Any) -> None:
-        """Write down that something happened."""
+        """Write an event to the record of the run."""
         if self.recorder is not None:
             self.recorder.event(kind, update=self.state.global_step, **fields)
 
@@ -82,7 +82,7 @@ class Reporting(Trainer):
             self._show_completions()
 
     def _kind_of(self, logs: Mapping[str, Any]) -> str:
-        """Of an update, of an evaluation, or of the end of a run."""
+        """The kind of logs: of training, of an evaluation (its prefix), or of the end of a run."""
         if self.mode != "train":
             return self._eval_prefix
         return "end" if "train_runtime" in logs else "train"
@@ -92,7 +92,7 @@ class Reporting(Trainer):
         return Path(self.args.output_dir) / "completions"
 
     def _show_completions(self) -> None:
-        """Console, parquet file and trackers; evaluation has files of its own."""
+        """Send completions to the console, a parquet file and the trackers; evaluation has separate files."""
         log = self.completion_logs[self.mode]
         if not log.has_news:
             return
@@ -127,7 +127,7 @@ class Reporting(Trainer):
         return self._counted_weights
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Nothing: prompts and completions are counted when they are sampled."""
+        """Do nothing: prompts and completions are counted when they are sampled."""
 
     def create_model_card(
         self,

@@ -1,4 +1,4 @@
-"""A run from its first call to its end: who may write into the folder, where it goes on, and how it ends."""
+"""A run from start to end: the lock on its folder, the checkpoint it resumes from, and how it ends."""
 
 import copy
 import logging
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 class Running(Checkpointing):
     """The part of the trainer that begins and ends runs."""
 
-    _differing_settings: Sequence[str] = ()  # from those of the checkpoint at hand
+    _differing_settings: Sequence[str] = ()  # names of settings that differ from the checkpoint's
     _random_state_due: str | None = None  # the checkpoint whose random state is still to be restored
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's `train`, alone in its folder, from a checkpoint that was checked, with an orderly end on signals.
+        """Trainer's `train`, with a lock on the output folder, a verified checkpoint and a clean stop on signals.
 
         `resume_from_checkpoint`: a folder, or True for the newest good checkpoint in output_dir.
         """
@@ -62,7 +62,7 @@ class Running(Checkpointing):
         return output
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, with nothing left of an earlier run."""
+        """Trainer's loop, after clearing the state of an earlier run."""
         self._queue.clear()
         self.metrics.discard()
         self.ledger.forget()
@@ -72,7 +72,7 @@ class Running(Checkpointing):
         self.audits.reset()
         self._random_state_due = kwargs.get("resume_from_checkpoint")
         if self._random_state_due is not None:
-            self._earlier_runs = 0  # it is the first run that goes on
+            self._earlier_runs = 0  # unless the checkpoint has a number, the resumed run counts as the first
         try:
             output = super()._inner_training_loop(*args, **kwargs)
         finally:
@@ -82,19 +82,19 @@ class Running(Checkpointing):
         return output
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's, which would make one more update in a run that is resumed after its last."""
+        """Trainer's method, except in a run resumed after its last update, where it would make one more."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, without what it removes at the end: checkpoints are rotated when one is written."""
-        self._load_rng_state(self._random_state_due)  # of a run that was over: no update has done it
+        """Trainer's method, without its removal of checkpoints: they are rotated when one is written."""
+        self._load_rng_state(self._random_state_due)  # if the resumed run was complete, no update has restored it
         if self._retry_at is not None:
             self._save_checkpoint(self.model_wrapped, None)
         own = self.args
-        if own.save_total_limit == 1:  # Trainer would leave the best one alone; the config is the user's to change
+        if own.save_total_limit == 1:  # Trainer would keep only the best one; a copy, as the config is the user's
             self.args = copy.copy(own)
             self.args.save_total_limit = None
         try:
@@ -103,7 +103,7 @@ class Running(Checkpointing):
             self.args = own
 
     def _raise_reason_to_stop(self) -> None:
-        """The end of a run that did not come to its own."""
+        """Raise the reason for which the run ended early, if it did."""
         step, ended = self.state.global_step, self.state.global_step >= self.state.max_steps
         folder = Path(self.args.output_dir) / f"checkpoint-{step}"
         if self.stopper.requested is not None and ended:
@@ -121,7 +121,7 @@ class Running(Checkpointing):
         self.rewards.raise_if_failed(Path(self._get_output_dir(trial=None)))
 
     def _raise_stopped(self, name: str, folder: Path) -> None:
-        """Exit, with a code that says whether nothing was lost."""
+        """Exit with a code that says whether the run is saved."""
         step, began = self.state.global_step, Path(self._resumed_from or "").name
         self.record_event("stopped", signal=name)
         if self._saved_at == step:
@@ -135,7 +135,7 @@ class Running(Checkpointing):
 
     @contextmanager
     def _alone_in_folder(self) -> Iterator[None]:
-        """Hold the lock of the output folder; what a killed run left half done there is put in order."""
+        """Hold the lock of the output folder, and clean up what a killed run left unfinished there."""
         folder, lock, error = Path(self.args.output_dir), None, None
         if self.accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ class Running(Checkpointing):
     # ---- which checkpoint
 
     def _choose_checkpoint(self, asked: Any) -> str | None:
-        """The checkpoint to go on from, which is whole and was made with these settings; one process decides."""
+        """The checkpoint to resume from, complete and made with these settings; the main process decides."""
         self._resumed_from, self._differing_settings = None, ()
         if asked is None or asked is False:
             return None
@@ -207,10 +207,10 @@ class Running(Checkpointing):
         return path
 
     def _check_settings(self, path: Path) -> list[str]:
-        """The names of settings that differ from the checkpoint's; refuse it if they may not."""
+        """The names of settings that differ from the checkpoint's; raises if they are not allowed to."""
         manifest = checkpoints.manifest(path)
         if manifest is None:
-            return []  # a plain checkpoint says nothing about them
+            return []  # a plain checkpoint does not store settings
         saved, now = common(manifest.about.get("settings") or {}, self._settings_now)
         found = checkpoints.differences(saved, now, ignore=())
         differing = [line.partition(":")[0] for line in found]
@@ -238,12 +238,12 @@ class Running(Checkpointing):
         return prepared
 
     def _load_states(self, folder: Path) -> None:
-        """The parts of a checkpoint that Trainer does not know; a plain one has none."""
-        main = RunState.load(folder, 0)  # all processes judge by it, so that they agree
+        """Load the parts of a checkpoint that Trainer does not handle; a plain checkpoint has none."""
+        main = RunState.load(folder, 0)  # all processes decide by this state, so that they agree
         same_processes = main is not None and main.values["processes"] == self.accelerator.num_processes
         if main is None:
             self.entropy_control.load(folder)
-            self.audits.keep_books(None)  # which prompts the epoch has seen is not known
+            self.audits.keep_books(None)  # the prompts that the epoch has seen are unknown
         elif not (same_processes and keeps_the_queue(self._differing_settings)):
             if self.accelerator.is_main_process:
                 logger.warning(
@@ -301,7 +301,7 @@ class Running(Checkpointing):
     # ---- the record
 
     def _start_record(self, checkpoint: Path | None) -> None:
-        """Begin the record of a run, or go on with the one that the checkpoint is of."""
+        """Begin the record of a run, or continue the one that the checkpoint belongs to."""
         self.recorder = None
         folder = Path(self._get_output_dir(trial=getattr(self, "_trial", None)))
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
@@ -318,7 +318,7 @@ class Running(Checkpointing):
             before = self._continue_record(recorder, checkpoint, about)
         self._run_id = from_main(self.accelerator, recorder.run_id)
         if self._run_id != before:
-            for batch in self._queue:  # of a generation that this record does not have
+            for batch in self._queue:  # this record does not contain their generation
                 batch.pop("generation", None)
                 batch.pop("place", None)
         if rank:
@@ -328,9 +328,9 @@ class Running(Checkpointing):
         self.recorder = recorder
 
     def _continue_record(self, recorder: RunRecorder, checkpoint: Path, about: dict[str, Any]) -> str | None:
-        """Go on from where the checkpoint is; what came after it, if that was saved too, is put aside.
+        """Continue the record from the checkpoint's position; what follows it is archived if it has newer checkpoints.
 
-        Returns the run whose record the checkpoint is of, if it is known.
+        Returns the id of the run that the checkpoint belongs to, if known.
         """
         manifest = checkpoints.manifest(checkpoint)
         position = None if manifest is None else manifest.about.get("position")
@@ -341,7 +341,7 @@ class Running(Checkpointing):
         return position_run(position)
 
     def _newer_ones(self, checkpoint: Path, folder: Path) -> list[Path]:
-        """Checkpoints of the same run with more updates, if it was saved into this folder."""
+        """Checkpoints of the same run with more updates, if `checkpoint` is in this folder."""
         own = checkpoints.run_of(checkpoint)
         if own is None or checkpoint.resolve().parent != folder.resolve():
             return []

@@ -1,14 +1,16 @@
-"""Where rollouts enter Trainer's loop. An update of it reads top to bottom:
+"""Where rollouts enter Trainer's loop.
+
+The calls of one update, in order:
 
     get_batch_samples   takes micro-batches from a queue, and collects a new generation when the queue is empty
                         (_next_micro_batch → _collect_slices → _generate_and_score_completions, a hook of TRL's)
     collect             prompts → rollouts → rewards → log-probs → advantages            (collecting.py, logprobs.py)
-                        its rows are shuffled and cut into micro-batches, as TRL's are, for the queue
+                        its rows are shuffled and cut into micro-batches for the queue, as in TRL
     training_step       called for each micro-batch; the last one runs the whole update
     run_update          packs of rows: forward, loss, backward                           (updating.py)
     _end_of_update      metrics of the update, controllers                               (updating.py)
 
-With padded rows (`packed` is None) training_step runs its micro-batch, through `compute_loss` (updating.py).
+With padded rows (`packed` is None) each training_step runs its own micro-batch, with `compute_loss` (updating.py).
 """
 
 import time
@@ -35,17 +37,17 @@ class Stepping(Evaluating):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], UpdateSize | None]:
-        """The micro-batches of one update and their size, the one denominator of every reduction."""
+        """The micro-batches of one update and their size, the denominator of every reduction."""
         start = time.perf_counter()
         self._count_epoch(epoch_iterator)
         self._restore_loss()
-        self.model.train()  # as in the update itself, whatever an evaluation left behind
-        if callable(getattr(self.optimizer, "train", None)):  # some have other weights for evaluation
+        self.model.train()  # as in the update itself; an evaluation may have changed it
+        if callable(getattr(self.optimizer, "train", None)):  # some optimizers use other weights for evaluation
             self.optimizer.train()
         self._mark_boundary()
         self._this_update = update = UpdateUnderWay()
         steps = list(islice(epoch_iterator, num_batches))
-        self._load_rng_state(self._random_state_due)  # a loader that skips may have drawn a number
+        self._load_rng_state(self._random_state_due)  # here, as a loader may draw a number when it skips
         with self.stopper.abandonable():
             batches = [self._next_micro_batch(step, i) for i, step in enumerate(steps)]
         update.batches = batches
@@ -62,11 +64,11 @@ class Stepping(Evaluating):
     def _next_micro_batch(self, step: Any, position: int) -> dict[str, Any]:
         """Micro-step `step` of the epoch, the `position`-th of its update, from the queue.
 
-        The step is a number, or rows if a subclass brings its own loader.
+        `step` is a number, or rows if a subclass provides its own loader.
         """
         generation, phase = divmod(step if isinstance(step, int) else 0, self.args.micro_steps_per_generation)
         if isinstance(step, int) and phase == 0:
-            self._queue.clear()  # of an epoch that was stopped early
+            self._queue.clear()  # left over from an epoch that was stopped early
         if not self._queue:
             self._sampling_anew = phase > 0
             with self.presence.during("reading prompts"):
@@ -74,7 +76,7 @@ class Stepping(Evaluating):
             place = (self._epoch, generation) if isinstance(step, int) else (self.state.global_step, position)
             with self._drawing_at(Place(self._earlier_runs, *place)):
                 slices = self._collect_slices(rows)
-            # A run that resumes inside a generation collects it anew and goes on with the slice it had reached.
+            # A run resumed inside a generation collects it again and continues with the slice it had reached.
             self._queue.extend((slices * self.args.num_iterations)[phase:])
         return self._queue.popleft()
 

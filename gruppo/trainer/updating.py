@@ -2,12 +2,12 @@
 
 Packed rows, the fast path, all in the update's last micro-step:
 
-    run_update      starts over in smaller packs when memory is short
+    run_update      starts over with smaller packs if memory runs out
     _run_packs      which rows are run, in which packs: forward, `_pack_loss`, backward
     _pack_loss      log-probs of one pack → ratio × objective × masks + KL → its share of the loss
     _loss_of_update metrics and loss of the update, by its nominal micro-batches
 
-Padded rows, the slow twin and what hooks of subclasses work with: `compute_loss`, one micro-batch at a time.
+Padded rows, the slower path, which hooks of subclasses work with: `compute_loss`, one micro-batch at a time.
 """
 
 import time
@@ -47,9 +47,9 @@ class Updating(Collecting):
 
     loss_settings: LossSettings
     _this_update: UpdateUnderWay
-    _size: UpdateSize  # of the update under way, or of the rows that are evaluated
+    _size: UpdateSize  # of the current update, or of the rows being evaluated
     _sending_gradients = False
-    _stopwatch: Stopwatch  # of the update's own work, up to where the others are waited for
+    _stopwatch: Stopwatch  # times this process's work in an update, up to where it waits for the others
     _update_buffer: UpdateBuffer
 
     @property
@@ -74,28 +74,27 @@ class Updating(Collecting):
         return UpdateSize(rows=rows, tokens=tokens, micro_batches=micro_batches)
 
     def _prepare_input(self, data: Any) -> Any:
-        """Trainer's, but under DeepSpeed it would round log-probs and advantages to the type of the weights."""
+        """Trainer's method, which under DeepSpeed would round log-probs and advantages to the dtype of the weights."""
         return data.to(self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
 
     # ---- packed rows
 
     def as_update(self, batches: Sequence[TrainBatch], size: UpdateSize) -> list[dict[str, Any]]:
-        """The same number of micro-steps, with all the work in the last: there gradients are agreed on.
+        """The same number of micro-steps, with all the work in the last one, where gradients are synchronized.
 
-        The cut into micro-batches, which hooks of subclasses see, is undone here: packs have nothing to do with it.
+        This undoes the split into micro-batches, which hooks of subclasses see: packs do not depend on it.
         """
         return [{} for _ in batches[1:]] + [{"update": Update.of(batches, size)}]
 
     def run_update(self, model: nn.Module, update: Update) -> Tensor:
-        """Forward and backward of every pack; the loss (0-d).
+        """Run forward and backward of every pack; returns the loss (0-d).
 
-        What an allocation failure interrupts is done again in smaller packs: the gradients so far are dropped, the
-        rows are still there.
+        If memory runs out, the gradients so far are dropped and all rows are run again in smaller packs.
         """
         assert self.packed is not None
         model.train()
         if isinstance(model, DistributedDataParallel):
-            # A decoder's buffers are constants, and a process that repeats a forward pass would send them alone.
+            # A decoder's buffers are constants, and a process that repeats a forward pass would broadcast them alone.
             model.broadcast_buffers = False
         moving = self._moving_rows(update)
         work = exchange_rows(self, update, moving)
@@ -114,7 +113,7 @@ class Updating(Collecting):
             except torch.OutOfMemoryError:
                 if self.accelerator.num_processes > 1 and (self._sending_gradients or self.sharding.is_sharded):
                     raise  # the other processes wait for this one
-            self.planner.shrink()  # not in the handler: the traceback would keep what must be freed
+            self.planner.shrink()  # not in the handler: the traceback keeps tensors that must be freed
             model.zero_grad()
 
     def _run_packs(self, model: nn.Module, update: Update, moving: list[int], work: Work | None = None) -> None:
@@ -132,20 +131,21 @@ class Updating(Collecting):
             packs = packer.packs(rows, plan.tokens, plan.group_tokens)
             most = self._passes_in_step(len(packs))
             if micro_batch is not None and most > 1:
-                # The threshold is that of the whole micro-batch: its entropies must be known before its loss is. The
-                # processes agree on it in the first pack's loss, however many packs each has. So it is with routers.
+                # The entropy threshold is that of the whole micro-batch, so all its entropies must be known before its
+                # loss. The processes agree on it in the first pack's loss, whatever their numbers of packs. Routers
+                # need their counts of the whole micro-batch in the same way.
                 self._run_without_gradient(model, update, packs, micro_batch)
             for pack in packs:
                 self.stopper.check()
                 last = pack is packs[-1] and rows is units[-1][1]
-                # Gradients travel between processes once, with the last pack. Spread ones are added up where they
-                # belong after each: nobody has room for all of them.
+                # Processes synchronize gradients once, with the last pack. Sharded gradients are reduced after every
+                # pack, because no process has room for all of them.
                 with nullcontext() if last or self.sharding.is_sharded else self.accelerator.no_sync(model):
                     with self.compute_loss_context_manager():
                         loss = self._pack_loss(model, pack, update, micro_batch)
                     self._sending_gradients = last
                     if last:
-                        self._stopwatch.stop()  # then the others are waited for
+                        self._stopwatch.stop()  # from here on this process waits for the others
                     self.accelerator.backward(loss)
             self._idle(model, most - len(packs))
 
@@ -155,7 +155,10 @@ class Updating(Collecting):
             clear_device_cache()
 
     def _units(self, update: Update, moving: list[int]) -> list[tuple[int | None, list[int]]]:
-        """Rows that may share packs: all of the update, or micro-batch by micro-batch where the loss is defined so."""
+        """Rows that may share packs: all rows to run, or those of a micro-batch if the loss is defined per micro-batch.
+
+        Each unit has the number of its micro-batch, or None.
+        """
         if self.entropy_share >= 1 and not self.aux_loss_enabled:
             return [(None, moving)]
         return [(i, list(range(part.start, part.stop))) for i, part in enumerate(update.micro_batches)]
@@ -187,7 +190,7 @@ class Updating(Collecting):
         update.thresholds[micro_batch] = self._entropy_threshold(update.entropy_BT[part], mask_bT)
 
     def _chosen_tokens(self, update: Update, micro_batch: int | None, rows: Tensor) -> Tensor:
-        """(b, 1): the tokens of each row's micro-batch that an entropy bonus is the mean over."""
+        """(b, 1): the number of tokens in each row's micro-batch over which an entropy bonus is averaged."""
         if micro_batch is None or self.entropy_share >= 1:
             return update.tokens_B1[rows]
         part, threshold = update.micro_batches[micro_batch], required(update.thresholds[micro_batch])
@@ -201,7 +204,7 @@ class Updating(Collecting):
         return rows or [int((update.batch.prompt_mask.sum(1) + update.batch.completion_mask.sum(1)).argmin())]
 
     def _can_move(self, batch: TrainBatch) -> Tensor:
-        """Bool (B,): the rows whose gradient can be other than 0."""
+        """Bool (B,): the rows whose gradient can be nonzero."""
         has_loss_B = batch.loss_mask_BT.any(1)
         counts = self.loss_settings.beta != 0 or self.entropy_control.enabled or self.entropy_share < 1
         if counts or self.aux_loss_enabled or not self.args.skip_zero_advantage:
@@ -209,11 +212,10 @@ class Updating(Collecting):
         return has_loss_B & ~batch.zero_advantage_B
 
     def _run_skipped_rows(self, model: nn.Module, update: Update, packer: Packer, plan: UpdatePlan) -> None:
-        """Entropies of rows that are not run, for the metrics, where the sampler did not give them."""
+        """Compute the entropies of skipped rows, for the metrics, if the sampler did not return them."""
         known = update.batch.engine_entropies is not None
-        if (
-            known and not self.sharding.is_sharded
-        ):  # there, another process may have such rows: passes are made in step
+        # With sharded weights another process may have such rows, and all must make the same number of passes.
+        if known and not self.sharding.is_sharded:
             return
         skipped_B = ~self._can_move(update.batch) & update.batch.loss_mask_BT.any(1)
         rows = [] if known else skipped_B.nonzero()[:, 0].tolist()
@@ -232,9 +234,9 @@ class Updating(Collecting):
         self._idle(bare, idle)
 
     def _loss_of_update(self, update: Update, work: Work | None) -> Tensor:
-        """The metrics and the loss (0-d) of the update's nominal micro-batches, from what the packs gave.
+        """The metrics and the loss (0-d) of the update's nominal micro-batches, from the scores of the packs.
 
-        Not the sum of the packs' losses: a row that is not run may have a share that has no gradient.
+        This is not the sum of the packs' losses: a skipped row may contribute to the loss, without a gradient.
         """
         loss = torch.zeros((), device=self.accelerator.device)
         for i, (part, threshold) in enumerate(zip(update.micro_batches, update.thresholds, strict=True)):
@@ -264,7 +266,7 @@ class Updating(Collecting):
             return self._compute_loss(model, inputs)
 
     def _logps_for_loss(self, model: nn.Module, batch: TrainBatch) -> LogpsAndLoss:
-        """Log-probs and entropies of the micro-batch; rows that cannot move the update are run without a graph."""
+        """Log-probs and entropies of the micro-batch; rows whose gradient is 0 are run without an autograd graph."""
         if self.packed is not None and not torch.is_grad_enabled():
             bare = self.accelerator.unwrap_model(model)
             pack = self._whole_packs if self.aux_loss_enabled else self._packs
@@ -324,7 +326,7 @@ class Updating(Collecting):
         )
 
     def _with_router_loss(self, loss: Tensor, router_loss: Tensor | None) -> Tensor:
-        """The loss of a micro-batch, with its load-balancing loss, which is logged."""
+        """The loss of a micro-batch plus its load-balancing loss, which is also logged."""
         if router_loss is None:
             return loss
         self.metrics.defer({"aux_loss": value_stat(router_loss)})
@@ -333,7 +335,7 @@ class Updating(Collecting):
     def _remember(
         self, loss: Tensor, logps_BT: Tensor, entropy_BT: Tensor, threshold: Tensor | None, ran_B: Tensor | None = None
     ) -> None:
-        """Keep what was computed about the next micro-batch; `threshold` is that of entropies."""
+        """Keep the results of the next micro-batch for the record; `threshold` is the entropy threshold."""
         if self.recorder is None or self.args.record != "all":
             return
         counts = self.entropy_control.enabled or threshold is not None
@@ -357,7 +359,7 @@ class Updating(Collecting):
         return entropy_threshold(entropies, share)
 
     def _entropy_stats(self, output: LossOutput) -> dict[str, Stat]:
-        """With an entropy bonus: the loss without it, and what its controller steers by."""
+        """With an entropy bonus: the loss without it, and the entropy that its controller acts on."""
         if not self.entropy_control.enabled or output.chosen_entropy is None:
             return {}
         per_tokens = self.recipe.reduction == "tokens"
@@ -365,9 +367,9 @@ class Updating(Collecting):
         return {"policy_loss": value_stat(output.policy_loss * scale), "_chosen_entropy": output.chosen_entropy}
 
     def _end_of_update(self) -> Sums:
-        """Agree on the metrics of the update, and let the entropy controller act on them.
+        """Reduce the metrics of the update over all processes, and let the entropy controller act on them.
 
-        Returns the sums behind the means of its micro-batches.
+        Returns numerator and denominator of each micro-batch's means.
         """
         start = time.perf_counter()
         means = self.metrics.flush("train")  # waits for the device

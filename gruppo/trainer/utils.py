@@ -1,4 +1,4 @@
-"""Helpers under the names and in the place where scripts look for them; each lives where it belongs."""
+"""Re-exports of helpers under the names and module path from which existing scripts import them."""
 
 from gruppo.algo.logprobs import entropy_from_logits, selective_log_softmax
 from gruppo.algo.stats import nanmax, nanmin, nanstd

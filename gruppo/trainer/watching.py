@@ -1,4 +1,4 @@
-"""Every update is watched: a broken one does not reach the weights, and a strange one is said to be so."""
+"""Audits of every update: one that is not finite does not reach the weights, and a suspicious one is reported."""
 
 import json
 import logging
@@ -25,26 +25,26 @@ from gruppo.types import TrainBatch
 
 logger = logging.getLogger(__name__)
 
-MOST_KEPT = 20  # broken updates of a run whose rows are kept
-LOSS_TOKENS = "loss_tokens"  # of a micro-batch when it was cut, to be compared with when it is used
+MOST_KEPT = 20  # the number of broken updates per run whose rows are kept
+LOSS_TOKENS = "loss_tokens"  # of a micro-batch when it was cut; compared with those when it is used
 
 
 class Watching(Updating):
     """The part of the trainer that audits updates."""
 
-    _run_id = ""  # without a record
+    _run_id = ""  # empty without a record
 
-    # ---- the books of prompts
+    # ---- counts of prompts
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if resume_from_checkpoint is not None and self.args.ignore_data_skip:
-            self.audits.keep_books(None)  # it goes on at the beginning of the epoch, and sees prompts again on purpose
+            self.audits.keep_books(None)  # the run restarts the epoch and sees prompts again on purpose
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
-    # ---- the books of tokens
+    # ---- counts of tokens
 
     def _count_slices(self, whole: dict[str, Any], slices: list[dict[str, Any]]) -> None:
-        """Write each micro-batch's loss tokens into it; together they are the generation's."""
+        """Store in each micro-batch its number of loss tokens; check that they add up to the generation's."""
         if not self.audits.on or not all("completion_mask" in part for part in (whole, *slices)):
             return
         with self.audits.timed():
@@ -59,7 +59,7 @@ class Watching(Updating):
                 part[LOSS_TOKENS] = torch.tensor(count)
 
     def _balance_update(self, batches: Sequence[dict[str, Any]], size: UpdateSize) -> None:
-        """The tokens that the loss is divided by are those that were collected."""
+        """Check that the loss is divided by the numbers of rows and tokens that were collected."""
         if not self.audits.on or not all(LOSS_TOKENS in batch for batch in batches):
             return
         with self.audits.timed():
@@ -71,12 +71,12 @@ class Watching(Updating):
     # ---- updates that must not happen
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Trainer's, which it calls right before the optimizer's step: the last moment to prevent it."""
+        """Trainer's method, called right before the optimizer's step: the last chance to prevent that step."""
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         with self.audits.timed():
             deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-            # A scaler of float16 looks at the gradients itself, leaves the step out, and wants to find them as they
-            # were. DeepSpeed has made its step in the backward pass, or left it out; it may not know a norm.
+            # A float16 gradient scaler checks the gradients and skips the step itself, and needs them unchanged.
+            # DeepSpeed has already made or skipped its step in the backward pass, and may not know the norm.
             scaled = self.accelerator.scaler is not None or (deepspeed and self.accelerator.mixed_precision == "fp16")
             made = deepspeed and not self.accelerator.optimizer_step_was_skipped
             self._this_update.grad_norm = math.nan if grad_norm is None else float(grad_norm)
@@ -85,12 +85,12 @@ class Watching(Updating):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 self._keep_broken_update(loss, **({"prevented": False} if made else {}))
                 if not deepspeed and not scaled:
-                    model.zero_grad(set_to_none=True)  # an optimizer leaves weights without a gradient as they are
+                    model.zero_grad(set_to_none=True)  # optimizers skip weights that have no gradient
             self.audits.is_finite(loss, norm, left_out=not made)
         return grad_norm
 
     def _keep_broken_update(self, loss: float, **more: Any) -> None:
-        """Write the rows of an update whose loss or gradient is not finite, so that it can be looked into."""
+        """Write the rows of an update whose loss or gradient is not finite, so that it can be investigated."""
         facts = {"loss": str(loss), "grad_norm": str(self._this_update.grad_norm)}
         folder = Path(self.args.output_dir) / "bad_updates"
         run, rank = (f"-{self._run_id}" if self._run_id else ""), f"{self.accelerator.process_index:04d}"
@@ -100,7 +100,7 @@ class Watching(Updating):
         self.record_event("update_skipped", **facts, rows=f"bad_updates/{path.name}" if kept else None, **more)
 
     def _write_rows(self, path: Path, facts: dict[str, Any]) -> bool:
-        """Write the micro-batches at hand; False if there is no room for them."""
+        """Write the micro-batches of the current update; returns False if the disk is full."""
         tensors = {
             f"{i}/{key}": value.detach().cpu().clone()
             for i, batch in enumerate(self._this_update.batches)
@@ -128,18 +128,18 @@ class Watching(Updating):
         return sums
 
     def _audited_means(self, sums: Sums) -> dict[str, float | None]:
-        """Of the update's loss tokens: entropy, and how far the sampler's log-probs are from the trainer's."""
+        """Entropy of the update's loss tokens, and how far the sampler's log-probs are from the trainer's."""
         shaped = self.backend.has_own_weights and self.backend.filters(self.temperature)
         if shaped or self._holds_older_rows():
-            # Its log-probs are of what it samples from, with top-k and the like, or of older weights: they differ by
-            # more than rounding.
+            # The sampler's log-probs include top-k and the like, or are those of older weights: they differ by more
+            # than rounding.
             drift: dict[str, float | None] = dict.fromkeys(("drift_mean", "drift_max", "drift_ratio"))
         else:
             drift = drift_of_update(sums, self.metrics.values["train"])
         return {"entropy": mean_of(sums, "entropy"), **drift}
 
     def _holds_older_rows(self) -> bool:
-        """Whether rows of the update were sampled from weights before those that scored them."""
+        """Whether rows of the update were sampled from older weights than those that scored them."""
         if not self._ahead.enabled:
             return False
         rows = self._this_update.rows()
@@ -147,7 +147,7 @@ class Watching(Updating):
         return any_process(self.accelerator, any(bool(part.any()) for part in older))
 
     def _record_update(self) -> None:
-        """Write down the rows of the update."""
+        """Write the rows of the update to the record."""
         if self.recorder is None or self.args.record != "all":
             return
         start = time.perf_counter()
@@ -168,7 +168,7 @@ class Watching(Updating):
         self._record_seconds += time.perf_counter() - start
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self._this_update.ended:  # it is called at the end of an epoch, too
+        if self._this_update.ended:  # this method is also called at the end of an epoch
             self._this_update.ended = False
             self.metrics.add("train", self._audit_update() | {"record/seconds": self._record_seconds})
             self._record_seconds = 0.0
@@ -181,7 +181,7 @@ class Watching(Updating):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _share_findings(self) -> None:
-        """Once per update: the main process writes down what the others found, and all count it."""
+        """Share findings, once per update: the main process records what the others found, and all count it."""
         own = self.audits.auditor.take_unshared()
         if not self.audits.on or not any_process(self.accelerator, bool(own)) or self.accelerator.num_processes == 1:
             return
@@ -192,7 +192,7 @@ class Watching(Updating):
             )
 
     def _audit_update(self) -> dict[str, float]:
-        """After the optimizer's step: what is to be averaged in the log."""
+        """Audit the update after the optimizer's step; returns metrics to be averaged in the log."""
         update = self._this_update
         if not self.audits.on:
             update.batches = ()
@@ -208,12 +208,12 @@ class Watching(Updating):
             }
         update.batches = ()
         parameters = list(self.model.parameters())
-        # Fused optimizers write weights without a note in their versions, by which a sampler is seen to be behind.
+        # Fused optimizers do not increment the weights' version counters, by which a stale sampler is detected.
         increment_version([parameter for parameter in parameters if parameter.requires_grad])
         return self.audits.updated(parameters, **facts)
 
     def _moving_and_oldest_rows(self) -> dict[str, Any]:
-        """How many rows of the update must have a gradient, and how old the oldest are."""
+        """How many rows of the update must have a gradient, and the age of the oldest rows in updates."""
         batches = self._this_update.rows()
         moving = sum(self._must_move(batch).sum() for batch in batches)
         sampled = [batch.sampled_at.min() for batch in batches if batch.sampled_at is not None]
@@ -223,8 +223,8 @@ class Watching(Updating):
     def _must_move(self, batch: TrainBatch) -> Tensor:
         """Bool (B,): rows that must have a gradient.
 
-        They were sampled with the weights of this very update, or their old log-probs computed, so that the ratio is
-        1 and nothing is clipped; and nothing drops their tokens.
+        Their advantage is not 0. They were sampled, or their old log-probs computed, with the weights that this update
+        started from, so that the ratio is 1 and nothing is clipped. Nothing drops their tokens.
         """
         tokens_BT = batch.loss_mask_BT.bool()
         drops_tokens = self.entropy_share < 1
@@ -238,7 +238,7 @@ class Watching(Updating):
 
     @property
     def _allowed_age(self) -> int:
-        """Updates that one generation reaches into, at most, and those that it was sampled ahead of them."""
+        """The maximum age of rows: updates that one generation serves, plus those it may be sampled ahead of them."""
         served = math.ceil(self.args.micro_steps_per_generation / self.args.gradient_accumulation_steps)
         return served + self._ahead.most_updates
 
