@@ -30,7 +30,7 @@ class RolloutUnderWay:
     """State that the steps of the current or latest rollout share, as TRL's hook signatures leave no room for it.
 
     The random numbers of a completion are determined by the position of its generation in the run (`Sampling._place`,
-    which a resumed run restores), the row's position in the batch of all processes, the round of replacements that put
+    the same in a resumed run), the row's position in the batch of all processes, the round of replacements that put
     the row there, the turn (after the first), and, if a hook samples repeatedly, which of its requests this is.
     """
 

@@ -155,10 +155,7 @@ class Updating(Collecting):
             clear_device_cache()
 
     def _units(self, update: Update, moving: list[int]) -> list[tuple[int | None, list[int]]]:
-        """Rows that may share packs: all rows to run, or those of a micro-batch if the loss is defined per micro-batch.
-
-        Each unit has the number of its micro-batch, or None.
-        """
+        """Rows that may share packs: all rows to run, or each micro-batch's if the loss is defined per micro-batch."""
         if self.entropy_share >= 1 and not self.aux_loss_enabled:
             return [(None, moving)]
         return [(i, list(range(part.start, part.stop))) for i, part in enumerate(update.micro_batches)]
