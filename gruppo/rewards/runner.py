@@ -36,8 +36,8 @@ OWN_COLUMNS = ("prompt", "completion", "completion_ids")
 WORKER_SECONDS = 120.0  # time limit for a batch in workers if `reward_timeout` is not set
 LOGS_IN_SNAPSHOT = 100  # latest entries of the log history that a worker's `trainer_state` contains
 
-# A retry in this process stops if the first HOPELESS_SAMPLES samples all fail, or after the larger of RETRY_SECONDS and
-# RETRY_FACTOR times the duration of the failed call of the batch.
+# A retry in this process stops if the first HOPELESS_SAMPLES samples all fail, or after RETRY_FACTOR times the time of
+# the failed call of the batch, or RETRY_SECONDS if that is longer.
 HOPELESS_SAMPLES, RETRY_FACTOR, RETRY_SECONDS = 8, 4, 10.0
 
 
