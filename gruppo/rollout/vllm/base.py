@@ -45,7 +45,7 @@ class VLLMBackend(RolloutBackend):
         self.config = config
         self.stop_ids = tuple(sorted(stop_ids))
         self.logps, self.seeded = logps, seeded
-        self._held: tuple[Any, ...] | None = None  # the state of the policy (`_now`) when the copy was made; None: unknown
+        self._held: tuple[Any, ...] | None = None  # the policy's state (`_now`) at the last copy; None: unknown
         self._sync_seconds: float | None = None
         check_copyable(policy())
 

@@ -116,7 +116,7 @@ class VLLMColocateBackend(VLLMBackend):
         try:
             self._load(named_weights(self.policy()))
         except BaseException:
-            with suppress(Exception):  # an empty load resets vLLM, which would count loaded parts towards the next load
+            with suppress(Exception):  # an empty load resets vLLM, else loaded parts count towards the next load
                 self._load(())
             raise
         self._wake("kv_cache")
