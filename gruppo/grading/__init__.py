@@ -1,10 +1,10 @@
-"""Answers: find them in a text, normalise them, compare them with the gold one, and say what decided.
+"""Grading: find an answer in a text, normalise it, compare it with the gold answer, and report what decided.
 
     grade(completion, gold, "gsm8k")   a Grade: correct, the rung that decided, and the rule that found the answer
     extract, normalise, compare        its three steps
-    LADDERS, Ladder                    how each data set is graded, and the means to describe your own
+    LADDERS, Ladder                    how each data set is graded, and the class for other data sets
 
-Pure functions, safe in threads and processes; work is bounded whatever a model writes.
+Pure functions, safe in threads and processes; the work is bounded for any model output.
 """
 
 from gruppo.grading.extract import extract, extract_gold, last_box

@@ -1,8 +1,8 @@
 """A time limit that works in every thread.
 
-Alarm signals reach the main thread only, and take them away from whoever else waits for one. Here a watching thread
-raises an exception in the working one. It arrives between two Python instructions: a single long call into C (a power
-with a million digits) is not interrupted, so callers refuse those beforehand.
+Alarm signals reach only the main thread, and would replace a handler that other code has set. Here a watcher thread
+raises an exception in the working thread. It arrives between two Python instructions: a single long call into C (a
+power with a million digits) is not interrupted, so callers reject such input beforehand.
 """
 
 import _thread
@@ -15,18 +15,18 @@ __all__ = ["run_within"]
 
 Result = TypeVar("Result")
 
-AGAIN_AFTER = 1.0  # seconds; the exception may have been swallowed by a bare `except`
+AGAIN_AFTER = 1.0  # seconds until the exception is raised again, since a bare `except` may swallow it
 
 
 class _Overrun(BaseException):
-    """Not an Exception, so that `except Exception` in the code under the limit lets it pass."""
+    """Not an Exception, so that `except Exception` in the limited code does not catch it."""
 
 
 class _Watch:
-    """Raises in the thread that made it, from `begin` until `stop`.
+    """Raises in the thread that created it once the time is over, from `begin` until `stop`.
 
-    The exception may also hit `stop`, which is then called again. So it holds no lock that could stay locked, and uses
-    nothing of `threading`, whose events do; there are two flags and a gate that is opened once or twice alike.
+    The exception may also interrupt `stop`, which is then called again. So `stop` must not hold a lock that could stay
+    locked, as the events of `threading` do. It uses only two flags, and a gate that may safely be opened twice.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -51,7 +51,7 @@ class _Watch:
         self.ended = True
 
     def stop(self) -> None:
-        """After this nothing is raised any more: what was raised and has not yet arrived is withdrawn."""
+        """Raise nothing from now on, and withdraw an exception that has not yet arrived."""
         self.over = True
         if self.gate.locked():
             self.gate.release()
@@ -66,7 +66,7 @@ def _raise_in(thread: ctypes.c_ulong, kind: type[BaseException] | None) -> None:
 
 
 def run_within(seconds: float, function: Callable[[], Result]) -> Result:
-    """What `function()` returns; TimeoutError if it takes longer than `seconds`.
+    """Return `function()`; raise TimeoutError if it takes longer than `seconds`.
 
     Example:
         run_within(5.0, lambda: sympy.simplify(expression))
@@ -79,5 +79,5 @@ def run_within(seconds: float, function: Callable[[], Result]) -> Result:
         finally:
             watch.stop()
     except _Overrun:
-        watch.stop()  # the first call may have been the one that was interrupted
+        watch.stop()  # the exception may have interrupted the first call
         raise TimeoutError(f"It took longer than {seconds:g} s.") from None

@@ -1,4 +1,4 @@
-"""Find the answer in a completion: the first rule that fires, and which one it was.
+"""Finds the answer in a completion, by the first rule that matches, and reports the rule.
 
 1. the last complete `\\boxed{…}`            4. the last "the answer is …", "答案是…"
 2. "final answer is $…$"                     5. what the last program printed, if one ran
@@ -19,13 +19,13 @@ from gruppo.grading.types import Answer, Ladder, Rule
 __all__ = ["box_contents", "boxes_of_the_last_line", "extract", "extract_gold", "is_grade_school", "last_box"]
 
 LONGEST = 100_000  # characters of a completion that are read, counted from its end
-HEADLINES = 200  # lines with ####, and announcements of an answer, that are looked at, also from the end
+HEADLINES = 200  # lines with ####, and announcements of an answer, that are tried, also counted from the end
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s{0,20}")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 BARE_BOX = re.compile(r"[^\s${}]{1,200}(?:\{[^{}\s]{0,100}\}){0,2}")
 PERCENT = re.compile(r" ?\\?%")
-# As in pandoc: math signs hug what they enclose, so that the dollars of "$18 and $20" are money.
+# As in pandoc: no space inside math delimiters, so that the dollars of "$18 and $20" are money.
 INLINE_MATH = r"\${1,2}(?![\s$])((?:\\.|[^$\\\n]){1,500}?)(?<!\s)\${1,2}(?![0-9])"
 MINERVA = re.compile(rf"final answer is:?\s{{0,20}}{INLINE_MATH}", re.IGNORECASE)
 HASHES = re.compile(r"####[ \t]{0,20}([^\n]{1,500})")
@@ -35,13 +35,13 @@ SENTENCE = {
 }
 LEAD = re.compile(r"(?:[\s*:=]|\\\[|\$\$(?=\s)){0,40}")
 SENTENCE_END = re.compile(r"\n|。|[.!](?=\s|$|\*\*)")
-# A second clause, after which the answer has been given; not where it offers another one.
+# The start of a second clause: the answer comes before it, unless the clause offers another answer.
 CLAUSE = re.compile(r",(?![0-9]{3})|(?<!\\)\(")
 ANOTHER = re.compile(r"^\s*(?:and\b|和)|\bor\b|或", re.IGNORECASE)
 PHRASE = re.compile(r" (?:after|for|from|in|within) (?=[0-9$])")  # "7 eggs are left after 3 days"
 HEADLINE = re.compile(r"\s{0,20}[0-9.]{1,10} [A-Z][a-z]")
 THIN_THOUSANDS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:\\,[0-9]{3})+(?![0-9])")
-# In a text, "in 3 200 came" may be two numbers; but none begins with a zero.
+# In prose, "in 3 200 came" may be two numbers. A group that begins with a zero cannot be a number by itself.
 BLANK_THOUSANDS = re.compile(r"(?<![0-9.,/])[1-9][0-9]{0,2}(?: [0-9]{3}){0,4} 0[0-9]{2}(?: [0-9]{3}){0,4}(?![0-9/])")
 # "The answer is not 18", "is negative 18", "is 18 or twenty"
 TAKEN_BACK = re.compile(
@@ -54,8 +54,8 @@ LABEL = re.compile(r"[^\W\d][^:=]{0,60}: (?=\S)")  # "Percent error: 4"
 def extract(completion: str, ladder: Ladder, output: str | None = None) -> Answer | None:
     """The answer of a completion, or None.
 
-    `output` is what the model's last program printed, if it ran without an error. It is given apart, and never looked
-    for in the completion: there, a model can write whatever it likes.
+    `output` is what the model's last program printed, if it ran without an error. It is a separate argument and is
+    never searched for in the completion, where the model could fake it.
 
     Example:
         extract(r"so \\boxed{3}, no: \\boxed{18}", LADDERS["gsm8k"]) == Answer("18", Rule.BOX)
@@ -77,11 +77,11 @@ def extract(completion: str, ladder: Ladder, output: str | None = None) -> Answe
     return None
 
 
-@lru_cache(maxsize=256)  # a group of completions has one reference
+@lru_cache(maxsize=256)  # the completions of a group share one reference
 def extract_gold(reference: str, ladder: Ladder) -> str | None:
-    """The answer of a reference: boxed, after ####, announced, or the whole of it if it is short.
+    """The answer of a reference: boxed, after ####, announced, or the whole text if it is short.
 
-    A worked solution that announces nothing has none: its last number may be anything.
+    A worked solution that announces no answer has none, since its last number may be anything.
 
     Example:
         extract_gold("16 - 3 = 13 eggs.\\n#### 13", LADDERS["gsm8k"]) == "13"
@@ -101,7 +101,7 @@ def _marked(text: str, ladder: Ladder) -> str | None:
 
 
 def is_grade_school(reference: str) -> bool:
-    """Whether a reference gives its answer as those of grade-school sets do: a literal number after ####."""
+    """Whether a reference gives its answer as in grade-school data sets: a literal number after ####."""
     text = plain_text(reference[-LONGEST:]).strip()
     ladder = Ladder(literal=True)
     gold = _hashes(text, ladder)
@@ -115,7 +115,7 @@ def _usable(gold: str, ladder: Ladder) -> bool:
 
 
 def _content(text: str, box: re.Match[str], closing: dict[int, int]) -> str | None:
-    """What stands in a box; None if it is empty or never closed."""
+    """The content of a box; None if it is empty or never closed."""
     start = box.end()
     percent = None
     if text[start : start + 1] == "{":
@@ -133,7 +133,7 @@ def _content(text: str, box: re.Match[str], closing: dict[int, int]) -> str | No
 
 
 def _matching_braces(text: str) -> dict[int, int]:
-    """Where each `{` is closed; those that never are do not occur."""
+    """The position of the closing brace of each `{`; braces that are never closed are absent."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for found in BRACE.finditer(text):
@@ -165,7 +165,7 @@ def box_contents(text: str) -> list[str]:
 
 
 def boxes_of_the_last_line(completion: str) -> str | None:
-    """All boxes of the last line that has any, joined with commas; for rows that ask for several answers."""
+    """All boxes of the last line that has any, joined with commas; for rows that require several answers."""
     text = plain_text(completion[-LONGEST:])[-LONGEST:]
     closing = _matching_braces(text)
     line: int | None = None
@@ -187,7 +187,7 @@ def _minerva(text: str) -> str | None:
 def _hashes(text: str, ladder: Ladder) -> str | None:
     for found in reversed(list(HASHES.finditer(text))[-HEADLINES:]):
         line = found[1]
-        # "#### Step 3" is a headline, and so is "#### 3 Sum" with a text below.
+        # "#### Step 3" is a heading, and so is "#### 3 Sum" if text follows it.
         if HEADLINE.match(line) and text[found.end() :].strip():
             continue
         if parse_number(line) is not None or (not ladder.literal and line.lstrip()[:1] in ("\\", "$", "(", "[")):
@@ -214,13 +214,13 @@ def _sentence(text: str, ladder: Ladder) -> str | None:
 
 
 def _closed(span: str, lead: str) -> str:
-    """A sentence without the stars that close what was opened right before it, as in "The answer is **18** eggs"."""
+    """Remove the stars that close emphasis opened just before the span, as in "The answer is **18** eggs"."""
     stars = len(lead) - len(lead.rstrip("*"))
     return re.sub(rf"(?<=[^\s*])\*{{{stars}}}(?![*0-9A-Za-z(\\])", "", span, count=1) if stars else span
 
 
 def _literal_in(span: str, ladder: Ladder) -> str:
-    """The number that a sentence gives as its answer: all of it, what it equals, or the only one there."""
+    """The number that a sentence gives as its answer: the whole span, the part after "=", or the only number in it."""
     if parse_number(span, units=ladder.units) is not None:
         return span
     for whole in _clauses(span):
@@ -237,7 +237,7 @@ def _literal_in(span: str, ladder: Ladder) -> str:
 
 
 def _clauses(span: str) -> list[str]:
-    """A sentence and its first clause: the clause first where a bracket follows it, last where a comma does."""
+    """A sentence and its first clause; the clause comes first if a bracket follows it, second if a comma does."""
     clause = CLAUSE.search(span)
     if clause is None:
         return [span]
@@ -253,7 +253,7 @@ def _math_in(span: str) -> str:
 
 
 def _printed(output: str, ladder: Ladder) -> str | None:
-    """The answer in the last line that a program printed: what it announces, or the line without its label."""
+    """The answer in the last line that a program printed: the announced answer, or the line without its label."""
     lines = [line for line in plain_text(output[-LONGEST:])[-LONGEST:].splitlines() if line.strip()]
     if not lines:
         return None
@@ -271,7 +271,7 @@ def _last_number(text: str) -> str | None:
 
 
 def _without_math_signs(text: str) -> str:
-    """Fractions as a/b, no sign between a minus and its number, and thousands in one piece."""
+    """Remove math delimiters, write fractions as a/b, and join groups of thousands."""
     text = without_emphasis(text)
     text = re.sub(r" ?\\[dtc]?frac\s?\{(-?[0-9.]{1,50})\}\s?\{([0-9.]{1,50})\}", r" \1/\2 ", text)
     text = THIN_THOUSANDS.sub(lambda found: found[0].replace("\\,", ""), text)

@@ -1,9 +1,9 @@
-"""The ladder: compare an answer with the gold one, rung by rung, and say which rung decided.
+"""The ladder: compares an answer with the gold answer, rung by rung, and reports which rung decided.
 
 1. the normalised texts are equal
 2. both are literal numbers: equal, or closer than the tolerance
-3. sets that want a literal number stop here
-4. a gold with a colon (a time, a ratio), and numbers with nothing between them, are compared as text only
+3. data sets that require a literal number stop here; they reject any other answer before rung 1
+4. a gold with a colon (a time, a ratio), and numbers side by side without an operator, are compared as text only
 5. math-verify compares the formulas
 """
 
@@ -30,7 +30,7 @@ MIXED = re.compile(r"(?<![0-9.,/^_])([0-9]+) ([0-9]+)/([0-9]+)(?![0-9./])")
 NEIGHBOURS = re.compile(r"(?<![\^_0-9.])(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?: +|['\"]+)\.?[0-9]")
 LOOSE_BRACES = re.compile(r"(?<![\^_}\]A-Za-z])\{ ?([0-9.]+) ?\}")
 LAST_LETTERS = re.compile(r"(?:(?<=[0-9})\]])|(?<=[0-9A-Za-z})\]] ))[A-Za-z]{1,2}$")
-# Text that is no unit: it offers another number, takes the number back, or goes on with it.
+# Text that is not a unit: it offers another number, negates the number, or modifies it.
 NOT_DROPPED = re.compile(
     r"(?<![A-Za-z^0-9])[0-9]|\b(?:or|than|plus|minus|squared|cubed|factorial|divided|multiplied|not|never|wrong|"
     r"incorrect|half|halves|thirds?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|"
@@ -55,7 +55,7 @@ def normalise(answer: str, ladder: Ladder) -> str:
 
 
 def _braced(text: str) -> str:
-    """Braces around what fractions and roots of single digits take: as in LaTeX, \\frac134 is a third, and a 4."""
+    """Put braces around single-digit arguments of fractions and roots: as in LaTeX, \\frac134 is a third, then a 4."""
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
     text = re.sub(r"\\(frac|sqrt) ?([0-9])", r"\\\1{\2}", text)
     return re.sub(r"(\\frac ?\{[^{}]*\}) ?([0-9])", r"\1{\2}", text)
@@ -87,17 +87,17 @@ def compare(gold: str, answer: str, ladder: Ladder) -> tuple[bool, Rung]:
 
 
 def _formula(answer: str) -> str:
-    """LaTeX for math-verify, with its wrappers: it knows `\\text` and units itself, and drops them."""
+    """LaTeX for math-verify, wrappers included, since it handles `\\text` and units itself by dropping them."""
     text = tidy(plain_text(answer[:LONGEST]), unwrap=False)
     text = WRAPPER.sub(lambda found: f" {found[1]} " if NOT_DROPPED.search(found[1]) else found[0], text)
     text = _braced(MIXED.sub(r"\1\\frac{\2}{\3}", text))
     if (last := LAST_LETTERS.search(text)) and not SHORT_UNITS.fullmatch(last[0]) and "\\in " not in text:
-        text += "^{1}"  # math-verify takes h, t, ab and the like for units at the end, and reads 2ab as 2
+        text += "^{1}"  # math-verify takes trailing h, t, ab etc. for units, and reads 2ab as 2
     return _escaped(text)
 
 
 def _has_neighbours(formula: str) -> bool:
-    """Whether two numbers stand side by side: math-verify reads 1 3 as 4, 1'3 as 13 and 5 1/2 as 3."""
+    """Whether two numbers are side by side, which math-verify misreads: 1 3 as 4, 1'3 as 13 and 5 1/2 as 3."""
     text = tidy(formula)
     for _ in range(2):
         text = LOOSE_BRACES.sub(r" \1 ", text)
@@ -117,9 +117,9 @@ def grade(
 ) -> Grade:
     """Grade a completion against a reference answer or worked solution.
 
-    `answers_mode` says what several golds mean: "all" wants every one of them (boxes of the last line that has any),
-    "any" one of them; "last" and "same" take one gold. `output` is what the model's last program printed; see
-    `extract`.
+    `answers_mode` says what several golds mean: "all" requires every one of them (in boxes of the last line that has
+    any), "any" one of them; "last" and "same" take a single gold. `output` is what the model's last program printed;
+    see `extract`.
 
     Example:
         grade("16 - 3 - 4 = 9, so \\\\boxed{18 eggs}", "#### 18", "gsm8k").correct is True
@@ -144,7 +144,7 @@ def find_answer(
 def grade_answer(
     answer: Answer | None, gold: str | Sequence[str], ladder: Ladder, answers_mode: AnswersMode = "last"
 ) -> Grade:
-    """The second step of `grade`: compare the answer that was found with the reference.
+    """The second step of `grade`: compare the extracted answer with the reference.
 
     Example:
         grade_answer(Answer("18 eggs", Rule.BOX), "#### 18", LADDERS["gsm8k"]).correct is True

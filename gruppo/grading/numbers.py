@@ -1,4 +1,4 @@
-"""Literal numbers: what a grade-school answer may look like, and nothing that has yet to be worked out."""
+"""Literal numbers, as in grade-school answers; expressions that must be evaluated do not count."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ __all__ = ["SHORT_UNITS", "Number", "numbers_in", "parse_number", "same_number"]
 
 LONGEST = 300  # characters; a longer run of digits is compared as text
 
-# Thousands do not begin with a zero: 0,500 is a decimal of other countries, and none of ours.
+# Numbers with thousands separators do not begin with a zero: 0,500 is a decimal comma, which is not supported.
 WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 DECIMAL = rf"(?:{WHOLE}(?:\.[0-9]+)?|\.[0-9]+)"
 POWER = r"(?:[eE][+-]?[0-9]{1,3}(?![0-9])| ?(?:×|\*|\\times|\\cdot) ?10\^(?:\{-?[0-9]{1,3}\}|[0-9]))"
@@ -27,7 +27,7 @@ LEADING = re.compile(
     rf"(?:(?P<ratio>{MIXED})|(?P<decimal>{DECIMAL})(?P<power>{POWER})?)(?P<times>{TIMES})(?P<rest>.*)",
     re.DOTALL,
 )
-# Not inside a word, an index or an exponent, not the base of one, nor a part of a longer number such as 3.4.5.
+# Not in a word, an index or an exponent, not the base of an exponent, nor part of a longer number such as 3.4.5.
 IN_TEXT = re.compile(
     rf"(?<![A-Za-z0-9_.^])(?<![_^]\{{)-?(?:0,[0-9]+|{MIXED}|{DECIMAL}(?:[eE][+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?)"
     rf"(?!\.?[0-9]|\^\{{?-?[0-9]){TIMES}(?: ?%)?"
@@ -36,7 +36,7 @@ IN_TEXT = re.compile(
 OPERAND = re.compile(r"[0-9A-Za-z)\]}]$|[0-9)\]}] $")
 
 CJK_UNIT = re.compile(rf"(?: ?[{CJK}]){{1,8}}(?: ?(?:/|每) ?[{CJK}]{{1,4}})?")
-# These change the amount: 3个半 is 3.5 and 3成 is 30 %. A thousand is one only in a unit such as 千克.
+# These change the amount: 3个半 is 3.5 and 3成 is 30 %. 千 (thousand) is allowed only in a unit such as 千克.
 CJK_AMOUNT = re.compile(
     "[半多几百十万亿成折又负乘除减余比不非或错]|千(?![克米瓦卡])|加(?!仑)|分之|点[零一二三四五六七八九]|的[平立]方"
 )
@@ -44,7 +44,7 @@ CURRENCY = re.compile(" ?[¢€£¥₹]")
 BRACKETED = re.compile(r" ?\( ?([^()]*?) ?\)")
 WORD = r"[A-Za-z]+(?:['’][A-Za-z]*)?\.?(?: ?\^ ?\{?[23]\}?|[23])?"
 LATIN_UNIT = re.compile(rf"(?P<space>[ -]?)(?P<first>(?=([A-Za-z]+)){WORD}) ?(?:(?: |/| / |-| per ){WORD} ?){{0,5}}")
-# Words that go on with the amount, open a second one, or take it back.
+# Words that modify the amount, introduce a second one, or negate it.
 NOT_UNITS = re.compile(
     r"\b(?:and|or|to|than|plus|minus|over|mod|choose|point|negative|squared|cubed|root|factorial|divided|multiplied|by|"
     r"out|not|no|never|wrong|incorrect|half|halves|thirds?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|"
@@ -54,7 +54,7 @@ NOT_UNITS = re.compile(
     r"ninety|hundreds?|thousands?|millions|lakhs?|crores?|bn)(?!-))\b",
     re.IGNORECASE,
 )
-# Where letters may be variables, these are no units either.
+# If letters may be variables, these are not units either.
 NOT_IN_ALGEBRA = re.compile(
     r"\b(?:more|less|times|[abcdxyz]+|[a-z]|alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|"
     r"omicron|rho|sigma|tau|upsilon|phi|chi|psi|omega)\b",
@@ -68,19 +68,19 @@ LETTER_UNITS = frozenset("mgshLlKCF")
 
 @dataclass(frozen=True)
 class Number:
-    """A literal number, exact.
+    """An exact literal number.
 
     Example:
         parse_number("$1,250.50") == Number(value=Fraction(2501, 2), percent=False, text="1250.5")
     """
 
     value: Fraction
-    percent: bool  # a percent sign stood behind it; `value` is what stood before
+    percent: bool  # followed by a percent sign; `value` is the number before the sign
     text: str
 
 
 def parse_number(text: str, *, units: bool = True, algebra: bool = False) -> Number | None:
-    """The number that a text is, as a whole; None if it is anything else.
+    """Parse a text that as a whole is one literal number; None if it is anything else.
 
     With `algebra`, letters count as a unit only where they cannot be variables: `5cm`, not `5ab`; and `x = 5` is an
     equation, not a number.
@@ -92,7 +92,7 @@ def parse_number(text: str, *, units: bool = True, algebra: bool = False) -> Num
     return None if len(text) > LONGEST else _parse_number(text, units, algebra)
 
 
-@lru_cache(maxsize=4096)  # one comparison asks up to five times, and the completions of a group give the same answers
+@lru_cache(maxsize=4096)  # one comparison calls it up to five times, and completions of a group repeat answers
 def _parse_number(text: str, units: bool, algebra: bool) -> Number | None:
     found = LEADING.fullmatch(slashed(tidy(plain_text(text))))
     if found is None or (found["sign"] and found["sign2"]) or (algebra and found["assigned"]):
@@ -124,7 +124,7 @@ def _magnitude(ratio: str | None, decimal: str | None, power: str | None) -> Fra
         return value
     if power[0] in "eE":
         return value * Fraction(10) ** int(power[1:])
-    # 1.5 × 10³ is how a number is written, 20 × 10² is a sum left to the reader.
+    # 1.5 × 10³ is scientific notation, 20 × 10² is an unevaluated product.
     exponent = int(power.partition("^")[2].strip("{}"))
     return value * Fraction(10) ** exponent if 1 <= value < 10 else None
 
@@ -133,7 +133,7 @@ def _number(value: Fraction, percent: bool, *, ratio: bool) -> Number:
     sign = "%" if percent else ""
     if ratio or value.denominator == 1:
         return Number(value, percent, f"{value}{sign}")
-    # A decimal ends: its denominator has no other factors than 2 and 5.
+    # A decimal terminates: its denominator has no prime factors other than 2 and 5.
     digits = next(n for n in range(1, 2000) if 10**n % value.denominator == 0)
     scaled = str(abs(value.numerator) * (10**digits // value.denominator)).rjust(digits + 1, "0")
     return Number(value, percent, f"{'-' * (value < 0)}{scaled[:-digits]}.{scaled[-digits:]}{sign}")
@@ -165,7 +165,7 @@ def numbers_in(text: str) -> Iterator[str]:
     """
     for found in IN_TEXT.finditer(text):
         number = found[0]
-        # In "5-3", "x-3" and "5 -3" the sign is an operation.
+        # In "5-3", "x-3" and "5 -3" the sign is an operator.
         if number[0] == "-" and OPERAND.search(text[max(0, found.start() - 2) : found.start()]):
             number = number[1:]
         yield number
@@ -174,8 +174,8 @@ def numbers_in(text: str) -> Iterator[str]:
 def same_number(gold: Number, answer: Number, tolerance: float) -> bool:
     """Whether two numbers are equal, or differ by less than `tolerance`.
 
-    A percent sign of the gold may have been left out of the answer, or worked in: 40 % is 40 and 0.4. One of the
-    answer alone is a unit. Without a sign of the gold there is no factor of a hundred: neither 0.5 nor 5000 % is 50.
+    If the gold has a percent sign, the answer may omit it or apply it: 40 % equals 40 and 0.4. If only the answer has
+    one, it counts as a unit. Without one in the gold, no factor of 100 is allowed: neither 0.5 nor 5000 % equals 50.
     """
     readings = [(gold.value, answer.value)]
     if gold.percent and not answer.percent:

@@ -1,7 +1,7 @@
-"""How large the numbers of a formula are, found without working them out.
+"""Estimates how large the numbers of a formula are, without evaluating it.
 
 A single call into C (a power, a factorial, a root of a long number) cannot be interrupted, so the size of each is
-bounded beforehand. Every value is carried as a bound on the size of its logarithm; variables count as 1.
+bounded beforehand. Every value is represented by a bound on the magnitude of its logarithm; variables count as 1.
 """
 
 import math
@@ -13,11 +13,11 @@ __all__ = ["explodes"]
 
 LARGEST_POWER = 10_000  # as an exponent
 LONGEST_NUMBER = 10_000  # digits of a power or a factorial
-LONGEST_FACTORED = 1_000  # digits under all roots, and of a number beside a logarithm: SymPy looks for their factors
+LONGEST_FACTORED = 1_000  # digits under all roots, or of a number if there is a logarithm: SymPy factors these
 LONGEST_TERM = 50_000  # digits of a product
 LARGEST_CHOICE = 10_000  # in a binomial
-UNKNOWN_FACTORIAL = 100.0  # n! weighs as much as this power, in a sum over n
-DEEPEST = 60  # brackets in brackets
+UNKNOWN_FACTORIAL = 100.0  # in a sum over n, n! counts as this power
+DEEPEST = 60  # nested brackets
 
 TOKEN = re.compile(
     r"(?P<number>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,9})?|\.[0-9]+)"
@@ -33,15 +33,15 @@ POWER = frozenset(["^", "**"])
 
 
 class _TooLargeError(Exception):
-    """Stops the reading of a formula."""
+    """Aborts parsing: the formula is too large."""
 
 
 @dataclass(frozen=True)
 class _Value:
     log: float = 0.0  # at most this many digits, before or after the point
-    literal: bool = False  # there are digits in it: it may be a number, and be worked out
-    broken: bool = False  # a fraction or a root
-    counted: bool = False  # a sum or a product over a range, whose size is not known
+    literal: bool = False  # it contains digits: it may be a number that SymPy evaluates
+    broken: bool = False  # a fraction, a decimal or a root
+    counted: bool = False  # a sum or a product over a range, whose size is unknown
 
 
 NOTHING = _Value()
@@ -49,7 +49,7 @@ EULER = _Value(math.log10(math.e))
 
 
 def explodes(formula: str) -> bool:
-    """Whether a formula holds a power, factorial, root or sum too large to be worked out.
+    """Whether a formula contains a power, factorial, root or sum too large to be evaluated.
 
     Example:
         explodes("9^{9^{9^9}}") and not explodes("2^{2024} - 1")
@@ -110,10 +110,10 @@ class _Reader:
     def __init__(self, formula: str) -> None:
         self.tokens = [(found[0], found.lastgroup) for found in TOKEN.finditer(formula)]
         self.at = 0
-        self.range = 1.0  # how far the sums and products count
-        self.exponent = 1.0  # the largest one so far
+        self.range = 1.0  # the largest limit of a sum or product
+        self.exponent = 1.0  # the largest exponent so far
         self.longest = 0.0  # the digits of the longest number so far
-        self.under_roots = 0.0  # the digits of all that stands under roots
+        self.under_roots = 0.0  # the total digits under roots
         self.logarithms = any(token in (r"\log", r"\ln", r"\lg") for token, _ in self.tokens)
         self.commands: dict[str, Callable[[int], _Value]] = {
             r"\sqrt": self.root,
@@ -132,7 +132,7 @@ class _Reader:
         return self.tokens[self.at][0] if self.at < len(self.tokens) else ""
 
     def sequence(self, depth: int) -> _Value:
-        """Terms up to the closing bracket or the end: the largest of them, times their number."""
+        """A bound on the terms up to the closing bracket or the end: the largest of them, times their number."""
         terms: list[_Value] = []
         factors: list[_Value] = []
         upper: _Value | None = None  # of "a \choose b"
@@ -152,7 +152,7 @@ class _Reader:
                 factors = self.raised(terms, factors, depth)
             elif token == "_":
                 self.at += 1
-                self.atom(depth)  # an index is read, but is no factor
+                self.atom(depth)  # an index is parsed, but is not a factor
             else:
                 factors.append(self.atom(depth))
         total = _sum([*terms, _term(factors)])
@@ -160,7 +160,7 @@ class _Reader:
         return total if upper is None else _choice(upper, total)
 
     def raised(self, terms: list[_Value], factors: list[_Value], depth: int) -> list[_Value]:
-        """The factors, with the last one raised to a power or made a factorial."""
+        """The factors, with a power or factorial applied to the last one."""
         before = self.tokens[self.at - 1][0] if self.at else ""
         sign = self.peek()
         self.at += 1
@@ -176,7 +176,7 @@ class _Reader:
         while self.peek() in ("+", "-"):
             self.at += 1
         value = self.atom(depth)
-        # In 9^9! the sign may belong to either; it is left to be read again.
+        # In 9^9! the factorial may apply to the exponent or to the power; its token is left to be read again.
         after = self.at
         while after < len(self.tokens) and self.tokens[after][0] == "!":
             value = _factorial(value)
@@ -200,7 +200,7 @@ class _Reader:
         return _Value(base.log * times, base.literal, base.broken or exponent.broken, base.counted)
 
     def atom(self, depth: int) -> _Value:
-        """A number, a variable, a group, or a command with what it takes."""
+        """A number, a variable, a group, or a command with its arguments."""
         if depth > DEEPEST:
             raise _TooLargeError
         if self.at >= len(self.tokens) or self.peek() in CLOSING:

@@ -1,7 +1,7 @@
-"""Compare two formulas with math-verify, in bounded time.
+"""Compares two formulas with math-verify, in bounded time.
 
-What could keep a single call into C busy for ever (powers and factorials with millions of digits) is refused before
-SymPy sees it; everything else is cut off by a deadline.
+Formulas that could block a single call into C (powers and factorials with millions of digits) are refused before SymPy
+sees them; everything else is interrupted at a deadline.
 """
 
 import logging
@@ -17,7 +17,7 @@ from gruppo.grading.types import Rung
 __all__ = ["compare_formulas", "is_manageable", "load_math_verify"]
 
 LONGEST = 400  # characters of a formula
-DEEPEST = 12  # brackets in brackets; the parser's time grows steeply with them
+DEEPEST = 12  # nested brackets; the parser's time grows steeply with their depth
 
 
 def load_math_verify() -> tuple[Callable[..., bool], Callable[..., list[Any]]]:
@@ -27,7 +27,7 @@ def load_math_verify() -> tuple[Callable[..., bool], Callable[..., list[Any]]]:
     except ImportError as error:
         raise ImportError("Symbolic answers need the package math-verify: pip install 'gruppo[math]'") from error
     for name in ("math_verify.parser", "math_verify.grader"):
-        # It warns that it runs without its own time limit, which is an alarm signal. Ours is in place.
+        # It warns that its own time limit, an alarm signal, is disabled; `run_within` is used instead.
         logging.getLogger(name).addFilter(_not_about_timeouts)
     return verify, parse
 
@@ -38,14 +38,14 @@ def _not_about_timeouts(record: logging.LogRecord) -> bool:
 
 @lru_cache(maxsize=1)
 def _latex() -> list[Any]:
-    """LaTeX only: the other reader evaluates plain text as Python."""
+    """LaTeX only: the other extractor evaluates plain text as Python."""
     from math_verify import LatexExtractionConfig
 
     return [LatexExtractionConfig(boxed_match_priority=0)]
 
 
 def compare_formulas(gold: str, answer: str, seconds: float) -> tuple[bool, Rung]:
-    """Whether two formulas mean the same, and SYMBOLIC, REFUSED, TIMEOUT or ERROR.
+    """Whether two formulas are equivalent, and the rung: SYMBOLIC, REFUSED, TIMEOUT or ERROR.
 
     Example:
         compare_formulas(r"2\\sqrt{3}", r"\\sqrt{12}", seconds=5.0) == (True, Rung.SYMBOLIC)
@@ -58,7 +58,7 @@ def compare_formulas(gold: str, answer: str, seconds: float) -> tuple[bool, Rung
         return parse(f"$\\boxed{{{formula}}}$", extraction_config=_latex(), parsing_timeout=None)
 
     def compare() -> bool:
-        # The order matters to math-verify. Errors are asked for, so that a failure is not taken for "differs".
+        # math-verify depends on the order. It must raise on errors, so that a failure does not count as "different".
         return verify(
             read(gold), read(answer), allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True
         )
@@ -67,12 +67,12 @@ def compare_formulas(gold: str, answer: str, seconds: float) -> tuple[bool, Rung
         return bool(run_within(seconds, compare)), Rung.SYMBOLIC
     except TimeoutError:
         return False, Rung.TIMEOUT
-    except Exception:  # SymPy raises all kinds on formulas it cannot handle
+    except Exception:  # SymPy raises many kinds of errors on formulas it cannot handle
         return False, Rung.ERROR
 
 
 def is_manageable(formula: str) -> bool:
-    """Whether a formula is short, shallow and small enough to be worked on."""
+    """Whether a formula is short, shallow and small enough to be compared symbolically."""
     return len(formula) <= LONGEST and _depth(formula) <= DEEPEST and not explodes(formula)
 
 

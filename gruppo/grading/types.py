@@ -1,4 +1,4 @@
-"""The nouns of grading: where an answer was found, what decided, and how a data set wants it done."""
+"""Types of grading: where an answer was found, what decided, and how a data set is graded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from gruppo.errors import ConfigError
 
 __all__ = ["LADDERS", "Answer", "AnswersMode", "Grade", "Ladder", "Rule", "Rung", "find_ladder"]
 
-# How several golds of one row are meant: all of them, any of them, or just the one that is given.
+# What several golds of one row mean: all of them, any of them, or (last, same) a single given one.
 AnswersMode = Literal["last", "same", "all", "any"]
 Language = Literal["en", "zh"]
 
@@ -32,18 +32,18 @@ class Rung(StrEnum):
 
     STRING = "string"  # the normalised texts are equal; or they differ, and only texts may be compared
     NUMBER = "number"  # both are literal numbers
-    NOT_LITERAL = "not_literal"  # the set wants a literal number and this is none: wrong
+    NOT_LITERAL = "not_literal"  # the data set requires a literal number and this is not one: wrong
     SYMBOLIC = "symbolic"  # math-verify compared them
     REFUSED = "refused"  # too long, too deep or too large to be compared symbolically: wrong
     TIMEOUT = "timeout"  # math-verify ran out of time: wrong
     ERROR = "error"  # math-verify failed: wrong
-    NO_ANSWER = "no_answer"  # the completion has none: wrong
-    NO_GOLD = "no_gold"  # the reference has none: neither right nor wrong
+    NO_ANSWER = "no_answer"  # the completion has no answer: wrong
+    NO_GOLD = "no_gold"  # the reference has no answer: neither right nor wrong
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as it stands in a text.
+    """An answer as written in a text.
 
     Example:
         Answer(text="18\\\\text{ eggs}", rule=Rule.BOX)
@@ -55,7 +55,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Grade:
-    """Right, wrong or (None) not to be told, and why.
+    """Right, wrong or (None) undetermined, and why.
 
     Example:
         Grade(correct=True, rung=Rung.NUMBER, gold="18", answer="18.0", rule=Rule.BOX)
@@ -80,11 +80,11 @@ class Ladder:
         Ladder(literal=True, languages=("en", "zh"))
     """
 
-    literal: bool  # accept only a literal number, fraction or percentage: `9\cdot 2` is no answer
-    languages: tuple[Language, ...] = ("en",)  # whose answer sentences are looked for
+    literal: bool  # accept only a literal number, fraction or percentage: `9\cdot 2` is not an answer
+    languages: tuple[Language, ...] = ("en",)  # languages of answer sentences to look for
     units: bool = True  # a unit after a number is dropped
     tolerance: float = 1e-3  # numbers that differ by less are equal
-    seconds: float = 5.0  # of one symbolic comparison
+    seconds: float = 5.0  # time limit of one symbolic comparison
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "languages", tuple(self.languages))  # a list has no hash
@@ -108,7 +108,7 @@ LADDERS: Mapping[str, Ladder] = MappingProxyType(
 
 
 def find_ladder(ladder: "str | Ladder") -> Ladder:
-    """The ladder of a data set, by its name; a ladder of your own is returned as it is."""
+    """The ladder of a data set by its name; a Ladder object is returned unchanged."""
     if isinstance(ladder, Ladder):
         return ladder
     if ladder not in LADDERS:

@@ -1,4 +1,4 @@
-"""Shipped rewards. Each is a callable over lists, like a reward function of your own.
+"""Shipped rewards. Each is a callable over lists, like a user's own reward function.
 
 accuracy_reward                 1 if the mathematical answer equals the solution (needs math-verify)
 reasoning_accuracy_reward       the same, on the text after the reasoning
@@ -10,9 +10,9 @@ math_answer_reward              1 if the final answer is right, by the rules of 
 get_math_answer_reward          the same, with the rules of one data set
 get_tag_format_reward           1 if tags occur once each, in order
 get_regex_reward                1 if a pattern matches
-get_length_reward               near 1 where the length is as wanted
+get_length_reward               1 for a length as desired, less the further it is off
 
-check_reward(fn, rows) tries a reward on right, wrong, odd and hostile completions before a run does.
+check_reward(fn, rows) tests a reward on right, wrong, odd and hostile completions before it is used in a run.
 """
 
 from importlib import import_module

@@ -20,8 +20,8 @@ LogExtra = Callable[[str, list[Any]], None]
 
 PARSE_SECONDS = 10.0
 VERIFY_SECONDS = 5.0
-# Characters that are read, from the end of a text, where the answer is: math-verify's patterns take time that grows
-# with the square of the length, and nothing can interrupt a pattern.
+# Only this many characters at the end of a text, where the answer is, are read: the time of math-verify's patterns
+# grows with the square of the length, and matching cannot be interrupted.
 LONGEST = 10_000
 
 OPEN_BOX = r"\boxed{"
@@ -37,7 +37,7 @@ UNPARSEABLE = "[unparseable]"
 
 @dataclass(frozen=True)
 class _Verdict:
-    """The reward of one completion and what the completions table shows beside it."""
+    """The reward of one completion and the parsed expressions that the completions table shows beside it."""
 
     reward: float | None
     gold: str
@@ -53,7 +53,7 @@ def accuracy_reward(
 ) -> list[float | None]:
     """1.0 if the LaTeX answer in the completion equals the solution, 0.0 if not, None if the solution has no answer.
 
-    The answer is what math-verify finds in LaTeX (`\\boxed{…}` first). With `log_extra`, the columns `solution`,
+    The answer is the LaTeX that math-verify finds (`\\boxed{…}` first). With `log_extra`, the columns `solution`,
     `gold_parsed` and `answer_parsed` go to the completions table.
     """
     _check_lengths(completions, solution)
@@ -107,9 +107,10 @@ def _grade(text: str, solution: str) -> _Verdict:
 
 
 def _parse(parse: Callable[..., list[Any]], text: str, **how: Any) -> list[Any]:
-    """What math-verify reads in a text; nothing if that takes too long or would.
+    """The expressions that math-verify parses from a text; empty if that takes too long or is predicted to.
 
-    Its own time limit is an alarm signal, which only the main thread may set; ours works in every thread.
+    math-verify's own time limit is an alarm signal, which only the main thread may set; `run_within` works in every
+    thread.
     """
     text = text[-LONGEST:]
     if any(explodes(formula) for formula in _math_spans(text, plain="extraction_config" not in how)):
@@ -121,14 +122,14 @@ def _parse(parse: Callable[..., list[Any]], text: str, **how: Any) -> list[Any]:
 
 
 def _math_spans(text: str, plain: bool) -> list[str]:
-    """What math-verify may read in a text as mathematics; of a text with boxes, the boxes and the announced answer.
+    """The spans that math-verify may parse as mathematics; if there are boxes, only these and announced answers.
 
-    Any two dollar signs may be taken for a pair. With `plain`, calculations outside of math count too.
+    Any two dollar signs may be taken for a pair. With `plain`, calculations outside of math delimiters count too.
     """
     if BOX.search(text):
         start = text.rindex(OPEN_BOX)
         spans = box_contents(text)
-        # The last box may lack its brace, and is read all the same.
+        # The last box is parsed even if its closing brace is missing.
         spans += box_contents(text[start:]) or [text[start + len(OPEN_BOX) :]]
         spans += [_first_span(text[found.end() :]) for found in ANNOUNCED.finditer(text)]
     else:
@@ -137,7 +138,7 @@ def _math_spans(text: str, plain: bool) -> list[str]:
         spans += [found[0] for found in PLAIN.finditer(text) if plain and CALCULATION.search(found[0])]
     different: list[str] = []
     for span in spans:
-        if span and not (different and span in different[-1]):  # a box within the one before it
+        if span and not (different and span in different[-1]):  # skip a box nested in the previous one
             different.append(span)
     return different
 

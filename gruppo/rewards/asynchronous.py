@@ -1,6 +1,6 @@
-"""Async rewards, each on an event loop in a thread of its own: judges behind HTTP, mostly.
+"""Async rewards (mostly judges behind HTTP), each on its own event loop in a separate thread.
 
-Nothing here waits for a coroutine that was cancelled: one that swallows the cancellation would be waited for for ever.
+Cancelled coroutines are never awaited: one that swallows the cancellation would block forever.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from gruppo.rewards.marks import wants_whole_batch
 from gruppo.rewards.outcomes import Kind
 
 FIRST_WAIT = 0.5  # seconds before the first retry; each further one waits twice as long
-GRACE = 5.0  # seconds beyond its bound after which a loop that is blocked is given up
-POLL = 0.25  # seconds between two looks at the thread of a loop
+GRACE = 5.0  # seconds past the time limit after which a blocked loop is abandoned
+POLL = 0.25  # seconds between checks that the thread of a loop is alive
 
-# Mistakes in the code of a reward: asking again would not help.
+# Bugs in the code of a reward: a retry would not help.
 PROGRAMMING_ERRORS = (TypeError, AttributeError, NameError, ImportError, AssertionError, NotImplementedError)
 
 Timer = Callable[[str], AbstractContextManager[Any]]
@@ -34,11 +34,11 @@ Timer = Callable[[str], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Patience:
-    """How long async rewards are waited for, and how often they are asked."""
+    """How long to wait for async rewards, and how often to retry them."""
 
     seconds: float | None  # for a batch, retries included
     sample_seconds: float | None  # for each try of one completion
-    concurrency: int  # calls of one reward at a time
+    concurrency: int  # most concurrent calls of one reward
     retries: int
 
 
@@ -51,7 +51,7 @@ class Loop:
         self.thread.start()
 
     def _spin(self) -> None:
-        """Until `stop`: a reward that stops the loop, or a task of its own that exits, ends nothing."""
+        """Run the loop until `stop`, even if a reward stops the loop or one of its tasks calls sys.exit."""
         while not self.stopped:
             with contextlib.suppress(KeyboardInterrupt, SystemExit):
                 self.loop.run_forever()
@@ -64,7 +64,7 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def wait(self, future: "concurrent.futures.Future[Reply]", deadline: float | None) -> None:
-        """Until the work is done, the deadline has passed, or the thread has ended."""
+        """Wait until the work is done, the deadline has passed, or the thread has ended."""
         while not future.done() and self.thread.is_alive():
             left = POLL if deadline is None else deadline - time.monotonic()
             if left <= 0:
@@ -73,15 +73,15 @@ class Loop:
 
 
 class AsyncRewards:
-    """Runs async rewards. A loop is kept between calls, because clients that a reward keeps are bound to it."""
+    """Runs async rewards. Loops are kept between calls, because clients that a reward keeps are bound to its loop."""
 
     def __init__(self, patience: Patience, timer: Timer = nullcontext):
         self.patience, self.timer = patience, timer
         self._loops: dict[int, Loop] = {}
-        self._waits = random.Random()  # of its own: the run's random numbers must not depend on retries
+        self._waits = random.Random()  # separate: the run's random numbers must not depend on retries
 
     def score(self, functions: dict[int, tuple[Callable[..., Any], str]], arguments: Arguments) -> dict[int, Reply]:
-        """The replies of several rewards that run at the same time, by their number."""
+        """The replies of several rewards that run concurrently, by their index."""
         bound = self.patience.seconds
         deadline = None if bound is None else time.monotonic() + bound + GRACE
         futures = {
@@ -93,7 +93,7 @@ class AsyncRewards:
             }
         finally:
             for future in futures.values():
-                future.cancel()  # does nothing to one that is done
+                future.cancel()  # no effect if done
 
     def _loop(self, i: int) -> Loop:
         if i not in self._loops:
@@ -104,7 +104,7 @@ class AsyncRewards:
     def _wait(
         self, i: int, name: str, future: "concurrent.futures.Future[Reply]", deadline: float | None, rows: int
     ) -> Reply:
-        """The reply of one reward. A loop that is blocked, or has ended, is left to itself."""
+        """The reply of one reward. A loop that is blocked, or has ended, is abandoned."""
         self._loops[i].wait(future, deadline)
         if future.done():
             return future.result()
@@ -146,7 +146,7 @@ class AsyncRewards:
         for task in waiting:
             task.cancel()
         for task in done:
-            task.result()  # raises what broke the contract
+            task.result()  # raises RewardError if the contract was broken
         return join(replies)
 
     async def _ask(
@@ -158,7 +158,7 @@ class AsyncRewards:
         seconds: float | None,
         until: float | None,
     ) -> Reply:
-        """One call, again after each exception, with waits that double."""
+        """One call, retried after each exception, with waits that double."""
         for attempt in range(self.patience.retries + 1):
             if until is not None:
                 left = max(0.0, until - time.monotonic())
@@ -174,12 +174,12 @@ class AsyncRewards:
     async def _try(
         self, function: Callable[..., Any], name: str, arguments: Arguments, first: int, seconds: float | None
     ) -> tuple[Reply, bool]:
-        """One call, and whether another might do better."""
+        """The reply of one call, and whether a retry might succeed."""
         task = asyncio.ensure_future(guarded(function, name, arguments, first))
         try:
             done, _ = await asyncio.wait([task], timeout=seconds)
         finally:
-            task.cancel()  # does nothing to one that is done
+            task.cancel()  # no effect if done
         if done:
             return task.result()
         late = f"The async reward '{name}' took longer than {seconds:.3g} s."
@@ -187,10 +187,10 @@ class AsyncRewards:
 
 
 async def guarded(function: Callable[..., Any], name: str, arguments: Arguments, first: int) -> tuple[Reply, bool]:
-    """Await a reward; what it raises becomes a reply, so that the loop never sees an exit.
+    """Await a reward; its exceptions become a reply, so that the loop never sees an exit.
 
-    A KeyboardInterrupt is the reward's own, as the user's is raised in the main thread. A CancelledError may be a
-    client's.
+    A KeyboardInterrupt here was raised by the reward itself, since the user's is raised in the main thread. A
+    CancelledError may come from a client.
     """
     log, process = Log(count(arguments)), os.getpid()
     try:

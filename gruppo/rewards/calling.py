@@ -1,4 +1,4 @@
-"""One call of a reward function: what it is given, what it logs, and what becomes of its errors.
+"""One call of a reward function: its arguments, its logs, and how its errors are handled.
 
 Reward workers import this, so it needs the standard library only.
 """
@@ -21,14 +21,14 @@ Arguments = Mapping[str, Any]
 
 @dataclass
 class Log:
-    """Calls of `log_extra` and `log_metric`, kept until it is certain that the call of the reward counts."""
+    """Calls of `log_extra` and `log_metric`, buffered until the call of the reward is known to count."""
 
     rows: int
     columns: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)
 
     def extra(self, column: str, values: Sequence[Any]) -> None:
-        """Given to reward functions as `log_extra`."""
+        """Passed to reward functions as `log_extra`."""
         values = list(values)
         if len(values) != self.rows:
             raise RewardError(
@@ -37,43 +37,43 @@ class Log:
         self.columns[column] = values
 
     def metric(self, name: str, value: float) -> None:
-        """Given to reward functions as `log_metric`."""
+        """Passed to reward functions as `log_metric`."""
         self.metrics.append((name, float(value)))
 
 
 @dataclass
 class Reply:
-    """What came of one call."""
+    """The result of one call."""
 
     outcomes: list[Outcome]
     log: Log
-    lost: bool = False  # there is no output: it may be worth asking sample by sample
-    spent: bool = False  # memory ran out: nobody knows what state the worker is in
-    broken: str | None = None  # the contract was broken: no other call will do better
+    lost: bool = False  # there is no output: a retry sample by sample may help
+    spent: bool = False  # memory ran out: the state of the worker is unknown
+    broken: str | None = None  # the error message if the contract was broken: a retry cannot help
     number: int = 0  # of the request that a worker replies to
 
 
 def count(arguments: Arguments) -> int:
-    """How many completions these are the arguments for."""
+    """The number of completions in these arguments."""
     return len(arguments["completions"])
 
 
 def sample(arguments: Arguments, i: int) -> dict[str, Any]:
-    """The arguments for completion i alone: lists with one entry per completion are cut."""
+    """The arguments for completion i alone: lists with one entry per completion are reduced to that entry."""
     rows = count(arguments)
     cut = {name: isinstance(value, list) and len(value) == rows for name, value in arguments.items()}
     return {name: [value[i]] if cut[name] else value for name, value in arguments.items()}
 
 
 def given(arguments: Arguments, log: Log) -> dict[str, Any]:
-    """What a function is called with: lists of its own, so that it cannot change what others are shown."""
+    """The arguments of a function: copies, so that it cannot change what other functions get."""
     own = {name: copied(name, value) for name, value in arguments.items()}
     return {**own, "log_extra": log.extra, "log_metric": log.metric}
 
 
 def copied(name: str, value: Any) -> Any:
-    """A copy of lists and dicts, down to what they hold, which is shared: strings, images, environments."""
-    if name == "completion_ids":  # much faster than to look at every token
+    """A recursive copy of lists and dicts; other values in them (strings, images, environments) are shared."""
+    if name == "completion_ids":  # much faster than checking every token
         return [list(ids) for ids in value]
     if name == "environments":
         return list(value) if isinstance(value, list) else value
@@ -86,7 +86,7 @@ def copied(name: str, value: Any) -> Any:
 
 
 def check_arguments(function: Any, name: str, arguments: Arguments) -> None:
-    """Raise if the function cannot be called at all: it names a column that is not there, say."""
+    """Raise if the function cannot be called at all, for example because it names a missing column."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have none
@@ -101,7 +101,7 @@ def check_arguments(function: Any, name: str, arguments: Arguments) -> None:
 
 
 def call(function: Callable[..., Any], name: str, arguments: Arguments, first: int = 0) -> Reply:
-    """Call a reward; what it raises fails its completions, except a broken contract, which is an error."""
+    """Call a reward. An exception fails its completions, except for a broken contract, which raises."""
     log, process = Log(count(arguments)), os.getpid()
     try:
         return finished(function(**given(arguments, log)), name, arguments, log, first)
@@ -115,9 +115,9 @@ def call(function: Callable[..., Any], name: str, arguments: Arguments, first: i
 
 
 def end_fork(process: int, error: BaseException | None = None) -> None:
-    """End this process if it is not the one that the reward was called in, but a fork that the reward made.
+    """End this process if it is a fork that the reward made, not the process in which the reward was called.
 
-    Such a one comes out of the call beside its parent, mostly by `sys.exit`, and would go on as a second run.
+    Such a fork returns from the call as its parent does, mostly by `sys.exit`, and would continue as a second run.
     """
     if os.getpid() == process:
         return
@@ -136,14 +136,14 @@ def finished(output: Any, name: str, arguments: Arguments, log: Log, first: int 
 
 
 def lost(kind: Kind, error: str, rows: int, *, spent: bool = False) -> Reply:
-    """A call without an output: every completion gets the kind, and what was logged on the way is dropped."""
+    """The reply of a call without output: every completion gets `kind`, and its logs are dropped."""
     return Reply([Outcome(kind, error=clip(error))] * rows, Log(rows), lost=True, spent=spent)
 
 
 def join(replies: Sequence[Reply]) -> Reply:
-    """The replies to single samples as one; a column has None where a sample did not log it.
+    """Merge the replies to single samples; a column has None where a sample did not log it.
 
-    A metric becomes the mean of what the samples logged, so that it weighs as much as that of one call.
+    A metric becomes the mean of the logged values, so that it has the same weight as after a single call.
     """
     names = dict.fromkeys(name for reply in replies for name in reply.log.columns)
     columns = {
@@ -159,25 +159,25 @@ def join(replies: Sequence[Reply]) -> Reply:
     return Reply(outcomes, Log(len(outcomes), columns, metrics))
 
 
-# ---- what is logged, on its way out of a worker
+# ---- sending logs from a worker
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A logged value, pickled, and in words for where it cannot be read."""
+    """A logged value, pickled, and as text in case it cannot be pickled or unpickled."""
 
     data: bytes | None
     text: str
 
 
 def packed_log(log: Log) -> Log:
-    """What was logged, so that no value can spoil the message it is sent in."""
+    """The log with each value pickled separately, so that none can make the whole message unreadable."""
     columns = {str(name): [_packed(value) for value in values] for name, values in log.columns.items()}
     return Log(log.rows, columns, [(str(name), value) for name, value in log.metrics])
 
 
 def unpacked_log(log: Log) -> Log:
-    """What was logged; a value that can be sent or read in no other way is its repr."""
+    """The log with its values restored; a value that could not be pickled or unpickled is replaced by its repr."""
     columns = {name: [_unpacked(value) for value in values] for name, values in log.columns.items()}
     return Log(log.rows, columns, log.metrics)
 

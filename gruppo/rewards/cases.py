@@ -1,4 +1,4 @@
-"""The completions that `check_reward` tries with a row: right, wrong, odd and hostile ones."""
+"""The completions that `check_reward` tries for a row: right, wrong, odd and hostile ones."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import Any
 __all__ = ["PLACE", "Case", "cases_of", "prompt_text"]
 
 LONG = 100_000  # characters
-PLACE = "{}"  # of the answer in a template
+PLACE = "{}"  # placeholder of the answer in a template
 
 
 @dataclass(frozen=True)
 class Case:
-    """A completion to try, and what a reward should make of it.
+    """A completion to try, and whether a reward should accept it.
 
     Example:
         Case("empty", "", right=False)
@@ -20,14 +20,14 @@ class Case:
 
     name: str
     text: str
-    right: bool | None  # None: anything goes, as long as it is an answer in time
+    right: bool | None  # None: any score in time is acceptable
 
 
 def cases_of(row: Mapping[str, Any], column: str | None, template: str | None = None) -> Iterator[Case]:
-    """What is tried with one row.
+    """The completions to try for one row.
 
-    `column` holds the right answer. With a `template` only what is written in it has to be right; who asks for a form
-    may refuse all others.
+    `column` holds the right answer. With a `template`, only the answer in that form must count as right: a reward that
+    requires a form may reject all others.
 
     Example:
         [case.text for case in cases_of({"answer": "3"}, "answer", "A: {}") if case.right] == ["A: 3"]
@@ -74,20 +74,20 @@ def _with_answer(solution: str, gold: str, template: str | None) -> Iterator[Cas
 
 
 def _short_answer(gold: str) -> str:
-    """The answer at the end of a worked solution, or all of a gold that is no solution."""
+    """The answer at the end of a worked solution, or the whole gold if it is not a worked solution."""
     from gruppo.grading import last_box
 
     return last_box(gold) or gold.rpartition("####")[2].strip()
 
 
 def _wrong(gold: str) -> str:
-    """An answer of the same kind that neither holds the gold one nor is part of it."""
+    """A wrong answer of the same kind that neither contains the gold answer nor is part of it."""
     if not any(character.isdigit() for character in gold):
         return "none of these"
     return next((w for w in ("17", "23", "58", "69", "4001") if w not in gold and gold not in w), "-1")
 
 
 def prompt_text(row: Mapping[str, Any]) -> str:
-    """The question of a row, whatever it is called, as one text."""
+    """The prompt or question of a row as one text."""
     prompt = row.get("prompt") or row.get("question") or "What is it?"
     return prompt if isinstance(prompt, str) else "\n".join(str(m.get("content")) for m in prompt)

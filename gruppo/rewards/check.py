@@ -1,4 +1,4 @@
-"""Try a reward before a run does: on right, wrong, odd and hostile completions, each under a time limit."""
+"""Test a reward before a run: on right, wrong, odd and hostile completions, each under a time limit."""
 
 import asyncio
 import contextlib
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 __all__ = ["Case", "RewardCheck", "Trial", "check_reward"]
 
 GOLD_COLUMNS = ("answer", "solution", "gold", "target", "label")
-MOST_TIMEOUTS = 3  # after which the rest is not tried
-SECONDS = "check_reward/seconds"  # the metric in which the time comes back from a worker
+MOST_TIMEOUTS = 3  # after this many, the remaining cases are skipped
+SECONDS = "check_reward/seconds"  # the metric by which a worker reports the time
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a reward did with one case of one row.
+    """The result of a reward on one case of one row.
 
     Example:
         Trial(row=0, case=Case("empty", "", False), kind=Kind.SCORE, score=0.0, seconds=0.001)
@@ -48,7 +48,7 @@ class Trial:
 
 @dataclass
 class RewardCheck:
-    """What `check_reward` found: every trial, and warnings in words."""
+    """The result of `check_reward`: every trial, and warnings as text."""
 
     name: str
     trials: list[Trial] = field(default_factory=list)
@@ -82,7 +82,7 @@ class RewardCheck:
         return table
 
     def print(self, console: "Console | None" = None) -> None:
-        """The table and the warnings."""
+        """Print the table and the warnings."""
         from rich.console import Console
 
         console = console or Console()
@@ -104,13 +104,13 @@ def check_reward(
     show: bool = True,
     console: "Console | None" = None,
 ) -> RewardCheck:
-    """Run a reward on gold answers and on empty, huge, non-Latin and hostile completions, and print what it does.
+    """Run a reward on gold answers and on empty, huge, non-Latin and hostile completions, and print the results.
 
     `rows` are dataset rows, of which `max_rows` are tried; `gold` names the column with the right answer (default:
-    `answer`, `solution`, …), and `template` is the form in which the reward wants it, with {} for the answer (default:
-    boxed, and in a sentence). Every call asks about one completion, in a worker process that is killed after `timeout`
-    seconds; calls over `slow` seconds are reported. `worker_env` is that of the config; an async reward sees all
-    variables, as it does in a run. The ids in `completion_ids` are stand-ins, one per character.
+    `answer`, `solution`, …), and `template` is the form that the reward requires, with {} for the answer (default:
+    boxed, and in a sentence). Every call scores one completion, in a worker process that is killed after `timeout`
+    seconds; calls over `slow` seconds are reported. `worker_env` is the setting of the config; an async reward sees
+    all variables, as it does in a run. The ids in `completion_ids` are placeholders, one per character.
 
     Example:
         report = check_reward(my_reward, dataset.select(range(3)))
@@ -146,17 +146,17 @@ def _gold_column(row: Mapping[str, Any], gold: str | None) -> str | None:
     return gold or next((name for name in GOLD_COLUMNS if row.get(name) is not None), None)
 
 
-# ---- asking
+# ---- calling the reward
 
 Ask = Callable[[Arguments], tuple[Reply, float]]
 
 
 class _Timed:
-    """A reward that says how long it took, and waits for itself if it is asynchronous."""
+    """Wraps a reward to log how long it took, and to await it if it is asynchronous."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
-        # By this the pool knows whose code it sends.
+        # The pool reads this to decide whether to send the code by value.
         self.__module__ = getattr(innermost(function), "__module__", None) or type(function).__module__
 
     def __call__(self, log_metric: Callable[[str, float], None], **arguments: Any) -> list[Any]:
@@ -165,9 +165,9 @@ class _Timed:
         if inspect.isawaitable(output):
             output = asyncio.run(_wait_for(output))
         if not isinstance(output, str | bytes | Mapping) and hasattr(output, "__iter__"):
-            output = list(output)  # a generator works while it is read
+            output = list(output)  # a generator does its work while it is consumed
         log_metric(SECONDS, time.monotonic() - begin)
-        return output  # type: ignore[no-any-return]  # whatever it is: the reader of outputs says what is wrong with it
+        return output  # type: ignore[no-any-return]  # `read_output` reports what is wrong with it
 
 
 async def _wait_for(output: Any) -> Any:
@@ -184,7 +184,7 @@ def _bounds(fn: Callable[..., Any], timeout: float, worker_env: Sequence[str] | 
 
 @contextlib.contextmanager
 def _asker(fn: Callable[..., Any], name: str, bounds: "Bounds", report: RewardCheck) -> Iterator[Ask]:
-    """Asks in a worker; in this process if the function cannot be sent to one."""
+    """Yields a function that calls the reward in a worker, or in this process if it cannot be sent to one."""
     from gruppo.rewards.pool import Pool, packed_arguments
 
     timed = _Timed(fn)
@@ -232,7 +232,7 @@ def _ask_in_thread(timed: _Timed, name: str, timeout: float, arguments: Argument
 
 
 def _arguments(row: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """What a trainer would pass for one completion of this row."""
+    """The arguments that a trainer would pass for one completion of this row."""
     prompt = row.get("prompt", prompt_text(row))
     completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
     columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion", "completion_ids")}
@@ -246,7 +246,7 @@ def _arguments(row: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 
 def _try_all(report: RewardCheck, ask: Ask, fn: Any, rows: Sequence[tuple[Mapping[str, Any], list[Case]]]) -> None:
-    """All cases of all rows. The first is asked twice: the first time may load things."""
+    """Try all cases of all rows; the first twice, since its first call may load things, and to compare the scores."""
     check_arguments(fn, report.name, _arguments(rows[0][0], ""))
     first = _try(ask, 0, rows[0][0], rows[0][1][0])
     for i, (row, cases) in enumerate(rows):
@@ -274,7 +274,7 @@ def _shown(trial: Trial) -> str:
     return trial.kind.name.lower() if trial.score is None else f"{trial.score:g}"
 
 
-# ---- what is said about it
+# ---- warnings
 
 
 def _warnings(report: RewardCheck, slow: float, timeout: float, *, formless: bool) -> list[str]:
@@ -313,7 +313,7 @@ def _about_scores(report: RewardCheck, formless: bool) -> Iterator[str]:
 
 
 def _about_ranks(scored: list[Trial]) -> Iterator[str]:
-    """Wrong completions that earn as much as the gold answer of their row, in its best form."""
+    """Warn of wrong completions that score at least as high as the best form of the gold answer of their row."""
     best = {
         t.row: max(g.score or 0.0 for g in scored if g.row == t.row and g.case.right) for t in scored if t.case.right
     }

@@ -1,4 +1,4 @@
-"""Rewards on the shape of a completion."""
+"""Rewards on the format of a completion."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def completion_text(completion: Completion) -> str:
 
 
 def final_text(completion: Completion) -> str:
-    """The string itself, or the last thing the assistant said: after calls of tools, that is where the answer is.
+    """The string itself, or the last message of the assistant, which holds the answer after tool calls.
 
     Example:
         final_text([{"role": "assistant", "content": "6*7?"}, {"role": "tool", "content": "42"},
@@ -48,7 +48,7 @@ def _message_text(message: dict[str, Any]) -> str:
 def think_format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
     """1.0 for a text that begins with `<think>`, has no second one, and closes it; else 0.0. One float per completion.
 
-    What follows `</think>` is free and may be empty.
+    Any text, or none, may follow `</think>`.
     """
     return [1.0 if _is_one_think_block(completion_text(completion)) else 0.0 for completion in completions]
 

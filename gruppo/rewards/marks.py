@@ -1,7 +1,7 @@
-"""What a reward function says about how it may be run, in attributes of the function or of its class.
+"""Attributes of a reward function, or of its class, that declare how it must be run.
 
 gruppo_worker = True   run in a worker even without `reward_timeout`
-whole_batch = True     ask about all completions at once or not at all, never about one of them
+whole_batch = True     call it with all completions at once, never with one of them
 """
 
 import functools
@@ -19,7 +19,7 @@ def in_worker(function: F) -> F:
 
 
 def innermost(function: Any) -> Any:
-    """What a functools.partial calls in the end."""
+    """The function at the core of nested functools.partial objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
@@ -34,7 +34,7 @@ def wants_whole_batch(function: Any) -> bool:
 
 
 def names_environments(function: Any) -> bool:
-    """Whether the reward asks for the environments, which live in this process."""
+    """Whether the reward has a parameter `environments`; these exist only in this process."""
     try:
         return "environments" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # some builtins have no signature

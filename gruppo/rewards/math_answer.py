@@ -1,4 +1,4 @@
-"""1 for the right answer: the grading ladder of `gruppo.grading` as a reward."""
+"""A reward of 1 for the right answer, by the grading ladder of `gruppo.grading`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from gruppo.rewards.marks import in_worker
 
 __all__ = ["get_math_answer_reward", "math_answer_reward"]
 
-COLUMNS = ("answer", "solution")  # where a gold answer usually is, the first one first
+COLUMNS = ("answer", "solution")  # where a gold answer usually is, in order of preference
 MODES = "answers_mode"  # the column that says what several golds of a row mean
 GENERAL = replace(LADDERS["math"], languages=("en", "zh"))
 LITERAL = replace(LADDERS["gsm8k"], languages=("en", "zh"))
@@ -24,7 +24,7 @@ class _MathAnswerReward:
     gruppo_worker: ClassVar[bool] = True
     ladder: Ladder
     columns: tuple[str, ...]
-    answers_mode: AnswersMode | None = None  # None: that of the row
+    answers_mode: AnswersMode | None = None  # None: from the row
 
     def __post_init__(self) -> None:
         self.__name__ = "math_answer_reward"  # what metrics and tables call it
@@ -51,7 +51,7 @@ class _MathAnswerReward:
         return [None if g.correct is None else float(g.correct) for g in grades]
 
     def _golds(self, columns: dict[str, Any], rows: int) -> list[Any]:
-        """One gold per completion, from the first column that has one for it."""
+        """One gold per completion, from the first column that has a value in its row."""
         given = [(name, columns[name]) for name in self.columns if columns.get(name) is not None]
         if not given:
             raise RewardError(
@@ -65,7 +65,7 @@ class _MathAnswerReward:
         return [next((v[i] for _, v in given if v[i] is not None), None) for i in range(rows)]
 
     def _modes(self, columns: dict[str, Any], rows: int) -> list[AnswersMode]:
-        """The mode of each row: the one that was set, or the one in its column."""
+        """The mode of each row: the configured one, or the value of its column, by default "last"."""
         given = columns.get(MODES) if self.answers_mode is None else None
         modes = [self.answers_mode] * rows if given is None else list(given)
         if len(modes) != rows:
@@ -81,7 +81,7 @@ class _MathAnswerReward:
         several = mode in ("all", "any") and not isinstance(gold, str) and isinstance(gold, Sequence)
         golds = [str(each) for each in gold] if several else [str(gold)]
         ladder = self.ladder
-        # A literal number after ####: a calculation left to the grader is no answer to such a question.
+        # Golds after #### are literal numbers: a calculation that the grader would evaluate is not an answer.
         if ladder == GENERAL and all(is_grade_school(each) for each in golds):
             ladder = LITERAL
         return grade(final_text(completion), golds, ladder, mode)
@@ -107,7 +107,7 @@ def math_answer_reward(
     The gold is in the column `answer`, or `solution` where that is missing: the answer itself (`42`, `\\frac{1}{2}`)
     or a worked solution that ends in `#### 42` or boxes it. Answers are found, normalised and compared as in
     `gruppo.grading`; formulas need math-verify. A number after `####` is a grade-school answer: only a literal number
-    equals it, and no calculation. `get_math_answer_reward` takes the rules of one data set.
+    matches it, not a calculation. `get_math_answer_reward` applies the rules of one data set.
 
     Example:
         math_answer_reward(["so \\\\boxed{42}", "so \\\\boxed{41}"], answer=["#### 42", "#### 42"]) == [1.0, 0.0]
@@ -122,11 +122,11 @@ def get_math_answer_reward(
 ) -> _MathAnswerReward:
     """`math_answer_reward` with the rules of a data set, and the column that holds the gold answers.
 
-    `ladder` is gsm8k, math, mgsm_zh, cmath or a `gruppo.grading.Ladder`. Those of grade-school sets accept only a
-    literal number, so that a policy cannot earn the reward with a calculation it leaves to the grader.
+    `ladder` is gsm8k, math, mgsm_zh, cmath or a `gruppo.grading.Ladder`. Ladders of grade-school sets accept only a
+    literal number, so that a policy cannot earn the reward with a calculation that the grader evaluates.
 
-    `answers_mode` says what several golds of a row (a list) mean: "all" wants every one of them, "any" one. By default
-    the dataset's column `answers_mode` says so, row by row; without one there is one gold.
+    `answers_mode` says what several golds of a row (a list) mean: "all" requires every one of them, "any" one. By
+    default it is read from the dataset's column `answers_mode`, row by row; without that column, a row has one gold.
 
     Example:
         GRPOTrainer(model, reward_funcs=get_math_answer_reward("gsm8k"), ...)

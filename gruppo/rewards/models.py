@@ -17,7 +17,7 @@ FUNCTIONS = [name for name in shipped if name != "check_reward"]
 
 
 def load_reward_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
-    """A classifier with one label. It does not inherit the policy's loading arguments: those are the policy's own."""
+    """A classifier with one label. The policy's loading arguments do not apply to it."""
     refuse_shipped_name(name)
     try:
         return AutoModelForSequenceClassification.from_pretrained(
@@ -33,7 +33,7 @@ def load_reward_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def refuse_shipped_name(name: str) -> None:
-    """Raise for the name of a shipped reward function, which the hub would be asked for in vain.
+    """Raise for the name of a shipped reward function, which would be looked up on the hub in vain.
 
     Example:
         refuse_shipped_name("accuracy_reward")
@@ -69,13 +69,13 @@ def load_reward_tokenizer(model: Any, tokenizer: Any, trust_remote_code: bool) -
             raise ConfigError("The reward model's tokenizer has no pad token and no eos token; set its `pad_token`.")
         tokenizer.pad_token = tokenizer.eos_token
     if hasattr(model, "config"):
-        # A classifier scores the last token that is not padding, so it must know the id.
+        # A classifier scores the last token that is not padding, so it needs the padding id.
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return tokenizer
 
 
 def token_budget(device: torch.device) -> int:
-    """Tokens of one forward pass, padding included."""
+    """The most tokens in one forward pass, padding included."""
     return 16384 if device.type == "cuda" else 4096
 
 
@@ -83,10 +83,10 @@ def token_budget(device: torch.device) -> int:
 def score_with_model(
     model: nn.Module, tokenizer: Any, texts: Sequence[str], *, tokens: int, device: torch.device
 ) -> list[float | str]:
-    """One score per text, or the traceback of why there is none.
+    """One score per text, or the traceback of the error.
 
-    Texts of like length share a pass of at most so many tokens, or of one text. When a pass fails, its texts have one
-    each.
+    Texts of similar length share a forward pass of at most `tokens` tokens, or of one text. If a pass fails, each of
+    its texts gets a pass of its own.
     """
 
     def encode(places: Sequence[int]) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ def score_completions(
     tokens: int,
     device: torch.device,
 ) -> list[float | str]:
-    """One score per completion, or the traceback of why there is none."""
+    """One score per completion, or the traceback of the error."""
 
     def render(places: Sequence[int]) -> list[str]:
         return [scored_text(tokenizer, prompts[i], completions[i], chat_template_kwargs) for i in places]
@@ -134,11 +134,11 @@ def score_completions(
 def _split_on_error(
     work: Callable[[Sequence[int]], list[Any]], places: Sequence[int], errors: dict[int, Any], device: torch.device
 ) -> dict[int, Any]:
-    """What work gives for all places, or for each alone if that raises; `errors` gets the tracebacks of those."""
+    """The results of `work` on all places, or on each alone if that raises; then tracebacks go to `errors`."""
     try:
         return dict(zip(places, work(places), strict=True)) if places else {}
     except Exception:
-        pass  # and out of here: the traceback holds on to the tensors of the pass that failed
+        pass  # leave the handler first: the traceback keeps the tensors of the failed pass alive
     if device.type == "cuda":
         torch.cuda.empty_cache()
     found = {}
@@ -151,7 +151,7 @@ def _split_on_error(
 
 
 def batches_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """The places of texts, longest first, so many at a time that they fill at most `tokens` when padded.
+    """Batches of text indices, longest first, each of at most `tokens` tokens when padded, or of one text.
 
     Example:
         batches_of([3, 9, 4], tokens=10) == [[1], [2, 0]]
@@ -166,9 +166,9 @@ def batches_of(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 
 
 def scored_text(tokenizer: Any, prompt: Any, completion: Any, chat_template_kwargs: dict[str, Any]) -> str:
-    """What a reward model reads: prompt and completion, through its own chat template if they are messages.
+    """The input of a reward model: prompt and completion, through its own chat template if they are messages.
 
-    It reads text only: of contents in parts, their texts.
+    Only text is used: the text of each part if a message has content in parts.
     """
     if isinstance(prompt, str):
         return prompt + str(completion)

@@ -1,4 +1,4 @@
-"""What a reward says about one completion: a typed outcome instead of a bare number.
+"""The result of a reward on one completion: a typed outcome instead of a bare number.
 
 Reward workers import this, so it needs the standard library only.
 """
@@ -14,11 +14,11 @@ from gruppo.errors import RewardError
 
 Steps = list[tuple[int, float]]  # (index of the step's last completion token, value of the step)
 
-LARGEST = 1e15  # rewards are kept in float32, which has to hold the sum of their squares too
+LARGEST = 1e15  # rewards are stored in float32, which must also hold the sum of their squares
 
 
 class Kind(IntEnum):
-    """What came of asking a reward about a completion; tensors hold the numbers."""
+    """The kind of result of a reward on a completion; tensors store it as an integer."""
 
     SCORE = 0
     ABSTAIN = 1  # None: the reward does not apply
@@ -27,7 +27,7 @@ class Kind(IntEnum):
 
     @property
     def failed(self) -> bool:
-        """Whether the completion is unscorable, whatever other rewards say."""
+        """Whether the completion is unscorable, regardless of other rewards."""
         return self in (Kind.TIMEOUT, Kind.FAILURE)
 
 
@@ -51,9 +51,9 @@ ABSTAINED = Outcome(Kind.ABSTAIN)
 def read_output(output: Any, name: str, lengths: Sequence[int], first: int = 0) -> list[Outcome]:
     """One outcome per completion from what a reward function returned; `lengths` are the completions' tokens.
 
-    A number that is not finite, or is too large, fails its completion. Anything that is no list of numbers, steps and
-    None breaks the contract and raises an error that names the function. `first` is the number of the first completion
-    in the batch.
+    A number that is not finite, or is too large, fails its completion. Anything other than a list of numbers, steps
+    and None breaks the contract and raises an error that names the function. `first` is the index of the first
+    completion in the batch.
     """
     try:
         values = None if isinstance(output, str | bytes | Mapping | Set) else iter(output)
@@ -64,7 +64,7 @@ def read_output(output: Any, name: str, lengths: Sequence[int], first: int = 0) 
             f"The reward function '{name}' returned {type(output).__name__}; it must return a list with one number "
             "(or None) per completion."
         )
-    listed = list(values)  # outside of `try`: a generator may raise errors of its own
+    listed = list(values)  # outside of `try`: a generator may raise its own errors
     if len(listed) != len(lengths):
         raise RewardError(
             f"The reward function '{name}' returned {len(listed)} rewards for {len(lengths)} completions; it must "
@@ -109,14 +109,14 @@ def _number(value: Any, name: str, i: int) -> float:
         raise _wrong_type(value, name, i)
     try:
         return float(value)
-    except OverflowError:  # a whole number beyond what floats hold
+    except OverflowError:  # an integer too large for a float
         return math.inf
-    except (TypeError, ValueError, RuntimeError):  # the last is torch's, of a tensor with several elements
+    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for a tensor with several elements
         raise _wrong_type(value, name, i) from None
 
 
 def shorten(thing: Any, limit: int = 300) -> str:
-    """Its representation, with the middle left out if it is long."""
+    """The repr of a value, with the middle omitted if it is long."""
     try:
         text = repr(thing)
     except Exception as error:
@@ -125,7 +125,7 @@ def shorten(thing: Any, limit: int = 300) -> str:
 
 
 def clip(text: str, limit: int = 10_000) -> str:
-    """A text, with the middle left out if it is long: a traceback says most at its two ends."""
+    """A text, with the middle omitted if it is long: the two ends of a traceback are the most informative."""
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2]}\n… {len(text) - limit} characters …\n{text[-limit // 2 :]}"

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 HEADER = 8
 CHUNK = 1 << 20
-LARGEST_REPLY = 256 << 20  # bytes; what is larger would fill the memory of the process that trains
-CHECK_SECONDS = 0.25  # how long a wait lasts before the other side is looked at
+LARGEST_REPLY = 256 << 20  # bytes; a larger reply could exhaust the memory of the training process
+CHECK_SECONDS = 0.25  # interval between checks that the other process is alive
 
 
 def send(pipe: int, message: bytes, deadline: float | None = None, alive: Callable[[], bool] | None = None) -> None:
-    """Write a message. With a deadline the pipe must not block; TimeoutError says that it has passed."""
+    """Write a message. With a deadline, the pipe must be non-blocking; TimeoutError if the deadline passes."""
     for part in (len(message).to_bytes(HEADER, "big"), message):
         rest = memoryview(part)
         while rest:
@@ -27,7 +27,7 @@ def send(pipe: int, message: bytes, deadline: float | None = None, alive: Callab
 def receive(
     pipe: int, deadline: float | None = None, alive: Callable[[], bool] | None = None, largest: int | None = None
 ) -> bytes:
-    """Read a message; EOFError if the other side is gone, ValueError if it is larger than so many bytes."""
+    """Read a message; EOFError if the other side is gone, ValueError if it has more than `largest` bytes."""
     length = int.from_bytes(_read(pipe, HEADER, deadline, alive), "big")
     if largest is not None and length > largest:
         raise ValueError(f"it has {length} bytes, and {largest} are allowed")
@@ -47,7 +47,7 @@ def _read(pipe: int, length: int, deadline: float | None, alive: Callable[[], bo
 
 
 def _wait(pipe: int, event: int, deadline: float, alive: Callable[[], bool] | None) -> None:
-    """Until the pipe is ready. A dead process whose own children hold the pipe open is noticed as well."""
+    """Wait until the pipe is ready. Also detects a dead process whose children still hold the pipe open."""
     poll = select.poll()
     poll.register(pipe, event)
     while True:

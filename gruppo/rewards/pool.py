@@ -1,4 +1,4 @@
-"""Rewards in workers: whole batches, and sample by sample where that fails."""
+"""Rewards in worker processes: a whole batch at once, or sample by sample if that fails."""
 
 import contextlib
 import os
@@ -22,22 +22,22 @@ from gruppo.rewards.outcomes import Kind
 from gruppo.rewards.process import START_SECONDS, LoadError, LostCallError, Worker
 from gruppo.sandbox.variables import hint
 
-RETRY_FACTOR = 4  # a retry sample by sample may take so many times what the batch could
+RETRY_FACTOR = 4  # time limit of a retry sample by sample, as a multiple of the limit of a batch
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a reward in a worker may use."""
+    """Resource limits of a reward in a worker."""
 
     seconds: float  # for a batch
-    sample_seconds: float  # for one completion, when the batch is asked again sample by sample
-    workers: int  # processes at work on that
+    sample_seconds: float  # for one completion, when the batch is retried sample by sample
+    workers: int  # processes for such a retry
     memory_gb: float | None = None
-    variables: tuple[str, ...] = ()  # environment variables that it sees beside the usual ones
+    variables: tuple[str, ...] = ()  # environment variables passed in addition to the usual ones
 
 
 class Answer(NamedTuple):
-    """What came of a question to a worker, and the seconds it took: to load the function, and to call it."""
+    """The result of a request to a worker, and the seconds spent loading the function and calling it."""
 
     slot: int
     first: int
@@ -48,9 +48,9 @@ class Answer(NamedTuple):
 
 @dataclass
 class TimeLeft:
-    """Seconds that one worker and those that replace it may still use in a retry sample by sample.
+    """Seconds left to one worker and its replacements in a retry sample by sample.
 
-    They are counted apart, because a replacement may take longer to load than all calls together.
+    Calling and loading are counted separately, because loading a replacement may take longer than all calls together.
     """
 
     calling: float
@@ -66,7 +66,7 @@ class TimeLeft:
 
 
 class Pool:
-    """The workers of one reward. The first is started at once; others join when a batch is split."""
+    """The workers of one reward. The first is started immediately, others when a batch is split."""
 
     def __init__(self, function: Any, name: str, bounds: Bounds):
         self.name, self.bounds = name, bounds
@@ -80,13 +80,13 @@ class Pool:
         return Worker(self._setup, self.bounds.variables)
 
     def begin(self, packed: bytes, arguments: Arguments) -> None:
-        """Send a batch to the first worker; `finish` waits for what it says."""
+        """Send a batch to the first worker; `finish` waits for the reply."""
         self._arguments = arguments
-        self._answers = queue.SimpleQueue()  # whatever an interrupted call still puts into the old one is lost
+        self._answers = queue.SimpleQueue()  # answers of an interrupted call go to the old queue and are dropped
         self._ask(0, packed, 0, count(arguments), self.bounds.seconds)
 
     def finish(self) -> Reply:
-        """The reply to the batch, put together from single samples if the batch was lost."""
+        """The reply to the batch, merged from single samples if the call of the whole batch failed."""
         arguments = self._arguments
         reply = self._reply(self._answers.get().content, count(arguments))
         if reply.lost and not self.whole_batch and count(arguments) > 1:
@@ -94,7 +94,7 @@ class Pool:
         return self._explained(reply)
 
     def _explained(self, reply: Reply) -> Reply:
-        """Errors that come of an environment variable which workers do not get say so."""
+        """Append a hint to errors caused by an environment variable that is not passed to workers."""
         hints = {o.error: hint(o.error, self.bounds.variables) for o in reply.outcomes if o.error is not None}
         reply.outcomes = [replace(o, error=o.error + hints[o.error]) if o.error else o for o in reply.outcomes]
         return reply
@@ -118,7 +118,7 @@ class Pool:
         return join(replies)
 
     def _ask_next(self, slot: int, waiting: Iterator[int], arguments: Arguments, left: TimeLeft) -> bool:
-        """Give a worker the next sample, if there is one and time is left."""
+        """Send the next sample to a worker, if there is one and time is left; returns whether it did."""
         if left.over or (i := next(waiting, None)) is None:
             return False
         packed = cloudpickle.dumps(sample(arguments, i), protocol=5)
@@ -126,7 +126,7 @@ class Pool:
         return True
 
     def _ask(self, slot: int, packed: bytes, first: int, rows: int, seconds: float) -> None:
-        """Ask in a thread, so that the bound holds whatever this process is doing meanwhile."""
+        """Send the request in a thread, so that its time limit holds whatever this process does in the meantime."""
         while slot >= len(self._workers):
             self._workers.append(self._new_worker())
         if not self._workers[slot].alive():
@@ -170,11 +170,11 @@ class Pool:
             worker.kill()
 
 
-# ---- what is sent
+# ---- pickling
 
 
 def packed_setup(function: Any, name: str, memory_gb: float | None) -> bytes:
-    """Everything a new worker is told."""
+    """The pickled setup message of a new worker."""
     return pickle.dumps(
         {
             "function": packed_function(function, name),
@@ -187,9 +187,9 @@ def packed_setup(function: Any, name: str, memory_gb: float | None) -> bytes:
 
 
 def packed_function(function: Any, name: str) -> bytes:
-    """The function by value, as it is in this process.
+    """The function pickled by value, as it is in this process.
 
-    If something that its module holds cannot be copied (a lock, a client), the module is imported in the worker.
+    If its module holds something that cannot be pickled (a lock, a client), the worker imports the module instead.
     """
     problem: Exception | None = None
     for how in (by_value, contextlib.nullcontext):
@@ -207,10 +207,10 @@ def packed_function(function: Any, name: str) -> bytes:
 
 @contextlib.contextmanager
 def by_value(function: Any) -> Iterator[None]:
-    """In here, cloudpickle copies the function's module, if it is the user's own, instead of naming it.
+    """Within this context, cloudpickle pickles the function's module by value if it is the user's own.
 
-    It does so with a script anyway. To import a local module again could start what it starts, and would miss what was
-    changed in it since.
+    For a script (`__main__`) it does so anyway. Importing a local module again could repeat its side effects, and
+    would miss later changes to its state.
     """
     inner = innermost(function)
     owner = getattr(inner, "__module__", None) or type(inner).__module__
@@ -226,7 +226,7 @@ def by_value(function: Any) -> Iterator[None]:
 
 
 def is_installed(module: Any) -> bool:
-    """Whether a module is part of Python, of this package or of an installed one: the worker finds it too."""
+    """Whether a module belongs to Python, this package or an installed one, so that the worker can import it."""
     file = getattr(module, "__file__", None)
     if file is None or module.__name__.partition(".")[0] == __name__.partition(".")[0]:
         return True
@@ -235,7 +235,7 @@ def is_installed(module: Any) -> bool:
 
 
 def packed_arguments(arguments: Arguments, warn: Callable[[str], None]) -> tuple[bytes, Arguments]:
-    """The arguments for workers, pickled, and as they are in there: what cannot be pickled is left out."""
+    """The pickled arguments for workers, and the arguments they contain: those that cannot be pickled are dropped."""
     try:
         return cloudpickle.dumps(arguments, protocol=5), arguments
     except Exception:

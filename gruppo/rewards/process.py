@@ -1,4 +1,4 @@
-"""A reward worker as its parent sees it: a process that is asked, and killed if it does not answer."""
+"""The parent's side of a reward worker: a process that gets requests and is killed if it does not reply."""
 
 import contextlib
 import fcntl
@@ -18,7 +18,7 @@ from gruppo.rewards.outcomes import Kind
 from gruppo.rewards.pipes import CHUNK, LARGEST_REPLY, receive, send
 from gruppo.sandbox.variables import environment
 
-START_SECONDS = 120  # to import what the function needs
+START_SECONDS = 120  # time limit for loading the function and its imports
 
 
 class LostCallError(Exception):
@@ -36,8 +36,8 @@ class LoadError(LostCallError):
 class Worker:
     """One process with one function.
 
-    Make it in a thread that lives as long as it is needed (the main one): the kernel kills it when that thread ends.
-    `variables` are the names of environment variables that it gets beside the usual ones.
+    Create it in a thread that outlives it (the main thread): the kernel kills the process when that thread ends.
+    `variables` are names of environment variables to pass in addition to the usual ones.
     """
 
     def __init__(self, setup: bytes, variables: Collection[str] = ()):
@@ -48,12 +48,12 @@ class Worker:
             os.set_blocking(pipe, False)
             enlarge(pipe)
         self.process = subprocess.Popen(
-            # -P: a file in the working folder that is called like a module must not take its place.
+            # -P: a file in the working directory must not shadow a module of the same name.
             [sys.executable, "-P", "-m", "gruppo.rewards.worker", *map(str, (request_end, reply_end, os.getpid()))],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what rewards print goes to the error stream, as it is no output of this program
+            stdout=2,  # to stderr: what rewards print is not output of this program
             pass_fds=(request_end, reply_end),
-            start_new_session=True,  # a process group of its own, which is killed as a whole
+            start_new_session=True,  # its own process group, which is killed as a whole
             env=environment(variables),
         )
         os.close(request_end)
@@ -73,13 +73,13 @@ class Worker:
             self.kill()
 
     def wait(self) -> None:
-        """Until the function is loaded, which has a bound of its own."""
+        """Wait until the function is loaded, which has its own time limit."""
         self._loading.join()
         if self._load_error is not None:
             raise self._load_error
 
     def ask(self, packed: bytes, first: int, rows: int, seconds: float) -> Reply:
-        """The reply to a call that may take so many seconds from when the function is loaded."""
+        """The reply to a call that may take `seconds` once the function is loaded."""
         self.wait()
         self._number += 1
         request = pickle.dumps((self._number, packed, first, rows), protocol=5)
@@ -95,7 +95,7 @@ class Worker:
         return reply
 
     def _what_is_wrong(self, reply: object, rows: int) -> str | None:
-        """With a reply: something else may have written to the pipe."""
+        """What is wrong with a reply, or None; something other than the worker may have written to the pipe."""
         if not isinstance(reply, Reply):
             return f"was {type(reply).__name__}"
         if reply.number != self._number:
@@ -115,14 +115,14 @@ class Worker:
             lost = LostCallError(Kind.FAILURE, f"Its process {self._how_it_ended()}.")
         except Exception as error:
             lost = LostCallError(Kind.FAILURE, f"The reply of its process could not be read: {error!r}.")
-        except BaseException:  # Ctrl-C: the reply would be taken for that of the next call
+        except BaseException:  # Ctrl-C: the next call would otherwise read this reply
             self.kill()
             raise
         self.kill()
         raise lost
 
     def alive(self) -> bool:
-        """Whether the process runs. Asking leaves its number taken, so that its group can still be killed safely."""
+        """Whether the process runs. An ended process is not reaped: its pid stays reserved, its group killable."""
         if self.process.returncode is not None:
             return False
         if not hasattr(os, "waitid"):  # macOS
@@ -140,7 +140,7 @@ class Worker:
         return f"ended with exit code {code}"
 
     def kill(self, first_wait: float = 0.0) -> None:
-        """End the process, its group and all it started; `first_wait` lets one that is ending say how."""
+        """Kill the process, its group and all descendants, after up to `first_wait` s for it to exit by itself."""
         deadline = time.monotonic() + first_wait
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -148,14 +148,14 @@ class Worker:
 
 
 def enlarge(pipe: int) -> None:
-    """Let a pipe hold a whole batch, where the system allows it, so that it is not handed over piece by piece."""
+    """Enlarge the buffer of a pipe, if the system allows it, so that a batch is not transferred piece by piece."""
     with contextlib.suppress(AttributeError, OSError):
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, CHUNK)
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
     if process.returncode is None:
-        strays = descendants(process.pid)  # before their parents end, and they are nobody's
+        strays = descendants(process.pid)  # found first: once their parents end, they are reparented
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         for pid in strays:
@@ -165,20 +165,20 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """The processes that a process started, and those that these did, sessions of their own included."""
+    """All descendants of a process, including those in other sessions."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
     found = list(children.get(ancestor, ()))
-    for pid in found:  # grows meanwhile
+    for pid in found:  # grows during the loop
         found += children.get(pid, ())
     return found
 
 
 def _dispose(process: "subprocess.Popen[bytes]", pipes: tuple[int, int], owner: int) -> None:
-    if os.getpid() != owner:  # a fork of this process that ends has no say in it
+    if os.getpid() != owner:  # a fork of this process that ends must not kill the worker
         return
     end_group(process)
     for pipe in pipes:

@@ -1,4 +1,4 @@
-"""From what the user passed as `reward_funcs` to functions, names, tokenizers and weights."""
+"""Turns the user's `reward_funcs` into functions, names, tokenizers and weights."""
 
 import inspect
 from collections.abc import Sequence
@@ -44,13 +44,13 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def is_async(function: Any) -> bool:
-    """Whether calling the reward gives a coroutine."""
+    """Whether calling the reward returns a coroutine."""
     function = innermost(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def listed_rewards(functions: Any) -> list[Any]:
-    """`reward_funcs` as a list of its own, whether one reward, several or none were passed."""
+    """`reward_funcs` as a new list, whether one reward, several or none were passed."""
     return [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
 
 
@@ -59,7 +59,7 @@ def resolve_rewards(
 ) -> tuple[list[Any], list[Any], Tensor]:
     """Reward functions, their tokenizers (None for callables) and weights, from what the user passed.
 
-    The user's own lists are not touched.
+    The user's lists are not modified.
     """
     functions = listed_rewards(functions)
     if not functions:
@@ -91,5 +91,5 @@ def resolve_rewards(
 
 
 def is_reward_model(function: Any) -> bool:
-    """Whether a reward is a model, compiled ones included, which the trainer prepares for its device."""
+    """Whether a reward is a model (compiled ones included), which the trainer prepares for its device."""
     return isinstance(function, nn.Module)

@@ -1,9 +1,9 @@
-"""Asks every reward about every completion. No reward can stop a run: what fails is data.
+"""Scores every completion with every reward. A failing reward does not stop a run: failures are recorded as data.
 
-worker      with `reward_timeout`, or marked `gruppo_worker`; killed when it overruns     (pool.py, worker.py)
-async       on event loops, sample by sample under a bound with `reward_timeout`          (asynchronous.py)
-model       in this process, in batches of so many tokens                                 (models.py)
-in process  everything else, and what asks for `environments`
+worker      with `reward_timeout`, or marked `gruppo_worker`; killed on timeout           (pool.py, worker.py)
+async       on event loops; with `reward_timeout`, sample by sample under a time limit    (asynchronous.py)
+model       in this process, in batches of limited token count                            (models.py)
+in process  all others, and those with a parameter `environments`
 """
 
 import logging
@@ -30,20 +30,20 @@ from gruppo.rewards.resolve import is_async, is_reward_model
 
 logger = logging.getLogger(__name__)
 
-# Columns that reward functions get under a name of their own, or not at all.
+# Columns that reward functions get under another name, or not at all.
 OWN_COLUMNS = ("prompt", "completion", "completion_ids")
 
-WORKER_SECONDS = 120.0  # for a batch, in workers of rewards that have no `reward_timeout`
-LOGS_IN_SNAPSHOT = 100  # a worker's `trainer_state` has the latest entries of the log history, whatever its length
+WORKER_SECONDS = 120.0  # time limit for a batch in workers if `reward_timeout` is not set
+LOGS_IN_SNAPSHOT = 100  # latest entries of the log history that a worker's `trainer_state` contains
 
-# A retry in this process ends when so many samples have failed and none has not, or when it has taken so many times
-# what the failed call of the batch did, but not within so many seconds.
+# A retry in this process stops if the first HOPELESS_SAMPLES samples all fail, or after RETRY_FACTOR times the time of
+# the failed call of the batch, or RETRY_SECONDS if that is longer.
 HOPELESS_SAMPLES, RETRY_FACTOR, RETRY_SECONDS = 8, 4, 10.0
 
 
 @dataclass(frozen=True)
 class RewardInputs:
-    """What reward functions are shown, one entry per completion of this process.
+    """The inputs of reward functions, one entry per completion of this process.
 
     Example:
         RewardInputs(
@@ -60,14 +60,14 @@ class RewardInputs:
         return len(self.prompts)
 
     def columns(self) -> dict[str, list[Any]]:
-        """Every further column of the rows; None where a row lacks one."""
+        """All other columns of the rows; None where a row lacks one."""
         names = dict.fromkeys(name for row in self.rows for name in row if name not in OWN_COLUMNS)
         return {name: [row.get(name) for row in self.rows] for name in names}
 
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """How rewards are run; the fields of the config without `reward_`, and `worker_env`."""
+    """How rewards are run: the `reward_*` fields of the config without that prefix, and `worker_env`."""
 
     timeout: float | None = None
     sample_timeout: float | None = None
@@ -95,19 +95,19 @@ class RewardSettings:
 
 @dataclass
 class RewardScores:
-    """What all rewards said about the completions of this process.
+    """The scores of all rewards for the completions of this process.
 
     Example, two rewards of two completions, the second of which made a reward fail:
         values_BR [[1.0, 0.5], [nan, nan]]     kinds_BR [[0, 0], [3, 0]]     (codes of `Kind`)
     """
 
-    values_BR: Tensor  # float32; NaN where there is no number, and in the whole row where a reward failed
+    values_BR: Tensor  # float32; NaN where there is no score, and in the whole row if any reward failed
     kinds_BR: Tensor  # int8
     steps: list[list[Steps | None]] | None  # per row and reward; None if no reward returned steps
 
 
 class RewardRunner:
-    """Scores completions with every reward: workers at the same time, the others in order, async ones together."""
+    """Scores completions with every reward: workers concurrently, the others in order, async ones together."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class RewardRunner:
         self.timer = timer
         self._async = AsyncRewards(self.settings.patience, timer)
         self._pools: dict[int, Pool] = {}
-        self.latest_failures: dict[str, str] = {}  # by reward: the last batch with failures, in words
-        self._reported: set[str] = set()  # rewards whose first failure was shown, and columns that workers do not get
+        self.latest_failures: dict[str, str] = {}  # by reward: description of the last batch with failures
+        self._reported: set[str] = set()  # rewards whose first failure was logged, and columns not sent to workers
         self.functions = functions
 
     @property
@@ -164,11 +164,11 @@ class RewardRunner:
 
     @property
     def in_step(self) -> bool:
-        """Whether some reward waits, inside, for the other processes."""
+        """Whether some reward synchronizes with the other processes internally."""
         return any(hasattr(function, "keep_up") for function in self.functions)
 
     def keep_up(self) -> None:
-        """For a process without completions: take part in what the others do."""
+        """For a process without completions: take part in the collective calls of the others."""
         for function in self.functions:
             _keep_up(function)
 
@@ -178,7 +178,7 @@ class RewardRunner:
             pool.close()
 
     def score(self, batch: RewardInputs, **shared: Any) -> RewardScores:
-        """What every reward says about every completion. `shared` goes to every function."""
+        """The scores of every reward for every completion. `shared` is passed to every function."""
         arguments = {
             **batch.columns(),
             **shared,
@@ -190,7 +190,7 @@ class RewardRunner:
         try:
             replies = self._ask_all(batch, arguments)
         except BaseException:
-            self.close()  # workers that are still at it would answer the next call
+            self.close()  # replies of workers still running would be taken for those of the next call
             raise
         for reply in replies:
             replay(reply.log, **sinks)
@@ -226,7 +226,7 @@ class RewardRunner:
         return [replies[i] for i in range(len(self.functions))]
 
     def _begin_pools(self, arguments: Arguments) -> None:
-        """Send the batch to all workers, which get copies: pickled once for all of them."""
+        """Send the batch to the workers of all rewards; it is pickled only once."""
         if not self._pools:
             return
         arguments = {name: value for name, value in arguments.items() if name != "environments"}
@@ -258,10 +258,10 @@ class RewardRunner:
         steps = [[o.steps for o in row] for row in zip(*outcomes_RB, strict=True)] if has_steps else None
         return RewardScores(values_BR, kinds_BR, steps)
 
-    # ---- what is said about trouble
+    # ---- reporting failures
 
     def _report_failures(self, name: str, outcomes: list[Outcome], batch: RewardInputs) -> None:
-        """Raise, or show a reward's first failure; later ones are only counted."""
+        """Raise if so configured; otherwise log a reward's first failure and only count later ones."""
         failed = [i for i, outcome in enumerate(outcomes) if outcome.kind.failed]
         if not failed:
             return
@@ -298,13 +298,13 @@ class RewardRunner:
 
 
 def _keep_up(function: Any) -> None:
-    """A model whose weights are sharded over processes makes as many passes in each."""
+    """Let a model with weights sharded over processes make as many forward passes here as in the other processes."""
     if hasattr(function, "keep_up"):
         function.keep_up()
 
 
 def ask_in_process(function: Any, name: str, arguments: Arguments) -> Reply:
-    """Call a reward here; if it raises, once more for each completion, so that one does not lose the others."""
+    """Call a reward in this process; if it raises, retry each completion alone, so that one cannot fail the others."""
     start, rows = time.monotonic(), count(arguments)
     reply = call(function, name, arguments)
     if not reply.lost or rows == 1 or wants_whole_batch(function):
@@ -323,7 +323,7 @@ def ask_in_process(function: Any, name: str, arguments: Arguments) -> Reply:
 
 
 def replay(log: Log, log_extra: Any, log_metric: Any) -> None:
-    """Pass on what a reward logged."""
+    """Forward the logs of a reward."""
     if log_extra is not None:
         for column, values in log.columns.items():
             log_extra(column, values)
@@ -333,13 +333,13 @@ def replay(log: Log, log_extra: Any, log_metric: Any) -> None:
 
 
 def failed_rows(kinds_BR: Tensor) -> Tensor:
-    """Bool (B,): rows that a reward timed out or failed on; they are unscorable as a whole."""
+    """Bool (B,): rows on which any reward timed out or failed; the whole row is unscorable."""
     rows: Tensor = (kinds_BR >= Kind.TIMEOUT).any(dim=1)
     return rows
 
 
 def snapshot(state: Any) -> Any:
-    """A copy of the trainer's state that a worker can read without importing what defines it."""
+    """A copy of the trainer's state that a worker can unpickle without importing the class of the state."""
     if not hasattr(state, "__dict__"):
         return state
     values = {name: value for name, value in vars(state).items() if name != "stateful_callbacks"}

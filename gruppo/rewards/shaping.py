@@ -1,4 +1,4 @@
-"""Rewards on length and repetition. The factories return picklable objects, so that workers can be sent one."""
+"""Rewards on length and repetition. The factories return picklable objects, which can be sent to workers."""
 
 import math
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ class _RepetitionPenalty:
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> _RepetitionPenalty:
     """A penalty on repeated token n-grams, https://huggingface.co/papers/2502.03373.
 
-    (1 − distinct / all n-grams) · `max_penalty`, which is 0 without repetition and for fewer than n tokens.
+    (1 − distinct / all n-grams) · `max_penalty`, which is 0 without repetition or with fewer than n tokens.
     """
     if max_penalty > 0:
         raise ConfigError(f"max_penalty={max_penalty} must not be positive; it is what full repetition costs.")
@@ -108,7 +108,7 @@ class _CosineScaledReward:
         if verdict == 1.0:
             low, high = self.min_value_correct, self.max_value_correct
         else:
-            # The other way round: a long wrong answer costs less than a short one.
+            # Reversed: a long wrong answer costs less than a short one.
             low, high = self.max_value_wrong, self.min_value_wrong
         progress = min(length / self.max_len, 1.0)
         return low + 0.5 * (high - low) * (1 + math.cos(math.pi * progress))
@@ -123,8 +123,8 @@ def get_cosine_scaled_reward(
 ) -> _CosineScaledReward:
     """`accuracy_reward` scaled by length along a cosine, https://huggingface.co/papers/2502.03373.
 
-    A correct answer earns `max_value_correct` at length 0 and falls to `min_value_correct` at `max_len` tokens; a
-    wrong one rises from `min_value_wrong` to `max_value_wrong`. None stays None.
+    The reward of a correct answer falls from `max_value_correct` at length 0 to `min_value_correct` at `max_len`
+    tokens; that of a wrong answer rises from `min_value_wrong` to `max_value_wrong`. None stays None.
     """
     if max_len < 1:
         raise ConfigError(f"max_len={max_len} must be at least 1 token.")

@@ -41,7 +41,7 @@ class _TagFormatReward:
 def get_tag_format_reward(tags: Sequence[str] = ("think", "answer"), nothing_else: bool = True) -> _TagFormatReward:
     """1.0 if every tag is opened and closed exactly once, one after the other in this order; else 0.0.
 
-    With `nothing_else`, only white space may stand outside of the tags.
+    With `nothing_else`, only white space may be outside of the tags.
 
     Example:
         get_tag_format_reward()(["<think>3 + 4</think> <answer>7</answer>"]) == [1.0]
@@ -82,12 +82,12 @@ def get_regex_reward(pattern: str, full: bool = True, flags: int = 0) -> _RegexR
         raise ConfigError(f"pattern must be a string, not {type(pattern).__name__}; pass flags in `flags`.")
     try:
         return _RegexReward(re.compile(pattern, flags), full)
-    except (re.error, ValueError) as error:  # the second for flags that contradict each other
+    except (re.error, ValueError) as error:  # ValueError: contradictory flags
         raise ConfigError(f"pattern={pattern!r} is no regular expression: {error}.") from error
 
 
 LengthKind = Literal["linear", "target", "band"]
-# Which numbers each kind needs; `width` of a band may be left out.
+# The arguments that each kind requires; `width` of a band is optional.
 NEEDED = {"linear": {"maximum"}, "target": {"target", "width"}, "band": {"low", "high"}}
 ALLOWED = NEEDED | {"band": {"low", "high", "width"}}
 
@@ -95,9 +95,9 @@ ALLOWED = NEEDED | {"band": {"low", "high", "width"}}
 @dataclass
 class _LengthReward:
     gruppo_worker: ClassVar[bool] = True
-    low: float  # full reward from here
-    high: float  # to here
-    width: float  # and none from so far outside
+    low: float  # shortest length with full reward
+    high: float  # longest length with full reward
+    width: float  # distance from this range at which the reward reaches 0; if 0, it drops immediately
     tokens: bool
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ def get_length_reward(
 
     "linear"  1 for an empty completion, falling to 0 at `maximum`
     "target"  1 at `target`, falling to 0 at `width` more or less
-    "band"    1 from `low` to `high`, falling to 0 at `width` outside of it (at once without `width`)
+    "band"    1 from `low` to `high`, falling to 0 at `width` outside of it (immediately without `width`)
 
     Example:
         get_length_reward("band", unit="characters", low=2, high=4, width=2)(["", "abc", "abcde"]) == [0.0, 1.0, 0.5]

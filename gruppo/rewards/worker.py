@@ -1,7 +1,7 @@
 """The process in which a reward function runs: `python -m gruppo.rewards.worker`, started by `pool.py`.
 
-It gets a function once, then the arguments of one call after the other, over a pipe of their own: what a reward
-prints goes elsewhere. It imports little, so that it starts quickly and its memory is that of the function.
+It receives the function once, then the arguments of each call, over a dedicated pipe, so that the output of a reward
+does not interfere. It imports little, so that it starts quickly and the function accounts for most of its memory.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def main(requests: int, replies: int, parent: int) -> None:
     die_with_parent(parent)
     process = os.getpid()
     for pipe in (requests, replies):
-        os.set_inheritable(pipe, False)  # processes that a reward starts have no business with them
+        os.set_inheritable(pipe, False)  # not for processes that a reward starts
     try:
         setup = pickle.loads(receive(requests))
         function = load(setup)
@@ -40,7 +40,7 @@ def main(requests: int, replies: int, parent: int) -> None:
     while True:
         try:
             request = receive(requests)
-        except EOFError:  # the parent has no further use for this process
+        except EOFError:  # the parent no longer needs this process
             return
         reply = answer(function, setup["name"], request)
         end_fork(process)
@@ -48,15 +48,15 @@ def main(requests: int, replies: int, parent: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Be killed when the parent dies, however that happens; without such a signal, the closed pipe has to do."""
+    """Have the kernel kill this process when the parent dies; outside of Linux, the closed pipe must suffice."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before this took effect
+    if os.getppid() != parent:  # the parent died before prctl took effect
         os._exit(1)
 
 
 def load(setup: dict[str, Any]) -> Any:
-    """The function, with the import path of the parent, and the memory limit on top of what it needs itself."""
+    """Unpickle the function under the parent's import path, then set the memory limit on top of memory now used."""
     sys.path[:] = setup["path"]
     os.environ.pop("PYTHONPATH", None)
     if setup["python_path"] is not None:
@@ -68,7 +68,7 @@ def load(setup: dict[str, Any]) -> Any:
 
 
 def limit_memory(gigabytes: float) -> None:
-    """Bound what can be written to, not the address space: libraries reserve much of that without using it."""
+    """Limit writable memory, not address space, of which libraries reserve a lot without using it."""
     import resource
 
     with open("/proc/self/status") as lines:
@@ -78,7 +78,7 @@ def limit_memory(gigabytes: float) -> None:
 
 
 def answer(function: Any, name: str, request: bytes) -> bytes:
-    """The pickled reply to a pickled request, whatever the reward does short of ending the process."""
+    """The pickled reply to a pickled request, whatever the reward does, unless it ends the process."""
     number, rows = 0, 0
     try:
         number, arguments, first, rows = pickle.loads(request)
@@ -88,7 +88,7 @@ def answer(function: Any, name: str, request: bytes) -> bytes:
         reply = Reply([], Log(0), broken=clip(str(error)))
     except BaseException as error:
         reply = lost(Kind.FAILURE, traceback.format_exc(), rows, spent=isinstance(error, MemoryError))
-    with contextlib.suppress(Exception):  # a reward may have closed them
+    with contextlib.suppress(Exception):  # a reward may have closed the streams
         sys.stdout.flush()
         sys.stderr.flush()
     try:

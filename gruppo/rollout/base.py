@@ -1,4 +1,4 @@
-"""What a rollout backend is: something that answers sample requests."""
+"""The interface of rollout backends, which answer sample requests."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,25 +16,25 @@ from gruppo.types import Completion, SampleRequest, Vision
 class RolloutBackend:
     """Samples completions from the current weights of the policy.
 
-    The trainer never knows where sampling runs. `config` is the GenerationConfig that a backend samples with; a
-    callback may change it during a run. What follows `sample` has a default: a backend says what it knows.
+    The trainer does not know where sampling runs. `config` is the GenerationConfig that a backend samples with; a
+    callback may change it during a run. A backend must implement `sample`; the other methods have defaults.
     """
 
     name = ""
     config: Any
-    policy: Callable[[], Any] | None = None  # returns the module that is sampled from; None where there is none here
-    weights_version: int | None = None  # of the weights that the last call sampled from; None: not known
-    whole: WholeWeights | None = None  # where the weights that are trained are sharded over processes
-    lockstep = False  # every process must call `sample` as often as the others, with something to ask for
+    policy: Callable[[], Any] | None = None  # returns the module to sample from; None if this process has none
+    weights_version: int | None = None  # of the weights that the last call sampled from; None: unknown
+    whole: WholeWeights | None = None  # set if the trained weights are sharded over processes
+    lockstep = False  # all processes must call `sample` equally often, each time with at least one request
     _is_ready = False
-    pause: Callable[[], None] = staticmethod(lambda: None)  # called now and then while sampling; may raise to end it
-    clock: Callable[[], Any] = staticmethod(lambda: None)  # another value after each update of the weights
-    context_length: int | None = None  # tokens of prompt and completion that it has room for; None: the model's
-    has_own_weights = False  # it samples from a copy: its log-probs are of another program's arithmetic
+    pause: Callable[[], None] = staticmethod(lambda: None)  # called periodically while sampling; may raise to stop it
+    clock: Callable[[], Any] = staticmethod(lambda: None)  # returns a new value after each update of the weights
+    context_length: int | None = None  # most tokens of prompt and completion together; None: the model's limit
+    has_own_weights = False  # it samples from a copy, so its log-probs come from another program's arithmetic
 
     @property
     def needs_every_process(self) -> bool:
-        """Whether processes sample together, so that one with nothing to ask for must call `sample` as well."""
+        """Whether processes sample together, so that a process without requests must call `sample` too."""
         return False
 
     def refresh(self) -> None:
@@ -45,14 +45,14 @@ class RolloutBackend:
         raise NotImplementedError
 
     def begin(self, requests: Sequence[SampleRequest]) -> Any:
-        """Ask for the same without waiting for it, where another program samples; see `vllm.inflight.InFlight`."""
+        """Like `sample`, without waiting, where another program does the sampling; see `vllm.inflight.InFlight`."""
         raise NotImplementedError(f"{type(self).__name__} samples in this process.")
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """In here weights that are sharded over processes are at hand; all processes enter it together.
+        """Within this context, sharded weights are gathered; all processes must enter it together.
 
-        `sample` enters it by itself, so this is for calls that not every process makes.
+        `sample` enters it by itself. Enter it explicitly around calls that not every process makes.
         """
         if self._is_ready:
             yield
@@ -65,9 +65,9 @@ class RolloutBackend:
             self._is_ready = False
 
     def turns(self) -> AbstractContextManager[None]:
-        """A block of calls in which completions are gone on with: prompt, completion and what answered it.
+        """A context for multi-turn sampling: later prompts extend an earlier prompt, its completion and the reply.
 
-        A backend may keep what it knows of them between the calls. The weights stay as they are meanwhile.
+        A backend may keep state between these calls. The weights do not change in the meantime.
         """
         return nullcontext()
 
@@ -77,27 +77,27 @@ class RolloutBackend:
         return merged_config(self.config, getattr(model, "generation_config", None))
 
     def filters(self, temperature: float) -> dict[str, Any]:
-        """The settings by which it samples from another distribution than the policy's at this temperature."""
+        """The settings that make the sampling distribution differ from the policy's at this temperature."""
         return filters(self.config_in_effect(), temperature)
 
     @property
     def timer(self) -> str:
-        """The name under which dashboards know this phase."""
+        """The name of this phase in dashboards."""
         return f"{self.name}.generate"
 
     def metrics(self) -> dict[str, float]:
-        """What the last call, or block of turns, has to say for the logs."""
+        """Metrics of the last call, or block of turns, for the logs."""
         return {}
 
     def work(self, prompts: Sequence[int], completions: Sequence[int]) -> dict[str, Any]:
-        """What the last call, or block of turns, computed for rows of these lengths, as `Ledger.sampled` takes it."""
+        """The work of the last call, or block of turns, on rows of these lengths, as arguments of `Ledger.sampled`."""
         return {}
 
     def release(self) -> None:
-        """Free what is kept between calls; the next call makes it again."""
+        """Free the state kept between calls; the next call rebuilds it."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a resumed run needs in order to sample the same, if anything."""
+        """The state that a resumed run needs in order to sample the same completions, if any."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -112,11 +112,11 @@ def group_requests(
     key: Sequence[int] = (),
     vision: Sequence[Vision | None] | None = None,
 ) -> list[SampleRequest]:
-    """The requests of one process's rows: one per group, or several where its rows are not of one prompt.
+    """The requests for one process's rows: one per group, or several if a group's rows have different prompts.
 
-    The first row is row `first_row` of the batch of all processes, and each `group_size` rows of that are a group. Its
-    random numbers follow from `key` and its place in that batch, whichever process samples it. `vision` is what a
-    processor made of each prompt.
+    The first row is row `first_row` of the global batch, in which every `group_size` rows form a group. The random
+    numbers of a row depend on `key` and its position in the global batch, whichever process samples it. `vision` is
+    the processor's output for each prompt.
 
     Example, the second of two processes, which begins inside a group:
         group_requests([[1, 2], [3], [3], [3]], group_size=3, first_row=2)
@@ -139,15 +139,15 @@ def _noise_key(*words: int) -> int:
 
 
 def with_limits_of(requests: Sequence[SampleRequest], config: Any) -> Any:
-    """The config for rows that run together under one limit: the largest of the requests' own, where all have one.
+    """The config for sampling all requests in one batch, under the largest of their limits if each has one.
 
-    Rows of requests with a lower limit are cut afterwards.
+    Rows of requests with a lower limit are truncated afterwards.
     """
     own = [request.max_new_tokens for request in requests if request.max_new_tokens is not None]
     if len(own) < len(requests) or config.max_new_tokens is None or max(own) >= config.max_new_tokens:
         return config
     lowered = copy.copy(config)
-    lowered.max_new_tokens = max(*own, 1)  # generate cannot write nothing
+    lowered.max_new_tokens = max(*own, 1)  # generate writes at least one token
     if config.min_new_tokens is not None:
         lowered.min_new_tokens = min(config.min_new_tokens, lowered.max_new_tokens)
     return lowered

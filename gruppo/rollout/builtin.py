@@ -21,9 +21,9 @@ from gruppo.types import Completion, SampleRequest, StopReason
 
 
 def why_not(model: Any, config: GenerationConfig, *, autocast_dtype: torch.dtype | None = None) -> list[str]:
-    """What keeps the engine from sampling from this model with these settings; nothing if it can.
+    """The reasons why the engine cannot sample from this model with these settings; empty if it can.
 
-    If nothing is known to be missing, a trial of a few tokens is compared with the model's own forward pass.
+    If no reason is known in advance, a trial of a few tokens is compared with the model's own forward pass.
     """
     if reasons := missing(model, config):
         return reasons
@@ -32,7 +32,7 @@ def why_not(model: Any, config: GenerationConfig, *, autocast_dtype: torch.dtype
 
 
 def missing(model: Any, config: GenerationConfig) -> list[str]:
-    """What is known to keep the engine from it, without a trial."""
+    """The reasons that are known without a trial."""
     inner = inner_model(model)
     return unsupported(merged_config(config, getattr(inner, "generation_config", None))) + unsupported_model(model)
 
@@ -60,7 +60,7 @@ class BuiltinBackend(RolloutBackend):
         self.stop_ids = tuple(sorted(stop_ids))
         self.entropies = entropies
         model = inner_model(policy())
-        # Rotary positions go on past the length that the config names, as they do in transformers; learned ones end.
+        # Rotary positions work beyond the length in the config, as in transformers; learned positions do not.
         context = context_length(model) if has_learned_positions(model) else None
         self.engine = Engine(
             policy, autocast_dtype=autocast_dtype, tokenizer=tokenizer, context_length=context, reserved=reserved
@@ -94,7 +94,7 @@ class BuiltinBackend(RolloutBackend):
 
     @property
     def counters(self) -> dict[str, float]:
-        """What the last call did, or all calls of the last block of turns."""
+        """The counters of the last call, or of all calls of the last block of turns."""
         return self.engine.counters.to_dict()
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
@@ -102,24 +102,24 @@ class BuiltinBackend(RolloutBackend):
         self.engine.pause = self.pause
         with self.ready():
             if self.whole is not None and self.whole.decision == "free":
-                self.engine.graphs = False  # they would be captured anew for every rollout
+                self.engine.graphs = False  # CUDA graphs would be captured again for every rollout
             completions = self.engine.sample(requests, self._settings(), entropies=self.entropies)
         self.weights_version = self.engine.weights_version if self.whole is None else self.whole.version
         return [self._ended_by_padding(completion) for completion in completions]
 
     def _settings(self) -> SamplingSettings:
-        """Read anew each time: a callback may have changed the config."""
+        """Built for each call, since a callback may have changed the config."""
         config = merged_config(self.config, inner_model(self.policy()).generation_config)
         return SamplingSettings.from_generation_config(config, stop_ids=self.stop_ids)
 
     def _ended_by_padding(self, completion: Completion) -> Completion:
-        # A padding token that the model itself wrote last counts as an end, as with the other backends.
+        # If the model itself wrote a padding token last, that counts as an end, as with the other backends.
         if completion.stop is StopReason.LENGTH and completion.ids[-1] == self.config.pad_token_id:
             return replace(completion, stop=StopReason.EOS)
         return completion
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan in force. A run that is resumed with it samples the same completions."""
+        """The current plan. A run that is resumed with it samples the same completions."""
         plan = self.engine.plan
         return {"plan": None if plan is None else plan.to_dict(), "may_grow": self.engine.may_grow}
 

@@ -1,7 +1,7 @@
-"""Sampling with transformers' continuous batching: keys and values in pages, and a row that ends makes room.
+"""Sampling with transformers' continuous batching: a paged KV cache, in which a finished row frees its pages.
 
-It runs the training weights as they are. Where training computes in half precision (autocast) so does this; only the
-pages are stored in it.
+It samples from the training weights directly. If training uses autocast in half precision, sampling does too, and the
+KV cache is stored in that dtype; the weights are not.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,16 +21,16 @@ from gruppo.policy.unwrap import inner_model
 from gruppo.rollout.base import RolloutBackend, with_limits_of
 from gruppo.types import Completion, SampleRequest, StopReason
 
-# The fields of a GenerationConfig that continuous batching reads. It drops all others, some without a word.
+# The fields of a GenerationConfig that continuous batching reads. It ignores all others, some of them silently.
 _READ = {"do_sample", "eos_token_id", "max_new_tokens", "temperature", "top_k", "top_p"}
-# Fields of ContinuousBatchingConfig that say how large the pages and the buffers beside them get.
+# Fields of ContinuousBatchingConfig that set the size of the paged cache and of the buffers beside it.
 _SIZES = {"max_batch_tokens", "max_memory_percent", "num_blocks"}
 _MEMORY_SHARE = 0.5  # of the free memory of a GPU
-_TOKENS_PER_PASS = 512  # on a CPU, where the attention mask is a dense tensor of so many rows
+_TOKENS_PER_PASS = 512  # on a CPU, where the attention mask is a dense tensor with this many rows
 
 
 class ContinuousBatchingBackend(RolloutBackend):
-    """Generates with the training module through `generate_batch`, every completion a request of its own.
+    """Generates with the training module through `generate_batch`, with one request per completion.
 
     `settings` are fields of ContinuousBatchingConfig.
     """
@@ -48,7 +48,7 @@ class ContinuousBatchingBackend(RolloutBackend):
         settings: Mapping[str, Any] | None = None,
         autocast_dtype: torch.dtype | None = None,
     ):
-        self.policy = policy  # called anew each time: wrapping for training replaces the module
+        self.policy = policy  # called each time: wrapping for training replaces the module
         self.config = config
         self.stop_ids = set(stop_ids)
         self.settings = dict(settings or {})
@@ -56,7 +56,7 @@ class ContinuousBatchingBackend(RolloutBackend):
         self._check(policy())
 
     def config_in_effect(self) -> Any:
-        """It reads nothing of the model's own."""
+        """Continuous batching does not read the model's own generation config."""
         return self.config
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
@@ -75,7 +75,7 @@ class ContinuousBatchingBackend(RolloutBackend):
                 continuous_batching_config=ContinuousBatchingConfig(**self._batching(model, prompts)),
                 progress_bar=False,
             )
-        # generate_batch leaves out what it lost and hands on what failed; either would shift rows or cut them short.
+        # generate_batch omits lost requests, which would shift rows, and returns failed ones, cut short.
         if len(outputs) != len(prompts):
             raise RolloutError(
                 f"Continuous batching returned {len(outputs)} of {len(prompts)} completions; its log says why."
@@ -86,7 +86,7 @@ class ContinuousBatchingBackend(RolloutBackend):
         return [self._completion(output, limit) for output, limit in zip(outputs.values(), limits, strict=True)]
 
     def _check(self, policy: Any) -> None:
-        """Raise for what continuous batching would leave out."""
+        """Raise for settings and adapters that continuous batching would ignore."""
         config = self.config
         if unread := [f"{name}={value!r}" for name, value in in_effect(config).items() if name not in _READ]:
             raise ConfigError(
@@ -103,7 +103,8 @@ class ContinuousBatchingBackend(RolloutBackend):
             )
 
     def _batching(self, model: Any, prompts: list[list[int]]) -> dict[str, Any]:
-        # The second is for tensor parallelism, but would set an environment variable in any run of several processes.
+        # disable_nccl_graph_mixing is for tensor parallelism, but when True it sets an environment variable in every
+        # run with several processes.
         settings = {"return_logprobs": True, "disable_nccl_graph_mixing": False} | self.settings
         if _can_refuse_flash() and not _is_half(model):
             settings.setdefault("auto_switch_to_flash", False)
@@ -111,7 +112,7 @@ class ContinuousBatchingBackend(RolloutBackend):
             return settings
         if model.device.type != "cpu":
             return settings | {"max_memory_percent": _MEMORY_SHARE}
-        # A share of the machine's memory would be filled with zeros each time; ask for what the completions need.
+        # By default a share of the machine's memory would be zeroed each time; ask only for what the completions need.
         page = settings.get("page_size") or settings.get("block_size") or 256
         blocks = sum(-(-(len(prompt) + self.config.max_new_tokens) // page) + 1 for prompt in prompts)
         return settings | {"num_blocks": blocks, "max_batch_tokens": max(_TOKENS_PER_PASS, len(prompts))}
@@ -120,16 +121,16 @@ class ContinuousBatchingBackend(RolloutBackend):
         if limit is not None and limit <= 0:
             return Completion([], StopReason.NO_ROOM)
         ids, logps = output.generated_tokens[:limit], output.logprobs[:limit]
-        # A padding token that the model itself wrote last counts as an end, too.
+        # If the model itself wrote a padding token last, that counts as an end, too.
         ended = bool(ids) and (ids[-1] in self.stop_ids or ids[-1] == self.config.pad_token_id)
         stop = StopReason.EOS if ended else StopReason.LENGTH
         return Completion(ids, stop, logps if len(logps) == len(ids) else None)
 
 
 class _Autocast(ContinuousMixin):  # type: ignore[misc]  # transformers has no types
-    """A model as continuous batching sees it: activations and pages in `dtype`, the weights as they are.
+    """A model wrapped for continuous batching: activations and KV cache in `dtype`, the weights unchanged.
 
-    Its loop runs in a thread of its own, which knows nothing of an autocast around the call.
+    Continuous batching runs its loop in a separate thread, to which an autocast around the call does not extend.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype):
@@ -150,7 +151,7 @@ class _Autocast(ContinuousMixin):  # type: ignore[misc]  # transformers has no t
 
 
 def _casting(update: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Pages have one type, but under autocast only values come in it: the rotary embedding makes keys float32."""
+    """Cast keys and values to the dtype of the cache: under autocast, rotary embedding makes the keys float32."""
 
     def cast_and_update(*, key_states: Tensor, value_states: Tensor, **kwargs: Any) -> Any:
         return update(key_states=key_states.to(dtype), value_states=value_states.to(dtype), **kwargs)
@@ -160,11 +161,12 @@ def _casting(update: Callable[..., Any], dtype: torch.dtype) -> Callable[..., An
 
 @contextmanager
 def _paged_attention(model: Any) -> Iterator[None]:
-    """Let the attention be switched to a paged one; what it was comes back, whatever happens."""
+    """Allow attention to be switched to a paged implementation; the previous one is always restored."""
     found = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     kept = [(c, c._attn_implementation) for config in found.values() for c in _with_parts(config)]
     try:
-        # Versions without that setting keep an attention that is paged already; flash cannot compute in float32.
+        # Versions without auto_switch_to_flash keep an implementation that is already paged; flash attention cannot
+        # compute in float32.
         if not _can_refuse_flash() and not _is_half(model) and model.config._attn_implementation in ("sdpa", "eager"):
             model.set_attn_implementation(f"paged|{model.config._attn_implementation}")
         yield

@@ -1,4 +1,4 @@
-"""Rollouts that a user's function makes."""
+"""Rollouts from a user's own function."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from gruppo.errors import ConfigError, RolloutError
 from gruppo.types import Completion, StopReason
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
-# Fields with a meaning of their own; all others are handed to the reward functions.
+# Fields with a fixed meaning; all others are passed to the reward functions.
 RESERVED = {*REQUIRED, "logprob_token_ids", "env_mask"}
 
 
@@ -45,7 +45,7 @@ class CustomRollout:
         )
 
     def _check_vocabulary(self, *parts: Sequence[Sequence[int]]) -> None:
-        """An id that the model has no embedding for fails far from here, on a GPU without a reason."""
+        """Raise for ids outside the vocabulary, which would fail much later, and on a GPU without a clear error."""
         if self.vocabulary_size is None:
             return
         for i, ids in ((i, ids) for part in parts for i, ids in enumerate(part)):
@@ -79,7 +79,7 @@ def _check(output: Any, expected: int) -> None:
     if missing:
         raise ValueError(f"rollout_func must return {', '.join(REQUIRED)}; missing: {', '.join(missing)}.")
     for name, value in output.items():
-        # Further fields may be anything, but a list among them has one entry per prompt.
+        # Other fields may be anything, but if one is a list, it must have one entry per prompt.
         per_prompt = isinstance(value, list | tuple) or (name in RESERVED and value is not None)
         if per_prompt and len(value) != expected:
             raise RolloutError(
@@ -110,7 +110,7 @@ def _completion(output: Mapping[str, Any], i: int) -> Completion:
 
 
 def _sampled_logp(values: Sequence[float | None], tokens: Sequence[int] | None, sampled: int) -> float | None:
-    """The log-prob of the sampled token among the top-k that an engine returned; the first one if it has no names."""
+    """The log-prob of the sampled token among the top-k an engine returned; the first if their ids are not given."""
     if tokens is None:
         return values[0] if values else None
     return next((value for value, token in zip(values, tokens, strict=True) if token == sampled), None)

@@ -27,10 +27,10 @@ from gruppo.types import Completion, SampleRequest, StopReason
 
 
 class StopStrings(StoppingCriteria):  # type: ignore[misc]  # transformers has no types
-    """Ends a row where its completion contains one of the strings, and keeps where that was.
+    """Ends a row when its completion contains one of the strings, and records at which length.
 
-    `generate` has the same for sequences, but looks at the end of the prompt as well and does not say which rows it
-    ended: with a padding token that is an end token, they look as if the model had ended them.
+    `generate` has a criterion of this kind, but it also looks at the end of the prompt and does not report which rows
+    it ended: if the padding token is an end token, these rows look as if the model had ended them.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str], prompt_width: int):
@@ -52,7 +52,7 @@ class StopStrings(StoppingCriteria):  # type: ignore[misc]  # transformers has n
 class TransformersBackend(RolloutBackend):
     """Generates with the training module itself, all rows in one batch.
 
-    With `share_prefill` each distinct prompt is encoded once and its keys and values are copied to its completions;
+    With `share_prefill`, the prompt of each request is encoded once and its KV cache is copied to its completions;
     without it, or where the cache cannot be shared, every row encodes its prompt.
     """
 
@@ -72,13 +72,14 @@ class TransformersBackend(RolloutBackend):
         lockstep: bool = False,
     ):
         self.whole = whole
-        self.policy = policy  # called anew each time: wrapping for training replaces the module
+        self.policy = policy  # called each time: wrapping for training replaces the module
         self.config = config
         self.stop_ids = set(stop_ids)
         self.tokenizer = tokenizer  # only stop strings need it
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.lockstep = lockstep  # the weights are sharded: processes make their passes in step
-        self.share_prefill = share_prefill and not lockstep  # one more pass, where a process has siblings
+        self.lockstep = lockstep  # the weights are sharded: processes run their forward passes in lockstep
+        # Not in lockstep: only a process with several completions of a prompt would make the extra pass.
+        self.share_prefill = share_prefill and not lockstep
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order."""
@@ -99,7 +100,7 @@ class TransformersBackend(RolloutBackend):
         strings, settings = self._settings(ids.shape[1], with_limits_of(requests, self.config))
         with sampling_mode(policy):
             cache = self._prefill(policy, requests, ids, mask, owner)
-            if cache is None:  # else the images have been seen
+            if cache is None:  # otherwise the prefill has processed the images
                 settings |= self._seen(policy, requests, ids, owner)
             sequences = policy.generate(
                 input_ids=ids[owner],
@@ -116,14 +117,14 @@ class TransformersBackend(RolloutBackend):
         return [self._completion(row, cut, limit) for row, cut, limit in zip(rows, cuts, limits, strict=True)]
 
     def work(self, prompts: Sequence[int], completions: Sequence[int]) -> dict[str, Any]:
-        """Rows are padded to the longest prompt, and run until the last one ends."""
+        """Prompts are padded to the longest one, and all rows run until the last one ends."""
         padding = sum(max(lengths, default=0) * len(lengths) - sum(lengths) for lengths in (prompts, completions))
         return {"padding_tokens": padding}
 
     def _seen(
         self, policy: Any, requests: Sequence[SampleRequest], ids: Tensor, owner: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """What the model is given of the images of each request or, with their owners, of each row."""
+        """The model's image inputs for each request or, given `owner`, for each row."""
         if all(request.vision is None for request in requests):
             return {}
         rows = [requests[i] for i in (range(len(requests)) if owner is None else owner.tolist())]
@@ -132,7 +133,7 @@ class TransformersBackend(RolloutBackend):
         return model_inputs([row.vision for row in rows], starts, ids.shape[1], device=ids.device, dtype=dtype)
 
     def _settings(self, prompt_width: int, config: Any) -> tuple[StopStrings | None, dict[str, Any]]:
-        """Who watches for stop strings, if there are any, and the arguments of generate that say how to sample."""
+        """The criterion that watches for stop strings, if there are any, and the sampling arguments of generate."""
         if not (wanted := stop_strings(config)):
             return None, {"generation_config": config}
         watch = StopStrings(self.tokenizer, wanted, prompt_width)
@@ -143,7 +144,7 @@ class TransformersBackend(RolloutBackend):
     def _prefill(
         self, policy: Any, requests: Sequence[SampleRequest], ids: Tensor, mask: Tensor, owner: Tensor
     ) -> Cache | None:
-        """Keys and values of every prompt but its last token, one copy per row; None lets generate do it all."""
+        """The KV cache of all prompts without their last tokens, one copy per row; None: generate encodes them."""
         if len(owner) == len(ids) or ids.shape[1] < 2 or not self._can_share(policy):
             return None
         seen = self._seen(policy, requests, ids)
@@ -159,9 +160,9 @@ class TransformersBackend(RolloutBackend):
         return bool(self.share_prefill and plain and can_continue_from_cache(policy))
 
     def _completion(self, ids: list[int], cut: int = 0, limit: int | None = None) -> Completion:
-        """Cut after the first end-of-sequence token or, at `cut`, a stop string; what follows is padding.
+        """The ids up to the first end-of-sequence token or, at `cut`, a stop string; the rest is padding.
 
-        What goes beyond `limit` was sampled only because others in the batch may be longer.
+        Tokens beyond `limit` were sampled only because other rows of the batch may be longer.
         """
         if limit is not None and limit <= 0:
             return Completion([], StopReason.NO_ROOM)
@@ -172,13 +173,13 @@ class TransformersBackend(RolloutBackend):
                 return Completion(ids[: position + 1], StopReason.EOS)
         if cut:
             return Completion(ids[:cut], StopReason.STOP_STRING)
-        # A padding token that the model itself wrote last counts as an end, too.
+        # If the model itself wrote a padding token last, that counts as an end, too.
         ended = bool(ids) and ids[-1] == self.config.pad_token_id
         return Completion(ids, StopReason.EOS if ended else StopReason.LENGTH)
 
 
 def read_prompts(model: Any, ids: Tensor, mask: Tensor, seen: dict[str, Tensor]) -> DynamicCache:
-    """A cache after one forward pass over left-padded prompts and what the model sees of their images."""
+    """The KV cache after one forward pass over left-padded prompts and their image inputs `seen`."""
     cache = DynamicCache(config=inner_model(model).config)
     positions = {} if makes_positions(seen) else {"position_ids": position_ids(mask)}
     model(
@@ -194,9 +195,9 @@ def read_prompts(model: Any, ids: Tensor, mask: Tensor, seen: dict[str, Tensor])
 
 
 def share_positions(model: Any, owner: Tensor, *, has_grid: bool) -> None:
-    """Tell a model that keeps how far images have moved the positions of each row (Qwen-VL) which rows these are.
+    """Expand the position offsets that a model (Qwen-VL) stores for rows with images to the rows of `owner`.
 
-    Without images (`has_grid` is False) none has moved, and what it keeps is of an earlier pass.
+    Without images (`has_grid` is False) the offsets are zero; those stored are from an earlier pass.
     """
     for module in inner_model(model).modules():
         if hasattr(module, "rope_deltas"):
@@ -205,7 +206,7 @@ def share_positions(model: Any, owner: Tensor, *, has_grid: bool) -> None:
 
 
 def can_continue_from_cache(model: Any) -> bool:
-    """Whether rows can start from keys and values computed before: standard attention, nothing recomputed."""
+    """Whether rows can start from a precomputed KV cache: standard attention, nothing recomputed."""
     inner = inner_model(model)
     known = {"past_key_values", "position_ids", "logits_to_keep"} <= forward_arguments(model)
     virtual = any(
@@ -213,5 +214,5 @@ def can_continue_from_cache(model: Any) -> bool:
     )
     if not known or virtual or getattr(inner, "_is_stateful", False):
         return False
-    # With checkpointing on, transformers drops the cache in training.
+    # With gradient checkpointing, transformers drops the cache in training mode.
     return not (model.training and (has_checkpoints(inner) or is_noisy(model, inner)))

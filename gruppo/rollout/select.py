@@ -1,4 +1,4 @@
-"""Which backend samples."""
+"""The choice of the rollout backend."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ class ShardedSampling:
     """How a run samples from weights that are sharded over processes."""
 
     kind: Sharding
-    whole: WholeWeights | None  # all of them, for the time of a rollout; None: the processes sample in step
-    reserved: Callable[[], int]  # bytes that training will take on this process
-    from_main: Callable[[Any], Any]  # what the main process has
+    whole: WholeWeights | None  # gathered for the duration of a rollout; None: the processes sample in lockstep
+    reserved: Callable[[], int]  # bytes that training will need on this process
+    from_main: Callable[[Any], Any]  # returns the main process's value
 
 
 def choose_backend(
@@ -42,12 +42,12 @@ def choose_backend(
     sharded: ShardedSampling | None = None,
     images: bool = False,
 ) -> RolloutBackend:
-    """The backend that the config asks for; "auto" takes the built-in engine, or says why it cannot.
+    """The backend that the config asks for; "auto" takes the built-in engine, or logs why it cannot.
 
-    `policy` returns the module to sample from; `mixed_precision` is accelerate's word for how it is trained. `needed`
-    is False in runs whose completions come from elsewhere: then "auto" does not try the engine. `entropies` asks for
-    the entropy at each token, from a backend that can give it. `sharded` is for weights that no process has all of.
-    `images` says that prompts may have some.
+    `policy` returns the module to sample from; `mixed_precision` is accelerate's setting for its training. `needed`
+    is False in runs whose completions come from elsewhere: then "auto" does not try the engine. `entropies` requests
+    the entropy at each token, from backends that can return it. `sharded` is given if the weights are sharded over
+    processes, `images` if prompts may have images.
     """
     _check_asked(args, sharded, images)
     if args.samples_with_vllm:
@@ -65,7 +65,7 @@ def choose_backend(
     whole = None if sharded is None else sharded.whole
     sampled = policy if whole is None else lambda: whole.module
     if args.rollout_backend == "builtin" or (args.rollout_backend == "auto" and needed):
-        # A sharded model computes in the type that it is gathered in.
+        # A sharded model computes in the dtype it is gathered in.
         dtype = autocast_dtype(mixed_precision) if sharded is None else None
         reasons = blind(policy()) if images else _against_builtin(policy, config, dtype, sharded)
         if not reasons:
@@ -92,7 +92,7 @@ def choose_backend(
 
 
 def _check_asked(args: Any, sharded: ShardedSampling | None, images: bool) -> None:
-    """Raise for a backend that was asked for by name and that cannot sample in this run."""
+    """Raise if a backend that was requested by name cannot sample in this run."""
     if images:
         reject_blind_backends(args)
     if args.use_transformers_continuous_batching and sharded is not None:
@@ -103,20 +103,20 @@ def _check_asked(args: Any, sharded: ShardedSampling | None, images: bool) -> No
 
 
 def _against_builtin(policy: Callable[[], Any], config: Any, dtype: Any, sharded: ShardedSampling | None) -> list[str]:
-    """Why the built-in engine cannot sample; where processes differ in what they hold, the main one knows."""
+    """Why the built-in engine cannot sample; with sharded weights, the main process decides for all."""
     if sharded is None:
         return builtin.why_not(policy(), config, autocast_dtype=dtype)
     if sharded.whole is None:
         return [f"ds3_gather_for_generation=False leaves the weights sharded ({sharded.kind.value})"]
     model = policy()
-    # Under ZeRO-3 there is nothing to try a few tokens with yet.
+    # Under ZeRO-3 the weights are already sharded here, so there is no trial.
     reasons = builtin.missing(model, config) if is_sharded(model) else builtin.why_not(model, config)
     found: list[str] = sharded.from_main(reasons)
     return found
 
 
 def _report(args: Any, reasons: str) -> None:
-    """Raise if the built-in engine was asked for by name; else say, once per run, that it is not used."""
+    """Raise if the built-in engine was requested by name; otherwise warn, once per run, that it is not used."""
     if args.rollout_backend == "builtin":
         raise ConfigError(
             f"rollout_backend='builtin' cannot sample here: {reasons}. Change that, or set rollout_backend to "
@@ -130,7 +130,7 @@ def _report(args: Any, reasons: str) -> None:
 
 
 def reject_blind_backends(args: Any) -> None:
-    """Raise for a backend that was asked for by name and that cannot be given images."""
+    """Raise if a backend that cannot take images was requested by name."""
     for asked, name in (
         (args.use_transformers_continuous_batching, "use_transformers_continuous_batching=True"),
         (args.use_vllm, "use_vllm=True"),

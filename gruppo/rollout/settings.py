@@ -16,9 +16,9 @@ def generation_config(
     stop_ids: Sequence[int],
     never: Collection[int] = (),
 ) -> Any:
-    """The sampling settings of a config; `generation_kwargs` override what has a field of its own.
+    """The sampling settings of a config; `generation_kwargs` override the config's own fields.
 
-    `never` are tokens that no completion may have: those in whose place a model wants an image.
+    `never` are tokens that no completion may contain: the placeholders of images.
     """
     settings = {
         "max_new_tokens": args.max_completion_length,

@@ -1,10 +1,10 @@
-"""A place for model-written Python, from which it cannot harm the run.
+"""A sandbox for model-written Python code, which protects the run from it.
 
-host ──► jail ──► the code           sandbox.py       `Sandbox`, as its users see it
-                                     spec.py          limits, the result, and what the host tells the jail
+host ──► jail ──► the code           sandbox.py       `Sandbox`, the public interface
+                                     spec.py          limits, the result, and the message from host to jail
                                      host.py          starts a jail, reads its output, cleans up
-                                     jail/            the other side of the fork: namespaces, limits, filters
-                                     capabilities.py  which protections hold on this machine (attacks.py tries)
+                                     jail/            runs in the new process: namespaces, limits, filters
+                                     capabilities.py  which protections work on this machine, tested by attacks.py
                                      places.py        which files the code may read
                                      variables.py     which environment variables other helper processes get
 """

@@ -1,9 +1,9 @@
-"""Code that tries to break out. It runs in a sandbox, to see what holds."""
+"""Code that tries to break out of a sandbox. It runs in one, to find out which protections work."""
 
 SECRET = "gruppo-secret-7f3a"
 
 # It reads its targets from stdin, prints a line `protection: how` for each attack that succeeds, and at the end
-# `attacked: all`. The orphan it leaves keeps stdout open: if it outlived the run, the run would not come to its end.
+# `attacked: all`. The orphan it leaves keeps stdout open: if the orphan survived, the run would not end.
 ATTACKS = (
     f"SECRET = {SECRET!r}\n"
     + """

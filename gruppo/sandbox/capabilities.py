@@ -1,4 +1,4 @@
-"""What this machine can enforce: found by trying, not by asking for versions."""
+"""Which protections this machine can enforce, determined by trying them rather than by checking versions."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from gruppo.sandbox.jail.kernel import MechanismError
 from gruppo.sandbox.places import readable_paths, unreachable
 from gruppo.sandbox.spec import MIB, Limits
 
-# What a sandbox protects, and the mechanisms that serve it.
+# The protections of a sandbox, and the mechanisms that provide each.
 PROTECTIONS: dict[str, tuple[str, ...]] = {
     "network": ("network namespace", "seccomp"),
     "reads": ("mount namespace", "landlock", "own uid"),
@@ -34,7 +34,7 @@ PROBE_LIMITS = Limits(seconds=20, memory=256 * MIB, processes=8)
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What is enforced and how, and what is not and why.
+    """Which protections are enforced and how, and which are not and why.
 
     Example, in a container that forbids namespaces and whose kernel has no Landlock:
         Capabilities(
@@ -54,14 +54,14 @@ class Capabilities:
 
 
 def candidates() -> tuple[str, ...]:
-    """The mechanisms to try, strongest combination: root needs no user namespace, others have no second uid."""
+    """The strongest combination of mechanisms to try: root needs no user namespace, other users have no second uid."""
     first = "own uid" if os.geteuid() == 0 else "user namespace"
     return first, "network namespace", "pid namespace", "mount namespace", "landlock", "seccomp"
 
 
 @functools.cache
 def capabilities() -> Capabilities:
-    """Find the mechanisms that work here, then attack a sandbox that uses them. Takes a moment, once per process."""
+    """Find the mechanisms that work here, then attack a sandbox that uses them. Slow; cached for the process."""
     if sys.platform != "linux" or os.uname().machine not in ("x86_64", "aarch64"):
         raise SandboxError("Model-written code can be confined on Linux only (x86-64 or aarch64).")
     mechanisms, refused = _working_mechanisms(candidates())
@@ -78,7 +78,7 @@ def capabilities() -> Capabilities:
 
 
 def _working_mechanisms(wanted: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Start a sandbox with all of them; leave out what is refused, and try again."""
+    """Start a sandbox with all wanted mechanisms; drop a refused one and try again, until it starts."""
     refused: dict[str, str] = {}
     while True:
         mechanisms = tuple(name for name in wanted if name not in refused)
@@ -98,7 +98,7 @@ def _working_mechanisms(wanted: tuple[str, ...]) -> tuple[tuple[str, ...], dict[
 
 
 def _check_interpreter(mechanisms: tuple[str, ...]) -> None:
-    """Another uid must be able to reach the interpreter; a mount namespace or Landlock make a safe way."""
+    """Raise if the code's uid cannot reach the interpreter; a mount namespace or Landlock can safely grant access."""
     private = unreachable(readable_paths())
     if private and "own uid" in mechanisms and not {"mount namespace", "landlock"} & set(mechanisms):
         raise SandboxError(
@@ -108,7 +108,7 @@ def _check_interpreter(mechanisms: tuple[str, ...]) -> None:
 
 
 def _successful_attacks(mechanisms: tuple[str, ...]) -> dict[str, str]:
-    """Run the attacks in a sandbox. The result names each protection that failed, and how."""
+    """Run the attacks in a sandbox. The result maps each broken protection to how it was broken."""
     with tempfile.TemporaryDirectory(prefix="gruppo-probe-") as folder:
         os.chmod(folder, 0o777)
         victim = Path(folder, "victim")

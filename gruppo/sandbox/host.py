@@ -1,4 +1,4 @@
-"""Starting a jail, listening to it, and cleaning up after it."""
+"""Starts a jail, reads its output, and cleans up after it."""
 
 import fcntl
 import io
@@ -22,7 +22,7 @@ from gruppo.sandbox.jail.kernel import MechanismError
 from gruppo.sandbox.places import code_path, readable_paths, unreachable
 from gruppo.sandbox.spec import Execution, Limits, Reason, Spec
 
-# The packages above the jail are declared, not imported: it needs nothing of theirs, and they would double its start.
+# The parent packages of the jail are stubs: it needs nothing from them, and importing them doubles its start time.
 BOOT = """\
 import sys
 for name, folder in (("gruppo", sys.argv[1]), ("gruppo.sandbox", sys.argv[1] + "/sandbox")):
@@ -35,20 +35,20 @@ main(*map(int, sys.argv[2:]))
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # a program prints its sets in the same order every time
+    "PYTHONHASHSEED": "0",  # a program prints sets in the same order every time
     # One thread per library: threads count as processes, and each one reserves address space.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
 
-GRACE = 30.0  # seconds beyond its time limit after which a jail that does not end is killed from outside
+GRACE = 30.0  # seconds past its time limit after which the host kills a jail that has not ended
 CHUNK = 1 << 16
-WORK_IN_OWN_ROOT = "/sandbox"  # always the same: what code prints then does not depend on the run
+WORK_IN_OWN_ROOT = "/sandbox"  # constant, so that printed paths do not depend on the run
 
 
 def execute(code: str, stdin: str, show_last: bool, limits: Limits, mechanisms: tuple[str, ...]) -> Execution:
-    """Run a text in a jail of its own; safe to call from many threads."""
+    """Run code in a new jail; safe to call from many threads."""
     with _folders() as (work, root):
         if "mount namespace" in mechanisms:
             work = WORK_IN_OWN_ROOT
@@ -90,7 +90,7 @@ class _Jail:
     overflowed: bool = False
 
     def listen(self) -> None:
-        """Read until every process of the jail has closed its side; stop a jail that says too much or stays."""
+        """Read until all processes of the jail have closed their pipes; stop a jail that overruns a limit."""
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         deadline = time.monotonic() + self.limits.seconds + GRACE
@@ -118,12 +118,12 @@ class _Jail:
             self.stop()
 
     def stop(self) -> None:
-        """Ask the guard to end everything."""
-        with suppress(BrokenPipeError):  # it just ended
+        """Ask the guard to end all processes of the jail."""
+        with suppress(BrokenPipeError):  # the guard has already ended
             os.write(self.lifeline_fd, b"x")
 
     def end(self) -> None:
-        """Leave no process and no pipe open, however the listening ended."""
+        """End all processes and close the pipes, however `listen` ended."""
         self.stop()
         for pipe in (self.process.stdout, self.process.stderr):
             assert pipe is not None
@@ -135,7 +135,7 @@ class _Jail:
             self.process.wait()
 
     def report(self) -> dict[str, Any]:
-        """What the jail reported: how the code ended, or which mechanism was refused."""
+        """The report of the jail: how the code ended, or which mechanism was refused."""
         stream = io.BytesIO(bytes(self.status))
         found: dict[str, Any] = {}
         while stream.tell() < len(self.status):
@@ -145,7 +145,7 @@ class _Jail:
 
 @contextmanager
 def _launched(spec: Spec, stdin: str, limits: Limits) -> Iterator[_Jail]:
-    """A jail at work, with its pipes; none of its processes is left when the block ends."""
+    """A running jail with its pipes; all its processes have ended when the block exits."""
     with ExitStack() as stack:
 
         def own(fd: int) -> int:
@@ -187,7 +187,7 @@ def _closing(*fds: int) -> Iterator[None]:
 
 
 def _memory_file(content: bytes) -> int:
-    """A file that is in no folder, cannot be changed any more and is read from its start."""
+    """An anonymous in-memory file with this content, sealed against changes and positioned at its start."""
     fd = os.memfd_create("gruppo", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(content)
@@ -199,17 +199,17 @@ def _memory_file(content: bytes) -> int:
 
 @contextmanager
 def _folders() -> Iterator[tuple[str, str]]:
-    """The working directory of a run and an empty one beside it; both are removed, whatever the code left there."""
+    """The working directory of a run and an empty directory beside it; both are removed with all contents."""
     base = tempfile.mkdtemp(prefix="gruppo-sandbox-")
     try:
-        os.chmod(base, 0o711)  # the uid of the code passes, and cannot list or change it
+        os.chmod(base, 0o711)  # the uid of the code can traverse it, but not list or change it
         for name in ("work", "root"):
             os.mkdir(f"{base}/{name}", 0o700)
         yield f"{base}/work", f"{base}/root"
     finally:
         with suppress(RecursionError):
             shutil.rmtree(base, ignore_errors=True)
-        if os.path.exists(base):  # folders without permissions, or nested too deeply for Python
+        if os.path.exists(base):  # directories without permissions, or nested too deeply for Python
             subprocess.run(["chmod", "-R", "u+rwX", base], stderr=subprocess.DEVNULL, check=False)
             subprocess.run(["rm", "-rf", base], check=False)
 
@@ -219,7 +219,7 @@ def _execution(jail: _Jail, limits: Limits) -> Execution:
     report = jail.report()
     if "failed" in report:
         raise MechanismError(report["failed"], report["error"])
-    if "exit_code" not in report:  # the guard itself is gone
+    if "exit_code" not in report:  # the guard itself died
         why = stderr.strip() or "it gave no reason"
         raise SandboxError(f"The sandbox broke down with exit code {jail.process.returncode}: {why}")
     reason = _reason(report, jail.overflowed, stderr, limits)

@@ -1,4 +1,4 @@
-"""Which files code in a sandbox may see: the interpreter, its packages and the system's libraries."""
+"""The files that code in a sandbox may read: the interpreter, its packages and the system libraries."""
 
 import os
 import site
@@ -29,7 +29,7 @@ SYSTEM = (
 
 @cache
 def code_path() -> list[str]:
-    """`sys.path` of the code: the standard library and the installed packages, not the project at hand."""
+    """`sys.path` of the code: the standard library and installed packages, but not the current project."""
     library = sysconfig.get_path("stdlib")
     packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
     if site.ENABLE_USER_SITE:
@@ -40,7 +40,7 @@ def code_path() -> list[str]:
 
 @cache
 def readable_paths() -> list[str]:
-    """Files and folders that the code may read, whatever their permissions say beyond that."""
+    """Files and directories that the sandbox makes readable to the code."""
     prefixes = (sys.base_prefix, sys.base_exec_prefix, sys.prefix)
     interpreter = [*code_path(), *(f"{prefix}/{folder}" for prefix in prefixes for folder in ("bin", "lib", "lib64"))]
     real = {os.path.realpath(path) for path in interpreter}
@@ -48,7 +48,7 @@ def readable_paths() -> list[str]:
 
 
 def unreachable(paths: list[str]) -> list[str]:
-    """Folders on the way to the paths that only their owner may enter.
+    """Parent directories of the paths that other users may not enter.
 
     Example: unreachable(["/root/.pyenv/lib"]) == ["/root"]
     """

@@ -1,4 +1,4 @@
-"""The sandbox as its users see it."""
+"""The public interface of the sandbox."""
 
 import functools
 import logging
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class Sandbox:
-    """Runs model-written Python, each time in a new process that can reach nothing and leaves nothing.
+    """Runs model-written Python code, each time in a new, isolated process that leaves nothing behind.
 
     The code sees an empty working directory, the interpreter with its installed packages, and its stdin. It has no
-    network, no other files, no environment variables of ours, and the resources of `limits`. What a machine cannot
-    enforce it refuses to do without (`SandboxError`), unless `allow_unconfined` names it.
+    network, no other files, none of this process's environment variables, and the resources of `limits`. If the
+    machine cannot enforce a protection, the constructor raises `SandboxError`, unless `allow_unconfined` names it.
 
     Example:
         Sandbox(Limits(seconds=2)).run("print(6 * 7)").stdout == "42\n"
@@ -44,11 +44,11 @@ class Sandbox:
 
     @staticmethod
     def capabilities() -> Capabilities:
-        """What this machine enforces, and how; `print` shows it as a table."""
+        """The protections that this machine enforces, and how; `print` shows them as a table."""
         return capabilities()
 
     def run(self, code: str, *, stdin: str = "", show_last: bool = False) -> Execution:
-        """Run a program to its end, or to a limit. `show_last` prints the value of a trailing expression."""
+        """Run a program until it ends or hits a limit. `show_last` prints the value of a trailing expression."""
         try:
             return execute(code, stdin, show_last, self.limits, capabilities().mechanisms)
         except MechanismError as refusal:

@@ -1,4 +1,4 @@
-"""What a run is limited to, what came of it, and what the host tells the jail."""
+"""The limits of a run, its result, and the message from the host to the jail."""
 
 import math
 from dataclasses import dataclass, fields
@@ -14,7 +14,7 @@ Reason = Literal["ok", "error", "timeout", "cpu", "memory", "output", "killed"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use. Sizes are in bytes.
+    """Resource limits of one run. Sizes are in bytes.
 
     Example:
         Limits(seconds=2, memory=256 << 20)
@@ -23,8 +23,8 @@ class Limits:
     seconds: float = 10.0  # of wall-clock time
     cpu_seconds: int = 10  # of one process, all its threads together
     memory: int = 1024 * MIB  # address space of one process
-    processes: int = 16  # processes and threads together, at one time
-    output: int = MIB  # of stdout, and as much of stderr
+    processes: int = 16  # concurrent processes and threads together
+    output: int = MIB  # of stdout and of stderr each
     file_size: int = 32 * MIB
     disk: int = 64 * MIB  # all files of the working directory
 
@@ -41,12 +41,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a run went.
+    """The result of a run.
 
     Example, of the code `print(1 / 0)`:
         Execution(stdout="", stderr="Traceback …", exit_code=1, reason="error", seconds=0.01)
 
-    `reason` says what ended it: "ok" (exit code 0), "error" (another exit code), "timeout" (wall-clock time), "cpu"
+    `reason` says why it ended: "ok" (exit code 0), "error" (another exit code), "timeout" (wall-clock time), "cpu"
     (processor time), "memory" (an uncaught MemoryError), "output" (it printed or stored too much), "killed" (a signal;
     `exit_code` is then minus its number). Output up to that moment is kept.
     """
@@ -59,16 +59,16 @@ class Execution:
 
 
 class Spec(TypedDict):
-    """One run, as the jail reads it."""
+    """The description of one run that the jail receives."""
 
     code: str
     show_last: bool
     path: list[str]  # sys.path of the code
-    readable: list[str]  # what the code may read beside its working directory
+    readable: list[str]  # paths that the code may read besides its working directory
     work: str  # the working directory
-    root: str  # an empty folder, where a mount namespace builds its root
+    root: str  # an empty directory, in which a mount namespace builds its root
     mechanisms: list[str]
-    search: bool  # the code must pass folders that its uid may not enter
+    search: bool  # the code must traverse directories that its uid may not enter
     seconds: float
     cpu_seconds: int
     memory: int

@@ -1,7 +1,7 @@
-"""The environment variables of processes that read what a model wrote: reward workers and graders.
+"""The environment variables of processes that handle model output: reward workers and graders.
 
-A worker gets those that a Python process and its libraries need to run as this one does. Everything else (keys of
-judges, tokens of the hub, passwords) stays here, unless `worker_env` names it: the errors of a reward are logged.
+A worker gets the variables that a Python process and its libraries need to behave as in this process. All others (API
+keys of judges, hub tokens, passwords) are withheld unless `worker_env` names them, since a reward's errors are logged.
 """
 
 import os
@@ -17,7 +17,7 @@ PASSED = {
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     "TOKENIZERS_PARALLELISM",
 }
-# Families of settings. Their members are passed unless their name sounds like a secret: HF_HOME is, HF_TOKEN is not.
+# Prefixes of settings. A variable with one is passed unless its name looks like a secret: HF_HOME is, HF_TOKEN is not.
 PASSED_FAMILIES = (
     *("LC_", "XDG_", "PYTHON", "CONDA_", "DYLD_", "MALLOC_"),
     *("OMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_", "BLIS_"),
@@ -30,10 +30,10 @@ URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@|^[^/\s]*:[^/\s]*@")
 
 
 def environment(named: Collection[str] = ()) -> dict[str, str]:
-    """The variables of a worker, with an import path on which it finds this package.
+    """The variables of a worker, with a PYTHONPATH from which it can import this package.
 
-    What a launcher tells the processes of a run (RANK, MASTER_ADDR, …) is not among them: a worker is none of those,
-    and must not take the place of one.
+    Variables that a launcher sets for the ranks of a run (RANK, MASTER_ADDR, …) are not included: a worker is not a
+    rank and must not act as one.
     """
     kept = {name: value for name, value in os.environ.items() if name in named or is_passed(name, value)}
     root = str(Path(__file__).parents[2])
@@ -43,7 +43,7 @@ def environment(named: Collection[str] = ()) -> dict[str, str]:
 
 
 def is_passed(name: str, value: str) -> bool:
-    """Whether a worker gets a variable that nobody named.
+    """Whether a worker gets a variable that `worker_env` does not name.
 
     Example:
         is_passed("HTTPS_PROXY", "http://proxy:3128") and not is_passed("HTTPS_PROXY", "http://me:word@proxy:3128")
@@ -56,7 +56,7 @@ def is_passed(name: str, value: str) -> bool:
 
 
 def hint(error: str, named: Collection[str] = ()) -> str:
-    """What to do about an error text that speaks of a variable which is set here, but not in workers; else nothing."""
+    """Advice if an error text mentions a variable that is set here but withheld from workers; else an empty string."""
     words = set(re.findall(r"\b[A-Z][A-Z0-9_]{2,}\b", error)) - set(named)
     held_back = sorted(name for name in words if name in os.environ and not is_passed(name, os.environ[name]))
     if not held_back:

@@ -1,4 +1,4 @@
-"""What a model asked a tool for, and what it is told."""
+"""A model's tool calls, their outcomes, and the messages that answer them."""
 
 import inspect
 import json
@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call."""
+    """The outcome of a call."""
 
     value: Any = None
     error: BaseException | None = None
@@ -39,10 +39,10 @@ class Outcome:
 
 
 def read_call(raw: Any, tools: Mapping[str, Tool]) -> Call:
-    """The call that a parsed message holds. Whatever is wrong with it is for the model to read, not an exception."""
+    """Read a call from a parsed message. Problems are reported to the model instead of raised as exceptions."""
     function = raw.get("function", raw) if isinstance(raw, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    if isinstance(raw, Mapping) and raw.get("error"):  # what the parser found wrong with it
+    if isinstance(raw, Mapping) and raw.get("error"):  # a problem that the parser found
         return Call(name if isinstance(name, str) and name else NAMELESS, problem=str(raw["error"]))
     if not isinstance(function, Mapping) or not isinstance(raw, Mapping):
         return Call(NAMELESS, problem=f"A tool call is an object with a name and arguments, not {function or raw!r}.")
@@ -75,12 +75,12 @@ def _arguments(given: Any) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """The text of a tool's result; raises for what cannot be shown."""
+    """The text of a tool's result; raises TypeError for results that have no text form."""
     if isinstance(value, bytes | bytearray | memoryview):
         raise TypeError("The tool returned bytes; it must return text, for example with .decode().")
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
-            value.close()  # or Python complains that it was never awaited
+            value.close()  # otherwise Python warns that it was never awaited
         raise TypeError("The tool returned something to await; declare it with `async def`.")
     if inspect.isgenerator(value) or inspect.isasyncgen(value):
         raise TypeError("The tool returned a generator; it must return its values, for example as a list.")
@@ -99,12 +99,12 @@ def text_of_blocks(blocks: list[Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without half surrogate pairs, which no tokenizer can encode."""
+    """The text with lone surrogates escaped, since no tokenizer can encode them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def without_tokens(messages: list[Message], tokens: Sequence[str]) -> list[Message]:
-    """Answers in which these tokens, in whose place a model wants an image, are text: "<image>" becomes "< image>"."""
+    """Answers with these image placeholder tokens broken up into plain text: "<image>" becomes "< image>"."""
 
     def spelled(text: str) -> str:
         for token in tokens:
@@ -115,14 +115,14 @@ def without_tokens(messages: list[Message], tokens: Sequence[str]) -> list[Messa
 
 
 def answer(call: Call, outcome: Outcome) -> Message:
-    """The message that tells the model what came of a call."""
+    """The message that reports the outcome of a call to the model."""
     content = outcome.value if outcome.error is None else str({"error": reason(outcome.error)})
     return {"role": "tool", "name": printable(call.name), "content": printable(content)}
 
 
 def reason(error: BaseException) -> str:
-    """What an exception says; its kind if it says nothing."""
+    """The message of an exception, or its class name if it has none."""
     try:
         return str(error) or type(error).__name__
-    except Exception:  # an exception of a user's class may fail at anything
+    except Exception:  # `__str__` of a user's exception class may fail
         return type(error).__name__

@@ -1,4 +1,4 @@
-"""The end of environments: `close` is called on a thread and has some seconds, so that none can hold up a run."""
+"""Closes environments. `close` runs in a thread under a time limit, so that it cannot block a run."""
 
 import inspect
 import logging
@@ -12,7 +12,7 @@ from gruppo.tools.threads import NoThreadError
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIME = 10.0  # seconds, where there is no tool_timeout
+CLOSE_TIME = 10.0  # seconds; used if tool_timeout is not set
 
 
 def has_close(instance: Any) -> bool:
@@ -20,11 +20,11 @@ def has_close(instance: Any) -> bool:
 
 
 def close_all(pools: Mapping[Any, list[Any]], executor: ToolExecutor) -> None:
-    """Close and forget every instance; those in which a call may still be at work are not waited for."""
+    """Close and drop every instance, without waiting for those in which a call may still be running."""
     instances = [env for pool in pools.values() for env in pool]
     for pool in pools.values():
         pool.clear()
-    if executor.coordinates_here:  # the garbage collector may come by in any thread
+    if executor.coordinates_here:  # the garbage collector may run in any thread
         close_unheard(instances, executor)
         return
     close_unheard([env for env in instances if id(env) in executor.given_up], executor)
@@ -32,7 +32,7 @@ def close_all(pools: Mapping[Any, list[Any]], executor: ToolExecutor) -> None:
 
 
 def close_unheard(instances: Sequence[Any], executor: ToolExecutor) -> None:
-    """Close instances without waiting for it."""
+    """Close instances without waiting for the result."""
     closable = [env for env in instances if has_close(env)]
     if not closable:
         return
@@ -47,11 +47,11 @@ def close_unheard(instances: Sequence[Any], executor: ToolExecutor) -> None:
 
 
 def close(instances: Sequence[Any], executor: ToolExecutor) -> None:
-    """Call `close` of those that have it; one that fails does not keep the others from being closed."""
+    """Call `close` of the instances that have it; a failure does not prevent closing the others."""
     waiting = [env for env in instances if has_close(env)]
     outcomes = executor.run([[_call(env)] for env in waiting], read=_as_it_is, timeout=CLOSE_TIME)
     errors = [outcome.error for (outcome,) in outcomes]
-    # At the end of a program no thread can be started; those that are there close one after the other.
+    # During interpreter shutdown no thread can be started; the remaining calls run one by one on an existing thread.
     left = [i for i, error in enumerate(errors) if isinstance(error, NoThreadError)]
     if left and len(left) < len(waiting):
         (again,) = executor.run([[_call(waiting[i]) for i in left]], read=_as_it_is, timeout=CLOSE_TIME)
@@ -63,7 +63,7 @@ def close(instances: Sequence[Any], executor: ToolExecutor) -> None:
 
 
 def _call(instance: Any) -> Call:
-    # Without an owner: one that was given up is to be closed all the same.
+    # Without an owner, since the executor refuses calls of given-up environments, and these must be closed too.
     return Call("close", instance.close, {}, inspect.iscoroutinefunction(instance.close))
 
 

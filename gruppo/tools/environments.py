@@ -1,4 +1,4 @@
-"""Environments: objects with a state, whose methods are tools; one for each sample."""
+"""Environments: stateful objects whose methods are tools; each sample has its own."""
 
 import inspect
 import logging
@@ -19,7 +19,7 @@ from gruppo.types import Message
 
 logger = logging.getLogger(__name__)
 
-COLUMN = "environment"  # names the environment of a row where there are several
+COLUMN = "environment"  # names the environment of a row if there are several
 OWN_METHODS = ("reset", "get_reward", "close")  # called by the trainer, not by the model
 
 Pool = list[Any]
@@ -27,7 +27,7 @@ Pool = list[Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """A factory, and what its first instance showed."""
+    """A factory, and the class, tools and `reset` signature of its first instance."""
 
     name: str | None
     factory: Callable[[], Any]
@@ -37,7 +37,7 @@ class Kind:
 
 
 class Environments:
-    """The environments of a run: a pool for each kind and mode, which grows on demand and is used again.
+    """The environments of a run: a pool for each kind and mode, which grows on demand and is reused.
 
     Example:
         class Counter:
@@ -69,14 +69,14 @@ class Environments:
             self.pools["train", name] = [first]
             if has_close(first):
                 executor.prepare(inspect.iscoroutinefunction(first.close))
-        self.unstarted: set[int] = set()  # instances whose latest `reset` failed
-        self.failed_reset: BaseException | None = None  # why the latest of them failed
-        self._spoiled: set[int] = set()  # instances that are not used again
+        self.unstarted: set[int] = set()  # ids of instances whose latest `reset` failed
+        self.failed_reset: BaseException | None = None  # the error of the latest failed `reset`
+        self._spoiled: set[int] = set()  # ids of instances that must not be reused
         self._said: set[str] = set()
         weakref.finalize(self, close_all, self.pools, executor)
 
     def name_of(self, row: Mapping[str, Any]) -> str | None:
-        """Which environment a row wants."""
+        """The name of the environment of a row."""
         if not self.several:
             return None
         if row.get(COLUMN) not in self.kinds:
@@ -88,7 +88,7 @@ class Environments:
         return name
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise for a row with which its environment could never begin."""
+        """Raise for a row whose columns do not fit `reset` of its environment."""
         kind = self.kinds[self.name_of(row)]
         columns = _without(row, self._hidden)
         try:
@@ -101,7 +101,7 @@ class Environments:
             ) from None
 
     def take(self, rows: Sequence[Mapping[str, Any]], mode: str) -> list[Any]:
-        """An instance for each row; those of the rows before are free again."""
+        """An instance for each row; this frees the instances of the previous rows."""
         self._discard_spoiled()
         used: dict[str | None, int] = {}
         taken = []
@@ -115,7 +115,7 @@ class Environments:
 
     @property
     def _hidden(self) -> Sequence[str]:
-        """Columns that are not for the environment."""
+        """Columns that are not passed to the environment."""
         return (COLUMN,) if self.several else ()
 
     def _make(self, name: str | None) -> Any:
@@ -131,11 +131,11 @@ class Environments:
         return any(instance is env for pool in self.pools.values() for env in pool)
 
     def reset(self, instances: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The observation of each instance, None where there is none.
+        """Reset instances and return the observation of each, or None.
 
-        An instance that fails is not used again, and its sample is not scored; the run goes on.
+        An instance that fails is not reused, and its sample is not scored; the run continues.
         """
-        # Copies: the rows belong to the dataset, and those of a group are one object.
+        # Copies: the rows belong to the dataset, and all samples of a group share one row object.
         given = [_without(copy_of(dict(row)), self._hidden) for row in rows]
         calls = [method_call(env, "reset", columns) for env, columns in zip(instances, given, strict=True)]
         outcomes = [outcome for (outcome,) in self.executor.run([[call] for call in calls], read=observation)]
@@ -147,7 +147,7 @@ class Environments:
         return [outcome.value for outcome in outcomes]
 
     def spoil(self, instance: Any) -> None:
-        """Do not use this instance again: a call that was given up may still be at work in it."""
+        """Do not reuse this instance: an abandoned call may still be running in it."""
         self._spoiled.add(id(instance))
 
     def _note_failure(self, instance: Any, method: str, error: BaseException) -> None:
@@ -177,9 +177,9 @@ class Environments:
 
     def _reward(self, cls: Any) -> Callable[..., Any]:
         def get_rewards(environments: Sequence[Any], **kwargs: Any) -> list[Any]:
-            """None for the environments of another class, NaN, which counts as a failure, for those that fail."""
+            """None for environments of other classes; NaN, which counts as a failure, for those that fail."""
             asked = [env for env in environments if type(env) is cls and id(env) not in self.unstarted]
-            # With the tools, since what an environment keeps may be bound to their event loop.
+            # In the tools' executor, since clients that an environment keeps may be bound to its event loop.
             outcomes = self.executor.run([[method_call(env, "get_reward")] for env in asked], read=_as_it_is)
             found: dict[int, Any] = {}
             for env, (outcome,) in zip(asked, outcomes, strict=True):
@@ -193,12 +193,12 @@ class Environments:
         return get_rewards
 
     def close(self) -> None:
-        """Close every instance; new ones are made when they are needed."""
+        """Close every instance; new ones are created on demand."""
         close_all(self.pools, self.executor)
 
 
 def probe(factory: Any, name: str | None) -> tuple[Any, Kind]:
-    """Make one instance and look at its class."""
+    """Create one instance and inspect its class."""
     which = _which(name)
     if not callable(factory):
         raise ConfigError(f"{which} is {factory!r}; it must be a class or a function that makes an environment.")
@@ -223,7 +223,7 @@ def probe(factory: Any, name: str | None) -> tuple[Any, Kind]:
         for attribute in dir(cls)
         if not attribute.startswith("_")
         and attribute not in OWN_METHODS
-        # Found on the class itself, so that properties are not run and objects that can be called are no tools.
+        # Looked up statically on the class, so that properties are not evaluated and callable objects are not tools.
         and isinstance(inspect.getattr_static(cls, attribute), staticmethod | FunctionType)
     ]
     tools = tuple(make_tool(getattr(first, method), where=cls.__name__) for method in methods)
@@ -242,7 +242,7 @@ def _without(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def method_call(instance: Any, name: str, arguments: Mapping[str, Any] | None = None) -> Call:
-    """A call of an environment's own method."""
+    """A call of a method of an environment."""
     method = getattr(instance, name)
     return Call(name, method, arguments or {}, inspect.iscoroutinefunction(method), owner=instance)
 
@@ -252,17 +252,17 @@ def _as_it_is(value: Any) -> Any:
 
 
 def observation(value: Any) -> str | list[Any] | None:
-    """What `reset` returned: nothing, a text, or content blocks."""
+    """Check the return value of `reset`: None, a text, or content blocks."""
     if value is None or isinstance(value, str):
         return value and printable(value)
     if isinstance(value, list):
-        text_of_blocks(value)  # raises for what cannot be shown
+        text_of_blocks(value)  # raises for blocks other than text
         return value
     raise TypeError(f"reset must return None, a text or a list of content blocks, not {type(value).__name__}.")
 
 
 def add_observation(prompt: Sequence[Message], seen: str | list[Any] | None) -> list[Message]:
-    """A prompt whose last message ends with what was observed; the prompt that was given is left as it is.
+    """A copy of the prompt with the observation appended to its last message.
 
     Example:
         add_observation([{"role": "user", "content": "Play. "}], "The board is empty.")

@@ -1,10 +1,10 @@
-"""Runs tool calls: those of different samples at the same time, those of one sample in order.
+"""Runs tool calls: those of different samples concurrently, those of one sample in order.
 
-    caller ── run() ──► coordinator (an event loop on a thread of its own)
+    caller ── run() ──► coordinator (an event loop in its own thread)
                           ├─ a worker thread per sample: its plain functions, one after the other
-                          └─ the tools' event loop: its async functions, together
+                          └─ the tools' event loop: its async functions, concurrently
 
-The coordinator never runs a user's code, so that it can count the seconds of those who do.
+The coordinator never runs user code, so that it can enforce time limits on the threads that do.
 """
 
 import asyncio
@@ -19,27 +19,28 @@ from gruppo.tools.threads import AsyncCall, LoopThread, NoThreadError, Read, Wor
 
 logger = logging.getLogger(__name__)
 
-ANSWER_TIME = 0.5  # seconds in which an event loop must show that nothing blocks it
-TRIES = 3  # event loops in which a call may find itself behind one that blocks
-STUCK_PER_SLOT = 4
+ANSWER_TIME = 0.5  # seconds within which an event loop must respond, or it counts as blocked
+TRIES = 3  # event loops to try for a call that does not start because another call blocks the loop
+STUCK_PER_SLOT = 4  # most threads with overdue calls, per parallel sample
 
 
 class ToolExecutor:
-    """Runs calls and keeps whatever goes wrong in their outcomes.
+    """Runs calls and returns their outcomes, which hold any error.
 
     Example:
         outcomes = ToolExecutor(timeout=5.0).run([[call_a, call_b], [call_c]])  # two samples
         [[o.value for o in sample] for sample in outcomes] == [["a", "b"], ["c"]]
 
-    A call that takes longer than `timeout` seconds fails. A thread cannot be killed: the call goes on unheard, and
-    another thread takes over, up to `4 * max_parallel` of them; then calls fail until some have come back. At most
-    `max_parallel` samples run at a time; with one, and no timeout, plain functions run in the caller's thread.
+    A call that takes longer than `timeout` seconds fails. A thread cannot be killed: the call keeps running, its
+    result is ignored, and a new thread replaces its thread. Once `4 * max_parallel` threads are stuck this way, calls
+    fail until some return. At most `max_parallel` samples run at a time; if that is 1 and there is no timeout, plain
+    functions run in the caller's thread.
     """
 
     def __init__(self, *, timeout: float | None = None, max_parallel: int = 32):
         self.timeout = timeout
         self.max_parallel = max_parallel
-        self.given_up: dict[int, Any] = {}  # by id: environments in which a call that overran may still be at work
+        self.given_up: dict[int, Any] = {}  # by id: environments in which a timed-out call may still be running
         self._idle: list[Worker] = []
         self._stuck: list[Worker | LoopThread] = []
         self._loops: dict[str, LoopThread] = {}
@@ -48,20 +49,20 @@ class ToolExecutor:
 
     @property
     def in_callers_thread(self) -> bool:
-        """Whether plain functions run where they are asked for."""
+        """Whether plain functions run in the thread that calls `run`."""
         return self.max_parallel == 1 and self.timeout is None
 
     def run(
         self, samples: Sequence[Sequence[Call]], read: Read = shown, timeout: float | None = None
     ) -> list[list[Outcome]]:
-        """The outcomes of every sample's calls, in the order of the calls; `read` turns a result into the value.
+        """The outcomes of every sample's calls, in the order of the calls; `read` converts each result.
 
-        `timeout` is used where the executor has none.
+        `timeout` is used if the executor has none.
         """
         if self.in_callers_thread and not any(call.is_async for calls in samples for call in calls):
             outcomes = [[attempt(call, read) for call in calls] for calls in samples]
             for outcome in (outcome for sample in outcomes for outcome in sample):
-                if isinstance(outcome.error, KeyboardInterrupt):  # someone wants to stop the run, not the call
+                if isinstance(outcome.error, KeyboardInterrupt):  # the user wants to stop the run, not the call
                     raise outcome.error
             return outcomes
         limit = timeout if self.timeout is None else self.timeout
@@ -73,7 +74,7 @@ class ToolExecutor:
         return found
 
     def prepare(self, is_async: bool) -> None:
-        """Start what a call needs, since a program that is about to end cannot start threads any more."""
+        """Start the threads of a later call now, since none can be started during interpreter shutdown."""
         if is_async:
             self._loop("async")
         elif not self.in_callers_thread and not self._idle:
@@ -83,11 +84,11 @@ class ToolExecutor:
 
     @property
     def coordinates_here(self) -> bool:
-        """Whether this is the coordinator's thread, which must not wait for itself."""
+        """Whether the current thread is the coordinator's, which must not wait for itself."""
         return "coordinator" in self._loops and self._loops["coordinator"].is_current
 
     def _loop(self, name: str) -> LoopThread:
-        """An event loop for the whole run: clients that a tool keeps between calls are bound to theirs."""
+        """An event loop for the whole run, since clients that a tool keeps between calls are bound to a loop."""
         with self._lock:
             if name not in self._loops or not self._loops[name].alive:
                 self._loops[name] = LoopThread(name)
@@ -118,7 +119,7 @@ class ToolExecutor:
     async def _plain(
         self, call: Call, read: Read, limit: float | None, worker: Worker | None
     ) -> tuple[Outcome, Worker | None]:
-        """The outcome of a plain function, and the worker that makes the next call."""
+        """The outcome of a plain function, and the worker for the next call, if there is one."""
         if refused := self._refused(call):
             return refused, worker
         try:
@@ -162,14 +163,14 @@ class ToolExecutor:
             if future.done():
                 return future.result()
             future.cancel()
-            if not made.take_back():  # it had begun
+            if not made.take_back():  # the call had started
                 return self._overran(call, limit)
         return Outcome(error=TimeoutError(f"{call.name} never began: other async tools block their event loop."))
 
     def _abandon(self, thread: LoopThread, limit: float | None) -> None:
-        """Let another event loop take the place of one that is blocked."""
+        """Replace a blocked event loop with a new one."""
         if self._loops.get("async") is not thread:
-            return  # it has been done already
+            return  # already replaced
         self._check_stuck()
         with self._lock:
             self._loops["async"] = LoopThread("async")

@@ -10,7 +10,7 @@ from gruppo.errors import ConfigError
 
 @dataclass(frozen=True)
 class Tool:
-    """A function with what the chat template shows of it.
+    """A function with its schema for the chat template.
 
     Example:
         def add(a: int, b: int) -> int:
@@ -28,18 +28,18 @@ class Tool:
     name: str
     function: Callable[..., Any]
     is_async: bool
-    schema: dict[str, Any]  # as chat templates want it: {"type": "function", "function": {"name": …, …}}
+    schema: dict[str, Any]  # as chat templates expect it: {"type": "function", "function": {"name": …, …}}
     owner: Any = None  # the environment whose method it is
 
     def of(self, owner: Any) -> "Tool":
-        """The same method of another object."""
+        """The same method, bound to another object."""
         return replace(self, function=getattr(owner, self.name), owner=owner)
 
 
 def make_tool(function: Callable[..., Any], where: str = "tools") -> Tool:
     """A tool from a function with type hints and a docstring that describes each argument.
 
-    `where` says in errors what the function is part of.
+    `where` names the origin of the function in error messages.
     """
     name = getattr(function, "__name__", None)
     if not callable(function) or not isinstance(name, str) or inspect.isclass(function):
@@ -57,7 +57,7 @@ def _schema(function: Callable[..., Any], name: str, where: str) -> dict[str, An
 
     try:
         schema = get_json_schema(function)
-    # NameError: a type hint in quotes that is nowhere defined. ValueError: choices that are no JSON.
+    # NameError: an undefined name in a quoted type hint. ValueError: choices that are not valid JSON.
     except (DocstringParsingException, TypeHintParsingException, NameError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{where}: the tool `{name}` cannot be shown to the model: {str(error).rstrip('.! ')}. Give every "
@@ -67,7 +67,7 @@ def _schema(function: Callable[..., Any], name: str, where: str) -> dict[str, An
 
 
 def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """Tools by the name under which the model calls them; two of one name could not be told apart."""
+    """Tools by the name under which the model calls them; raises if two have the same name."""
     found: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in found:

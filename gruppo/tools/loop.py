@@ -1,10 +1,10 @@
-"""Rollouts of several turns: the model calls tools, reads what they answer and goes on.
+"""Multi-turn rollouts: the model calls tools, reads their answers and continues.
 
     prompt │ turn ─ answers ─ turn ─ answers ─ turn
            │ 1 1 1  0 0 0 0   1 1 1  0 0 0 0   1 1 1     model_mask
 
-What the model wrote is never tokenised again: each turn's ids are kept as they were sampled, and only the tokens of
-the answers are put behind them.
+The model's output is never re-tokenised: each turn's ids are kept as sampled, and only the tokens of the answers are
+appended.
 """
 
 import time
@@ -21,12 +21,12 @@ from gruppo.types import Completion, Message, StopReason
 
 @dataclass
 class Episode:
-    """One sample under way: the turns that the model wrote, and the answers between them."""
+    """One sample in progress: the turns of the model, and the answers between them."""
 
     prompt_ids: Sequence[int]
     tools: Mapping[str, Tool]
     turns: list[Completion]
-    answers: list[list[int]] = field(default_factory=list)  # tokens; one list less than turns
+    answers: list[list[int]] = field(default_factory=list)  # token ids; one list fewer than turns
     messages: list[Message] = field(default_factory=list)
     out_of_room: bool = False  # the last answers did not fit
     calls: int = 0
@@ -44,21 +44,21 @@ class Episode:
 
     @property
     def requested(self) -> list[Any]:
-        """The calls that wait for an answer. A turn that was cut short has none: nothing can follow it."""
+        """The calls that still need an answer. A truncated turn has none, since nothing can follow it."""
         if self.out_of_room or not self.turns[-1].stop.ended or not self.messages:
             return []
         return list(self.messages[-1].get("tool_calls") or [])
 
     @property
     def completion(self) -> Completion:
-        """All of it as one completion."""
+        """All turns and answers as one completion."""
         joined = join(self.turns, self.answers)
         return replace(joined, stop=StopReason.TOOL_BUDGET) if self.out_of_room else joined
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What is asked of the sampler: the next turn of some rows, each with the tokens it may still write."""
+    """A request to the sampler: the next turn of some rows, each with the most tokens it may write."""
 
     number: int
     rows: Sequence[int]
@@ -66,7 +66,7 @@ class Turn:
     limits: Sequence[int]
 
 
-LONGEST_TOKEN = 50  # characters that one token may stand for
+LONGEST_TOKEN = 50  # most characters of one token
 
 Parse = Callable[[Episode], Message]
 Suffix = Callable[[list[str], list[Message], bool], list[int]]
@@ -75,8 +75,8 @@ Suffix = Callable[[list[str], list[Message], bool], list[int]]
 class ToolLoop:
     """Runs the rounds of a batch of episodes.
 
-    `suffix` gives the tokens between a turn with calls and the next one, `parse` the message of the last turn. `total`
-    adds up a count over processes, so that all make as many rounds as the one that needs most.
+    `suffix` returns the tokens between a turn with calls and the next one, `parse` the message of the last turn.
+    `total` sums a count over processes, so that all make as many rounds as the process that needs the most.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class ToolLoop:
         self.context_length = context_length
         self.max_rounds = max_rounds
         self.longest_token = longest_token
-        self.seconds = 0.0  # spent in tools by the last run
+        self.seconds = 0.0  # time spent in tools during the last run
 
     def run(self, episodes: Sequence[Episode], sample: Callable[[Turn], Sequence[Completion]]) -> None:
-        """Go on with every episode until it has no call left to answer, no room, or no round."""
+        """Continue every episode until it has no unanswered call, no room for tokens, or no round left."""
         self.seconds = 0.0
         for episode in episodes:
             self._read(episode)
@@ -128,14 +128,14 @@ class ToolLoop:
             episode.messages.append(self.parse(episode))
 
     def _room(self, episode: Episode, more: int = 0) -> int:
-        """Tokens that may still follow, after `more`."""
+        """The number of tokens that may still follow after `more` further ones."""
         room = self.budget - episode.written
         if self.context_length is not None:
             room = min(room, self.context_length - len(episode.prompt_ids) - episode.written)
         return room - more
 
     def _answer(self, episodes: Sequence[Episode]) -> None:
-        """Make the calls of the last turns and put their answers behind them, or retire whom they do not fit."""
+        """Run the calls of the last turns and append their answers; an episode without room for them ends."""
         calls = [[read_call(raw, episode.tools) for raw in episode.requested] for episode in episodes]
         start = time.perf_counter()
         outcomes = self.executor.run(calls)
@@ -152,10 +152,10 @@ class ToolLoop:
                 episode.messages += messages
 
     def _tokens(self, episode: Episode, messages: list[Message]) -> list[int] | None:
-        """The tokens of answers; None for those that are so long that they need not be counted."""
+        """The tokens of answers; None if they are so long that they cannot fit, however they are tokenised."""
         if sum(len(message["content"]) for message in messages) > self._room(episode) * self.longest_token:
             return None
-        ended = episode.turns[-1].stop is StopReason.EOS  # else a stop string ended it, and its end must be added
+        ended = episode.turns[-1].stop is StopReason.EOS  # else a stop string ended it; the end token must be added
         return self.suffix([message["name"] for message in messages], messages, ended)
 
 
@@ -189,7 +189,7 @@ def join(turns: Sequence[Completion], answers: Sequence[Sequence[int]]) -> Compl
     return Completion(
         ids=joined([turn.ids for turn in turns], [*answers, []]),
         stop=turns[-1].stop,
-        # Log-probs that a rollout function gave are kept, though those of later turns are not known.
+        # Log-probs from a rollout function are kept, even if those of later turns are unknown.
         logps=joined([t.logps or [None] * len(t.ids) for t in turns], zeros) if some_logps else None,
         model_mask=joined([t.model_mask or [1] * len(t.ids) for t in turns]),
         plain_logps=known("plain_logps"),
@@ -198,7 +198,7 @@ def join(turns: Sequence[Completion], answers: Sequence[Sequence[int]]) -> Compl
 
 
 def cut(completion: Completion, limit: int) -> Completion:
-    """A completion without what is beyond the limit; a sampler that knows of limits writes no more anyway."""
+    """Truncate a completion to the limit, for samplers that do not respect it themselves."""
     if len(completion.ids) <= limit:
         return completion
 

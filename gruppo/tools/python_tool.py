@@ -1,4 +1,4 @@
-"""A tool that runs the Python a model writes, in a sandbox."""
+"""A tool that runs Python code written by the model, in a sandbox."""
 
 from collections.abc import Callable, Collection
 
@@ -16,10 +16,10 @@ def python_tool(
 ) -> Callable[[str], str]:
     """A tool `python(code)` for `tools=[python_tool()]`.
 
-    The model reads what its code prints, with the value of a trailing expression, as in a notebook; after an
-    exception also the end of the traceback. Each call starts anew: no variable or file is left from the last one. Code
-    that is stopped at one of the `limits` counts as a failed call. Results longer than `max_characters` lose their
-    middle. On a machine that cannot confine the code this raises `SandboxError`; see `Sandbox` for
+    The model sees what its code prints and the value of a trailing expression, as in a notebook; after an exception
+    also the end of the traceback. Each call starts fresh: no variables or files remain from the previous one. Code
+    that is stopped at one of the `limits` counts as a failed call. The middle of results longer than `max_characters`
+    is cut out. On a machine that cannot confine the code this raises `SandboxError`; see `Sandbox` for
     `allow_unconfined`.
 
     Example:
@@ -45,7 +45,7 @@ def python_tool(
 
 
 def _answer(execution: Execution, limits: Limits) -> str:
-    """What the model reads; a limit that was reached is a ToolError."""
+    """The answer to the model; raises ToolError if a limit was reached."""
     stopped = {
         "timeout": f"The code was stopped after {limits.seconds:g} seconds.",
         "cpu": f"The code was stopped after {limits.cpu_seconds} seconds of processor time.",
@@ -63,7 +63,7 @@ def _answer(execution: Execution, limits: Limits) -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    """Cut the middle out of a text that is too long: the beginning and the end tell most.
+    """Cut the middle out of a text that is too long: the beginning and the end are the most informative.
 
     Example: shorten("0123456789" * 100, 100) begins with "0123", ends with "6789" and has 100 characters.
     """

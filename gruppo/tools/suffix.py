@@ -1,10 +1,10 @@
-"""The tokens that stand between the model's turn and its next one: what tools answered, in the template's words.
+"""The tokens between one turn of the model and the next: the tools' answers, as the chat template renders them.
 
     prompt  model …<|im_end|>  \\n<|im_start|>user\\n<tool_response>…<|im_end|>\\n<|im_start|>assistant\\n  model …
                                └───────────────────────── suffix ────────────────────────────────┘
 
-A made-up exchange is rendered with and without the tools' messages, and the difference is tokenised. What the model
-wrote is not needed for that, so it is never tokenised a second time.
+A dummy conversation is rendered with and without the tools' messages, and the difference is tokenised. This does not
+need the model's output, which is therefore never re-tokenised.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ class SuffixTokens:
         tokens.suffix(["add"], [{"role": "tool", "name": "add", "content": "3"}])  # the tokens of
         # "\\n<|im_start|>user\\n<tool_response>\\n3\\n</tool_response><|im_end|>\\n<|im_start|>assistant\\n"
 
-    `chat_template` and `chat_template_kwargs` are those with which the prompts are rendered. A template that cannot
-    show calls and results, or shows them differently from round to round, raises here and not in the middle of a run.
+    `chat_template` and `chat_template_kwargs` are those used to render the prompts. A template that cannot render
+    calls and results, or renders them differently from round to round, raises here and not in the middle of a run.
     """
 
     def __init__(
@@ -50,15 +50,16 @@ class SuffixTokens:
         self._form = form
         self.longest_token = max(map(len, self._tokenizer.get_vocab()))  # in characters
         self._takes_many = self._can_render([form.message([TOOL, TOOL])])
-        # Names come from the model, so there is no end to them; those of real tools come again and again.
+        # Bounded, since names come from the model and may be anything; those of real tools recur.
         self._turn = lru_cache(maxsize=1024)(self._find_turn)
         self._probe()
 
     def suffix(self, call_names: Sequence[str], messages: Sequence[Message], ended: bool = True) -> list[int]:
         """The tokens from the end of the model's turn to the start of its next one.
 
-        `call_names` are the tools that were called, `messages` what they answered, in the same order. `ended` says
-        that the model closed its turn itself; if not (a stop string, say), the token that closes it comes first.
+        `call_names` are the tools that were called, `messages` their answers, in the same order. `ended` says whether
+        the model closed its turn itself; if not (after a stop string, for example), the suffix begins with the token
+        that closes it.
         """
         asked, called, head, end = self._turn(tuple(call_names) if self._takes_many else tuple(call_names[:1]))
         answers = list(messages) if self._tokenizer is not self._renderer else [_in_text(m) for m in messages]
@@ -84,8 +85,8 @@ class SuffixTokens:
         return True
 
     def _find_turn(self, names: tuple[str, ...]) -> tuple[int, Message, str, str]:
-        """For a made-up call of these tools: how often its value is shown, the message, what follows the last value,
-        and the token that ends the turn."""
+        """For a dummy call of these tools: how often its value is rendered, the message, the text between the last
+        value and the token that ends the turn, and that token."""
         called = self._form.message(names or (TOOL,))
         before = self._render([*ASKED, called])
         tail = before.split(VALUE)[-1]
@@ -103,8 +104,8 @@ class SuffixTokens:
         return max(shown, key=lambda token: (tail.rindex(token), len(token)), default="")
 
     def _tokens_after(self, kept: str, text: str) -> list[int]:
-        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair in a tool's output has no tokens
-        # Together, since some tokenizers put a space before the first word of a text.
+        text = text.encode("utf-8", "replace").decode()  # a lone surrogate in a tool's output cannot be tokenised
+        # Tokenised together, since some tokenizers put a space before the first word of a text.
         before = self._tokenizer(kept, add_special_tokens=False)["input_ids"]
         both = self._tokenizer(kept + text, add_special_tokens=False)["input_ids"]
         if both[: len(before)] != before:
@@ -116,7 +117,7 @@ class SuffixTokens:
         return list(both[len(before) :])
 
     def _probe(self) -> None:
-        """Try one result and two; both must be seen in the suffix."""
+        """Check that one result and two results each appear in the suffix."""
         for count in (1, 2):
             try:
                 ids = self.suffix([TOOL] * count, [RETURNED] * count)
@@ -131,7 +132,7 @@ class SuffixTokens:
 
 
 def _in_text(message: Message) -> Message:
-    """Templates of text models expect a string; blocks are joined into one."""
+    """Join content blocks into one string, which templates of text models expect."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

@@ -1,6 +1,6 @@
-"""The threads in which users' code runs: one for each call under way, and event loops that outlive what runs in them.
+"""The threads in which user code runs: one for each call in progress, and event loops that survive failing tasks.
 
-All are daemons: a call that never returns must not keep the program from ending.
+All are daemon threads: a call that never returns must not keep the program from exiting.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ Read = Callable[[Any], Any]
 
 
 class NoThreadError(RuntimeError):
-    """A call needs a thread, and there is none to have."""
+    """A call needs a thread, and none is available."""
 
 
 def _start(name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
     thread = threading.Thread(target=target, args=arguments, daemon=True, name=name)
     try:
         thread.start()
-    except RuntimeError as error:  # the system has no more, or the program is about to end
+    except RuntimeError as error:  # the system limit is reached, or the interpreter is shutting down
         raise NoThreadError(f"No thread could be started: {error}.") from error
     return thread
 
@@ -43,14 +43,14 @@ class Worker:
         future: asyncio.Future[Outcome] = loop.create_future()
 
         def settle(outcome: Outcome) -> None:
-            if not future.done():  # else it came too late
+            if not future.done():  # else the outcome came too late
                 future.set_result(outcome)
 
         self._jobs.put(lambda: loop.call_soon_threadsafe(settle, attempt(call, read)))
         return future
 
     def dismiss(self) -> None:
-        """End the thread, once its call has returned."""
+        """End the thread once its current call has returned."""
         self._jobs.put(None)
 
 
@@ -60,7 +60,7 @@ def _work(jobs: "queue.SimpleQueue[Callable[[], Any] | None]") -> None:
 
 
 class LoopThread:
-    """An event loop with a thread of its own, which goes on whatever a task raises."""
+    """An event loop in its own thread, which keeps running whatever a task raises."""
 
     def __init__(self, name: str):
         self.loop = asyncio.new_event_loop()
@@ -83,7 +83,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     async def answers(self, seconds: float) -> bool:
-        """Whether the loop does anything at all within this time; awaited in another loop."""
+        """Whether the loop responds within this time; awaited in another loop."""
         try:
             await asyncio.wait_for(asyncio.wrap_future(self.submit(_nothing())), seconds)
         except TimeoutError:
@@ -91,7 +91,7 @@ class LoopThread:
         return True
 
     def end(self, after: float = 0.0) -> None:
-        """Let the thread end, some seconds after it can do anything again."""
+        """End the thread, `after` seconds after its loop is no longer blocked."""
         self.loop.call_soon_threadsafe(self.loop.call_later, after, _stop, self.loop, self._ended)
 
 
@@ -99,7 +99,7 @@ def _serve(loop: asyncio.AbstractEventLoop, ended: threading.Event) -> None:
     while not ended.is_set() and not loop.is_closed():
         try:
             loop.run_forever()
-        except BaseException:  # a task's SystemExit leaves the loop; whoever awaits the task gets it as well
+        except BaseException:  # a task's SystemExit propagates out of the loop; the awaiter of the task gets it too
             continue
 
 
@@ -112,11 +112,11 @@ async def _nothing() -> None: ...
 
 
 class AsyncCall:
-    """A call in an event loop, which can be taken back until it begins."""
+    """A call in an event loop, which can be withdrawn until it starts."""
 
     def __init__(self, call: Call, read: Read):
         self._call, self._read = call, read
-        self._claim = threading.Lock()  # whoever gets it first decides: the loop, or the one who takes the call back
+        self._claim = threading.Lock()  # acquired once: by `make` when the call starts, or by `take_back`
 
     async def make(self) -> Outcome:
         if not self._claim.acquire(blocking=False):
@@ -124,7 +124,7 @@ class AsyncCall:
         assert self._call.function is not None
         try:
             return Outcome(self._read(await self._call.function(**self._call.arguments)))
-        except BaseException as error:  # a cancelled call as well: nobody listens to it any more
+        except BaseException as error:  # CancelledError too: nothing awaits a cancelled call
             return Outcome(error=error)
 
     def take_back(self) -> bool:
@@ -132,7 +132,7 @@ class AsyncCall:
 
 
 def attempt(call: Call, read: Read = shown) -> Outcome:
-    """Make a call. A tool may raise anything, SystemExit included, and the run goes on."""
+    """Make a call. Whatever a tool raises, SystemExit included, becomes an outcome, and the run continues."""
     if call.function is None:
         return Outcome(error=ValueError(call.problem))
     try:

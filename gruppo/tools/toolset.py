@@ -1,4 +1,4 @@
-"""The tools and environments of a run, and what a batch of rows gets of them."""
+"""The tools and environments of a run, and their assignment to the rows of a batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,19 +15,19 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Started:
-    """Rows whose episodes have begun: with what was observed in their prompts, and with their environments."""
+    """Rows whose episodes have begun, with observations in their prompts, and their environments."""
 
     rows: Sequence[Row]
     environments: Sequence[Any] = ()  # one per row, or none at all
-    tools: Sequence[Mapping[str, Tool]] = field(default_factory=list)  # of each row, by name
+    tools: Sequence[Mapping[str, Tool]] = field(default_factory=list)  # for each row, by name
 
     def extra(self, row: int) -> dict[str, Any]:
-        """What reward functions get beside the columns of the dataset."""
+        """Arguments of reward functions in addition to the columns of the dataset."""
         return {"environments": self.environments[row]} if self.environments else {}
 
 
 class Toolset:
-    """What the model may call.
+    """The tools that the model may call.
 
     Example:
         toolset = Toolset([add], None)
@@ -57,13 +57,13 @@ class Toolset:
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        """Every function that can be called, those of the environments' first instances included."""
+        """Every function that can be called, including those of the environments' first instances."""
         kinds = self.environments.kinds.values() if self.environments else ()
         return [tool.function for tool in (*self.tools.values(), *(tool for kind in kinds for tool in kind.tools))]
 
     @property
     def schemas(self) -> Any:
-        """What prompts show: a list or, with several environments, a dict of lists by their names."""
+        """The tool schemas for prompts: a list or, with several environments, a dict of lists by environment name."""
         own = [tool.schema for tool in self.tools.values()]
         if self.environments is None:
             return own
@@ -71,7 +71,7 @@ class Toolset:
         return shown if self.environments.several else shown[None]
 
     def start(self, rows: Sequence[Row], mode: str) -> Started:
-        """Begin an episode for each row: reset its environment and show what that answers."""
+        """Begin an episode for each row: reset its environment and add the observation to the prompt."""
         for row in rows:
             require_conversation(row)
         if self.environments is None:
@@ -90,13 +90,13 @@ class Toolset:
         return {**self.tools, **{tool.name: tool.of(instance) for tool in methods}}
 
     def close(self) -> None:
-        """End of a run: let the environments go."""
+        """Close the environments at the end of a run."""
         if self.environments is not None:
             self.environments.close()
 
 
 def _with_observations(rows: Sequence[Row], seen: Sequence[Any]) -> list[Row]:
-    """Rows with what was observed in their prompts; the same row with the same observation stays one object."""
+    """Rows with observations in their prompts; equal observations of the same row share one new row object."""
     made: dict[tuple[int, str], Row] = {}
     result: list[Row] = []
     for row, observed in zip(rows, seen, strict=True):

@@ -1,4 +1,4 @@
-"""When the weights must be sent to vLLM again, and what is known of those that it holds."""
+"""Decides when the weights must be sent to vLLM again, and tracks which weights it holds."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +23,9 @@ __all__ = ["VLLMBackend", "raise_on_all"]
 class VLLMBackend(RolloutBackend):
     """Samples from a copy of the policy that vLLM holds.
 
-    The copy is renewed before a call if the policy was written since. What the copy holds is known only after every
-    step of that was acknowledged; if one fails, nothing is known, and the next call begins from the start.
+    The copy is renewed before a call if the policy's weights have changed since. The state of the copy is known only
+    once every step of the renewal has been acknowledged. If a step fails, the state is unknown, and the next call
+    sends all weights again.
     """
 
     policy: Callable[[], Any]
@@ -44,7 +45,7 @@ class VLLMBackend(RolloutBackend):
         self.config = config
         self.stop_ids = tuple(sorted(stop_ids))
         self.logps, self.seeded = logps, seeded
-        self._held: tuple[Any, ...] | None = None  # what the copy was made of
+        self._held: tuple[Any, ...] | None = None  # the policy's state (`_now`) at the last copy; None: unknown
         self._sync_seconds: float | None = None
         check_copyable(policy())
 
@@ -59,15 +60,16 @@ class VLLMBackend(RolloutBackend):
     # ---- weights
 
     def _now(self) -> tuple[Any, ...]:
-        """What tells the policy's weights from those of another time.
+        """A key that changes whenever the policy's effective weights change.
 
-        Writes, updates of the run, and how adapters are applied: which of them, how strongly, or not at all.
+        It covers in-place writes, updates of the run, and how adapters are applied: which ones, with which scale, or
+        none.
         """
         policy = self.policy()
         return weights_version(policy), adapter_states(policy), self.clock()
 
     def refresh(self) -> None:
-        """Renew the copy if the policy is another than it was made of; all processes call this together."""
+        """Renew the copy if the policy has changed since it was made; all processes call this together."""
         if _any_process(self._is_stale()):
             self._refresh()
 
@@ -83,7 +85,7 @@ class VLLMBackend(RolloutBackend):
         return self._held is None or self._held != self._now()
 
     def _ensure_fresh(self) -> None:
-        """Before a call of this process alone, which cannot renew a copy that all processes share."""
+        """Renew a stale copy; with several processes raise instead, since this process cannot renew it alone."""
         if PartialState().num_processes == 1:
             self.refresh()
         elif self._is_stale():
@@ -96,7 +98,7 @@ class VLLMBackend(RolloutBackend):
         )
 
     def forget(self) -> None:
-        """What the copy holds is not known any more."""
+        """Mark the state of the copy as unknown."""
         self._held = self.weights_version = None
 
     def _renew(self) -> None:
@@ -110,7 +112,7 @@ class VLLMBackend(RolloutBackend):
         return self._completions(requests, asks, self._ask(asks, settings))
 
     def _words(self, requests: Sequence[SampleRequest]) -> tuple[list[Ask], dict[str, Any]]:
-        """What to ask vLLM, and with which settings."""
+        """The requests and the sampling settings for vLLM."""
         asks, _ = asks_of(requests, self.config, context_length=self.context_length, seeded=self.seeded)
         return asks, sampling_settings(self.config, stop_ids=self.stop_ids, logps=self.logps)
 
@@ -122,26 +124,26 @@ class VLLMBackend(RolloutBackend):
         )
 
     def _ask(self, asks: Sequence[Ask], settings: dict[str, Any]) -> list[list[Answer]]:
-        """The answers to each, sampled from the policy's present weights."""
+        """The answers to each request, sampled from the policy's current weights."""
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
-        """Seconds that renewing the copy took, if it was since this was last asked."""
+        """Seconds spent on renewing the copy, if it was renewed since the last call of this method."""
         seconds, self._sync_seconds = self._sync_seconds, None
         return {} if seconds is None else {"rollout/sync_seconds": seconds}
 
 
 def walked(policy: Any, send: Callable[[Any], None] | None) -> None:
-    """Give the weights to `send`, or only take part in putting them together where there is none.
+    """Pass the weights to `send`; without it, only take part in gathering them.
 
-    A process that cannot send goes on walking: the others wait for its part of each tensor.
+    A process whose `send` fails still iterates to the end, because the others wait for its shard of each tensor.
     """
     walk = named_weights(policy)
     error: Exception | None = None
     if send is not None:
         try:
             send(walk)
-        except Exception as failure:  # whatever it is, the others wait to hear of it
+        except Exception as failure:  # of any kind: the other processes must be told
             error = failure
     for _ in walk:
         pass
@@ -149,7 +151,7 @@ def walked(policy: Any, send: Callable[[Any], None] | None) -> None:
 
 
 def raise_on_all(error: Exception | None) -> None:
-    """Raise the main process's error on all of them, so that none waits for one that has gone."""
+    """Raise the main process's error on all processes, so that none waits for one that has failed."""
     if PartialState().num_processes > 1:
         said = broadcast_object_list([None if error is None else str(error)])[0]
         if error is None and said is not None:

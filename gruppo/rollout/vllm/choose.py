@@ -24,7 +24,7 @@ def vllm_backend(
     stop_ids: Sequence[int],
     autocast_dtype: torch.dtype | None = None,
 ) -> VLLMBackend:
-    """In this process or in a server; raises where it cannot sample for this run."""
+    """A backend in this process or for a server; raises if it cannot sample for this run."""
     if args.vllm_mode == "server":
         url = args.vllm_server_base_url or f"http://{_bracketed(args.vllm_server_host)}:{args.vllm_server_port}"
         return VLLMServerBackend(
@@ -38,7 +38,7 @@ def vllm_backend(
         )
     settings = EngineSettings(
         rows=args.per_device_train_batch_size * args.steps_per_generation,
-        # As the update computes, whatever the weights are stored in.
+        # The dtype in which the update computes, whatever dtype the weights are stored in.
         dtype=autocast_dtype or _usual_dtype(policy()),
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         memory_share=args.vllm_gpu_memory_utilization,
@@ -52,7 +52,7 @@ def vllm_backend(
 
 
 def _usual_dtype(policy: Any) -> torch.dtype:
-    """Of most weights: a head, and what is tied to it, may be wider."""
+    """The dtype of most weights: the output head, and embeddings tied to it, may be wider."""
     counts: Counter[torch.dtype] = Counter()
     for weight in inner_model(policy).parameters():
         counts[weight.dtype] += shape_of(weight).numel() if len(shape_of(weight)) > 1 else 0

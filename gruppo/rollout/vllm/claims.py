@@ -1,7 +1,7 @@
-"""One process a server: two would sample from each other's weights, and the server tells neither.
+"""Locks a server for one process: two would sample from each other's weights without noticing.
 
-Trainers of one process may share a server. When one of them sends its weights, the copies of the others are out of
-date, and they send theirs again before they sample.
+Trainers in one process may share a server. When one of them sends its weights, the others' weights are overwritten,
+and they send theirs again before they sample.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ __all__ = ["Claim", "claim", "hold"]
 class Claim:
     """A server that this process samples from, shared by its trainers.
 
-    `copy` stands for the weights that the server holds: another object after each transfer from this process.
+    `copy` identifies the weights that the server holds: it is a new object after each transfer from this process.
     """
 
     def __init__(self, instance: str, lock: RunLock | None):
@@ -35,7 +35,7 @@ class Claim:
 
     @contextmanager
     def sending(self, sender: Sender | None) -> Iterator[object]:
-        """One transfer at a time, by `sender` where this process is the one that sends; gives its `copy`."""
+        """Allow one transfer at a time and yield its `copy`; `sender` is None if another process sends."""
         with self._transfer:
             if self._sender is not None and self._sender is not sender:
                 self._sender.forget()
@@ -48,11 +48,11 @@ _making = threading.Lock()
 
 
 def claim(url: str, instance: str, *, exclusive: bool = True) -> Claim:
-    """The server of this instance id, held as long as what is returned is kept; raises if another process holds it.
+    """Claim the server with this instance id for as long as the result is kept; raises if another process holds it.
 
-    The id is the same whichever address leads to the server. The lock is one of the operating system, which goes with
-    the process; other machines and users do not see it. Without `exclusive` there is no lock: of the processes of a
-    run, the main one has it.
+    The id is the same whichever address leads to the server. The lock is one of the operating system, released when
+    the process ends; other machines and users do not see it. Without `exclusive` no lock is taken: in a run with
+    several processes, only the main one takes it.
     """
     key = os.getpid(), instance  # a forked child inherits the claims of its parent, but not the locks
     with _making:
@@ -64,7 +64,7 @@ def claim(url: str, instance: str, *, exclusive: bool = True) -> Claim:
 
 def hold(url: str, instance: str) -> RunLock:
     """Lock the server for this process; raises if it is locked."""
-    # Not the folder of temporary files: TMPDIR may differ between processes of one user.
+    # Not tempfile.gettempdir(): TMPDIR may differ between processes of one user.
     folder = Path(f"/tmp/gruppo-{os.getuid()}")
     lock = RunLock(folder, f"vllm-{hashlib.sha256(instance.encode()).hexdigest()[:16]}.lock")
     try:

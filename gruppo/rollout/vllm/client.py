@@ -1,9 +1,9 @@
-"""HTTP to a stock vLLM server. This module, and no other of the package, opens connections on its own.
+"""HTTP to a stock vLLM server. This is the only module of the package that opens connections itself.
 
-Every call has a time limit, the whole of it, from finding the address to the last byte, and not only between two
-packets. Calls that only ask (`get`, and completions, whose seeds make them repeatable) may be asked again when the
-server does not answer. Calls that change the server, weight updates above all, are made once: whether one that failed
-took effect is not known, and whoever asked has to begin anew.
+Every call has a time limit on its total duration, from resolving the address to the last byte, not only between two
+packets. Calls without side effects (`get`, and completions, whose seeds make them repeatable) are retried if the
+server does not answer. Calls that change the server, in particular weight updates, are made once: if one fails, it is
+unknown whether it took effect, and the caller has to start over.
 """
 
 import http.client
@@ -26,11 +26,11 @@ from gruppo.rollout.vllm.versions import check_version, supported
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-HEALTH_SECONDS = 5.0  # a server that is up says so at once
+HEALTH_SECONDS = 5.0  # a server that is up answers at once
 RETRIES = 3
-BUSY = (502, 503, 504)  # not there at the moment; everything else is an answer
+BUSY = (502, 503, 504)  # temporarily unavailable; every other status is an answer
 READ_BYTES = 1 << 20
-BOTH_WAYS = 2  # socket.SHUT_RDWR; a module that opens sockets itself could listen, too
+BOTH_WAYS = 2  # socket.SHUT_RDWR; `socket` is not imported, since with it this module could also listen
 
 
 class ServerDownError(RolloutError, ConnectionError):
@@ -47,28 +47,28 @@ class ServerRefusedError(RolloutError):
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says of itself.
+    """What a server reports about itself.
 
-    `instance` is drawn anew whenever a server starts: another one has lost the weights that it was sent.
+    `instance` is generated whenever a server starts: if it has changed, the server has lost the weights it was sent.
     """
 
     instance: str
     version: str
-    model: str  # the name to ask for
-    root: str  # the folder or name it was loaded from
+    model: str  # the model name to use in requests
+    root: str  # the folder or name the model was loaded from
     context_length: int
     logprobs_mode: str
     transfer: str | None  # how weights can be sent: "ipc", "nccl"; None: not at all
     unpickles: bool  # VLLM_ALLOW_INSECURE_SERIALIZATION
     workers: int
-    api_processes: int = 1  # behind the one port; each has an instance id of its own
-    connector: str | None = None  # what keeps keys and values outside the engine
+    api_processes: int = 1  # behind one port; each has its own instance id
+    connector: str | None = None  # the KV connector, which stores KV cache outside the engine
 
 
 class Line:
-    """Calls that can be given up together: whoever waits for an answer gets an error at once.
+    """A set of calls that can be cancelled together: whoever waits for an answer gets an error at once.
 
-    A server sees that nobody listens any more, and ends what it was asked for.
+    The server sees that the connection is closed, and aborts the request.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Line:
         self._given_up = threading.Event()
 
     def join(self, connected: Any) -> None:
-        """On a line that was given up, an error."""
+        """Add a connection; raises if the line has been cancelled."""
         with self._lock:
             if self._given_up.is_set():
                 raise ConnectionAbortedError("the call was given up")
@@ -91,16 +91,16 @@ class Line:
         with self._lock:
             self._given_up.set()
             for connected in self._sockets:
-                with suppress(OSError):  # the other side may have been faster
+                with suppress(OSError):  # the other side may have closed it already
                     connected.shutdown(BOTH_WAYS)
 
     def sleep(self, seconds: float) -> bool:
-        """Whether the line was given up meanwhile."""
+        """Sleep, but return early if the line is cancelled; returns whether it has been."""
         return self._given_up.wait(seconds)
 
 
 class VLLMClient:
-    """Calls of one server.
+    """A client of one server.
 
     Example:
         client = VLLMClient("http://127.0.0.1:8000", request_timeout=600.0)
@@ -120,10 +120,10 @@ class VLLMClient:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether what is sent stays on this machine."""
+        """Whether traffic stays on this machine."""
         try:
             return self.host == "localhost" or ip_address(self.host).is_loopback
-        except ValueError:  # a name, which may mean anything
+        except ValueError:  # a host name, which may resolve to anything
             return False
 
     # ---- what a trainer asks
@@ -145,7 +145,7 @@ class VLLMClient:
             time.sleep(min(POLL_SECONDS, max(deadline - time.monotonic(), 0.0)))
 
     def facts(self) -> ServerFacts:
-        """What the server says of itself; raises if it does not offer what a trainer needs to know."""
+        """What the server reports about itself; raises if that lacks something a trainer needs."""
         version = self._version()
         try:
             info = self.get("/server_info?config_format=json")
@@ -176,7 +176,7 @@ class VLLMClient:
             )
 
     def _version(self) -> str:
-        """The server's release, once it is known to be one that is understood."""
+        """The server's release; raises if it is not a supported one."""
         try:
             said = self.get("/version").get("version")
         except ServerRefusedError as error:
@@ -199,13 +199,13 @@ class VLLMClient:
             ) from error
 
     def instance(self) -> str:
-        """Which server it is that answers: another value after a restart."""
+        """The instance id of the server that answers; it changes when the server restarts."""
         info = self.get("/server_info?config_format=json")
         with self._in_known_words():
             return str(info["vllm_config"]["instance_id"])
 
     def complete(self, body: Mapping[str, Any], line: Line | None = None) -> dict[str, Any]:
-        """Sample; asked again if no answer comes, unless the line was given up."""
+        """Sample; retried if the server does not answer, unless the line is cancelled or the call timed out."""
         reply = self._repeated("POST", "/v1/completions", body, line)
         if "choices" not in reply:
             raise RolloutError(f"{self.url}/v1/completions returned no choices: {str(reply)[:500]}")
@@ -215,7 +215,7 @@ class VLLMClient:
         return self._repeated("GET", path, None)
 
     def post_once(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """A call that changes the server: made once, whatever comes of it."""
+        """A call that changes the server: never retried."""
         return self._call("POST", path, body or {}, self.request_timeout)
 
     def own_address(self) -> str:
@@ -278,7 +278,7 @@ class VLLMClient:
 
 
 def _connected(connection: http.client.HTTPConnection, deadline: float) -> Any:
-    """The socket, once it is connected: finding the addresses of a name, and trying each, has no limit of its own."""
+    """The connected socket. A thread connects: resolving a name and trying its addresses has no overall time limit."""
     attempt = started(connection.connect)
     try:
         attempt.result(max(deadline - time.monotonic(), 0.0))
@@ -297,7 +297,7 @@ def _left(deadline: float) -> float:
 
 
 class _InTime(io.RawIOBase):
-    """What a socket receives until a deadline: whoever sends drop by drop does not get more time."""
+    """Reads from a socket until a deadline, which a peer cannot extend by sending a few bytes at a time."""
 
     def __init__(self, received: Any, connected: Any, deadline: float):
         self.received, self.connected, self.deadline = received, connected, deadline
@@ -316,7 +316,7 @@ class _InTime(io.RawIOBase):
 
 
 def _response_by(deadline: float) -> type[http.client.HTTPResponse]:
-    """Responses of which status, headers and body must be there by then."""
+    """A response class whose status, headers and body must arrive before the deadline."""
 
     class Response(http.client.HTTPResponse):
         def __init__(self, sock: Any, *args: Any, **settings: Any):
@@ -330,7 +330,7 @@ def _read(response: http.client.HTTPResponse) -> bytes:
     parts = []
     while part := response.read1(READ_BYTES):
         parts.append(part)
-    if response.length:  # read1 ends where the connection does
+    if response.length:  # read1 does not raise if the connection closes early
         raise http.client.IncompleteRead(b"".join(parts), response.length)
     return b"".join(parts)
 
@@ -348,7 +348,7 @@ def _parsed(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _message(text: bytes) -> str:
-    """What an error says, from the forms that vLLM and FastAPI use."""
+    """The message of an error response, in the formats of vLLM and FastAPI."""
     try:
         reply = json.loads(text)
         error = reply.get("error", reply.get("detail", reply))

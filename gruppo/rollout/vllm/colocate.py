@@ -1,8 +1,8 @@
 """Sampling with a vLLM engine in this process, on the trainer's own GPU.
 
-One engine per process, or one over `tensor_parallel_size` neighbouring processes: these gather their requests, all
-sample all of them in step, and each keeps its own. With sleep mode the engine gives its memory back between
-generations; its weights are then gone, and are loaded again before the next one.
+There is one engine per process, or one across `tensor_parallel_size` neighbouring processes. The latter gather their
+requests, sample all of them in lockstep, and each keeps its own completions. With sleep mode the engine frees its
+memory between generations, including its weights, which are loaded again before the next generation.
 """
 
 import os
@@ -30,9 +30,9 @@ BATCHED_TOKENS = 4096
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How the engine is set up; the fields of the config, and what follows from the run."""
+    """How the engine is set up: fields of the config, and values that depend on the run."""
 
-    rows: int  # completions of a generation on one process
+    rows: int  # completions per generation and process
     dtype: torch.dtype
     tensor_parallel_size: int = 1
     memory_share: float = 0.3
@@ -60,20 +60,20 @@ def engine_arguments(model: str, settings: EngineSettings, *, rank: int, process
         "gpu_memory_utilization": settings.memory_share,
         "max_model_len": settings.context_length,
         "max_num_seqs": sequences,
-        "max_num_batched_tokens": max(BATCHED_TOKENS, sequences),  # vLLM wants a token for each sequence
+        "max_num_batched_tokens": max(BATCHED_TOKENS, sequences),  # vLLM requires one token per sequence
         "enable_sleep_mode": settings.sleeps,
         "model_impl": settings.model_impl,
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
-        "generation_config": "vllm",  # what is not asked for is neutral, whatever the model's folder says
+        "generation_config": "vllm",  # defaults are neutral, whatever the model's own generation config says
         "seed": rank // settings.tensor_parallel_size,
     }
-    if processes > 1:  # one worker in each of them, which find each other by the group that is there
+    if processes > 1:  # one worker in each process; they use the existing process group
         arguments["distributed_executor_backend"] = "external_launcher"
     return arguments
 
 
 class VLLMColocateBackend(VLLMBackend):
-    """Samples with an engine of this process."""
+    """Samples with an engine in this process."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class VLLMColocateBackend(VLLMBackend):
     # ---- weights
 
     def refresh(self) -> None:
-        """Every process has an engine, or a part of one, of its own, and need not ask the others."""
+        """Every process has its own engine, or its part of one, and need not consult the others."""
         if self._is_stale():
             self._refresh()
 
@@ -116,7 +116,7 @@ class VLLMColocateBackend(VLLMBackend):
         try:
             self._load(named_weights(self.policy()))
         except BaseException:
-            with suppress(Exception):  # ends it: vLLM would count the parts that it has to those of the next load
+            with suppress(Exception):  # an empty load resets vLLM, else loaded parts count towards the next load
                 self._load(())
             raise
         self._wake("kv_cache")
@@ -129,23 +129,23 @@ class VLLMColocateBackend(VLLMBackend):
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:
             if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # the engine takes its memory from what torch does not hold
+                torch.cuda.empty_cache()  # the engine can only take memory that torch has released
             self.llm.wake_up(tags=[tag])
             self._asleep.discard(tag)
 
     def _sleep(self) -> None:
-        """Give the memory back, if the config asks for it. The weights are gone then."""
+        """Free the engine's memory, if the config asks for it. This discards its weights."""
         if self.settings.sleeps and not self._asleep and not self._in_turns:
             self.llm.sleep(level=2)
             self._asleep = {"weights", "kv_cache"}
-            self._held = None  # weights_version stays: it is that of the last samples
+            self._held = None  # weights_version stays: it belongs to the last samples
 
     def release(self) -> None:
         self._sleep()
 
     @contextmanager
     def turns(self) -> Iterator[None]:
-        """Awake from the first turn to the last."""
+        """Keep the engine awake until the block ends."""
         self._in_turns = True
         try:
             yield
@@ -193,7 +193,7 @@ class VLLMColocateBackend(VLLMBackend):
 
 
 def _as_objects(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that have fields of their own: a server makes objects of them, SamplingParams does not."""
+    """Settings with fields as vLLM's objects: a server converts the dicts, SamplingParams does not."""
     if not any(isinstance(words.get(name), Mapping) for name in ("structured_outputs", "repetition_detection")):
         return {}
     from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
@@ -203,7 +203,7 @@ def _as_objects(words: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _neighbours(size: int, processes: int, rank: int) -> tuple[Any, int]:
-    """The processes that share an engine, and this one's place among them."""
+    """The group of processes that share an engine, and this process's rank in it."""
     if size == 1:
         return None, 0
     ranks = [list(range(first, first + size)) for first in range(0, processes, size)]
@@ -222,8 +222,8 @@ def _folder(model: Any) -> str:
 
 
 def make_engine(arguments: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The package, if it is a release that is known, and an engine in this process."""
-    # Before vLLM reads them: the engine must share this process, and a single one has nobody to be found by.
+    """The vllm package, if its release is supported, and an engine in this process."""
+    # Set before vLLM reads them: the engine must run in this process, and a single one needs no reachable address.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if arguments.get("distributed_executor_backend") is None:
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")

@@ -1,7 +1,7 @@
-"""A generation that is sampled in the background: the requests that are out, and what came of them.
+"""A generation that is sampled in the background: the pending requests and their results.
 
-Only HTTP runs in other threads. An answer counts when all of them have come and the server is found to be the one that
-was asked, with the weights that it had: one that was started again meanwhile has answered from others.
+Only HTTP runs in other threads. The answers are valid once all have arrived and the server is confirmed to be the one
+that was asked, with the same weights: a server that was restarted in the meantime has sampled from other weights.
 """
 
 import time
@@ -15,16 +15,16 @@ from gruppo.types import Completion, SampleRequest
 
 __all__ = ["InFlight"]
 
-LOOK_SECONDS = 0.5  # between two looks at whether the run is to stop
-LEAVE_SECONDS = 5.0  # for threads whose connections were cut
+LOOK_SECONDS = 0.5  # between two checks whether the run should stop
+LEAVE_SECONDS = 5.0  # time for threads to end after their connections were closed
 
 
 class InFlight:
-    """Requests that a server works on.
+    """Requests that a server is working on.
 
-    `sampled_at` is the number of updates that its weights have seen. `read` makes completions of the replies,
-    `changed` says what has happened to the server or its weights since it was asked, if anything, and `hang_up` ends
-    calls that are given up.
+    `sampled_at` is the number of updates that the server's weights have seen. `read` converts the replies to
+    completions, `changed` describes any change of the server or its weights since the requests were sent, and
+    `hang_up` cancels the pending calls.
 
     Example:
         flight = backend.begin(requests)   # the server samples, the trainer trains
@@ -59,7 +59,7 @@ class InFlight:
         completions: Sequence[Completion],
         seconds: float = 0.0,
     ) -> "InFlight":
-        """One whose answers are known, such as that of a checkpoint."""
+        """A flight whose completions are already known, for example from a checkpoint."""
         flight = cls(requests, sampled_at, [], lambda replies: list(completions))
         flight.settle()
         flight._began = flight._ended - seconds
@@ -70,16 +70,16 @@ class InFlight:
 
     @property
     def seconds(self) -> float:
-        """From the asking to the last answer."""
+        """Time from sending the requests to the last answer."""
         return self._ended - self._began
 
     def settle(self, pause: Callable[[], None] = lambda: None) -> None:
-        """Wait until no request is out; what came of them is kept. `pause` is called now and then, and may raise."""
+        """Wait until no request is pending, and keep the results. `pause` is called periodically and may raise."""
         while not self._settled:
             failed, left = self._wait()
             if failed is not None:
                 self._fail(failed)
-                self.drop()  # the others are of no use any more
+                self.drop()  # the other answers are of no use
             elif left:
                 pause()
             else:
@@ -87,7 +87,7 @@ class InFlight:
                 self._settled = True
 
     def _wait(self) -> tuple[BaseException | None, int]:
-        """The first failure, if any, and how many calls have no answer yet."""
+        """The first failure, if any, and the number of calls without an answer."""
         done, left = wait(self._calls, LOOK_SECONDS, FIRST_EXCEPTION)
         failures = (call.exception() for call in self._calls if call in done)
         return next((failure for failure in failures if failure is not None), None), len(left)
@@ -102,14 +102,14 @@ class InFlight:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        is_slow = isinstance(error.__cause__, TimeoutError)  # asking again would only add to its work
+        is_slow = isinstance(error.__cause__, TimeoutError)  # a retry would only add load
         if isinstance(error, ServerDownError) and not is_slow:
             self.lost = f"went away while it sampled ({error})"
         else:
             self._error = error
 
     def take(self) -> list[Completion] | None:
-        """The completions, None if they were lost; raises what the server said against the requests."""
+        """The completions, or None if they were lost; raises any other error, such as a rejected request."""
         assert self._settled
         if self._error is not None:
             raise self._error
@@ -117,11 +117,11 @@ class InFlight:
 
     @property
     def known(self) -> list[Completion] | None:
-        """The completions if there are some, whatever else happened."""
+        """The completions if there are any, without raising."""
         return self._completions
 
     def drop(self) -> None:
-        """Give up what is out; when this returns, no thread works on it any more."""
+        """Cancel the pending requests, and wait up to LEAVE_SECONDS for their threads to end."""
         if not self._settled and self._error is None:
             self.lost = self.lost or "was not waited for"
         self._settled = True

@@ -1,4 +1,4 @@
-"""Sampling settings and requests in vLLM's words, and its answers in ours. Both modes use the same words."""
+"""Converts sampling settings and requests to vLLM's format and its answers to ours, the same way for both modes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from gruppo.errors import RolloutError
 from gruppo.rollout.base import stop_strings
 from gruppo.types import Completion, SampleRequest, StopReason
 
-# Where a GenerationConfig carries what only vLLM knows: a callback that sets another config leaves it behind.
+# The attribute of a GenerationConfig for settings that only vLLM has; a callback that sets another config drops them.
 EXTRA = "vllm_settings"
 
 
@@ -41,7 +41,7 @@ class Answer:
 
 
 def in_two(kwargs: Mapping[str, Any], regex: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`generation_kwargs` as fields of a GenerationConfig, and what only vLLM knows.
+    """`generation_kwargs` split into fields of a GenerationConfig and settings that only vLLM has.
 
     Example:
         in_two({"max_tokens": 9, "ignore_eos": True}) -> {"max_new_tokens": 9}, {"ignore_eos": True}
@@ -52,7 +52,7 @@ def in_two(kwargs: Mapping[str, Any], regex: str | None = None) -> tuple[dict[st
 
 
 def sampling_settings(config: Any, *, stop_ids: Sequence[int], logps: bool) -> dict[str, Any]:
-    """What a GenerationConfig means in vLLM, but for the length. None fields are vLLM's neutral values.
+    """A GenerationConfig as vLLM's settings, except for the length. Fields that are None get vLLM's neutral values.
 
     Example:
         sampling_settings(GenerationConfig(temperature=0.7, do_sample=True), stop_ids=[2], logps=True) ->
@@ -82,17 +82,17 @@ def sampling_settings(config: Any, *, stop_ids: Sequence[int], logps: bool) -> d
 
 
 def is_random(config: Any) -> bool:
-    """Whether tokens are drawn; greedy decoding has no use for several samples in one request."""
+    """Whether tokens are sampled; greedy decoding takes one sample per request."""
     return bool(config.do_sample) and config.temperature != 0
 
 
 def asks_of(
     requests: Sequence[SampleRequest], config: Any, *, context_length: int | None, seeded: bool
 ) -> tuple[list[Ask], list[int]]:
-    """What to ask vLLM, and the places of requests that have no room for a token.
+    """The requests for vLLM, and the indices of our requests that have no room for a token.
 
-    The seed of completion i of a request is its own seed plus i, as vLLM counts, so that a sample draws the same
-    numbers whichever process asks for it.
+    vLLM seeds completion i of a request with the request's seed plus i, so a sample draws the same random numbers
+    whichever process requests it.
     """
     asks, without_room = [], []
     for place, request in enumerate(requests):
@@ -122,7 +122,7 @@ def completions_of(
     stop_ids: Sequence[int],
     pad_id: int | None,
 ) -> list[Completion]:
-    """The completions of all requests, flat and in order; those of requests that were not asked for have no room."""
+    """The completions of all requests, flat and in order; requests that were not sent had no room for a token."""
     found: dict[int, list[Completion]] = {}
     for ask, given in zip(asks, answers, strict=True):
         if len(given) != ask.n:
@@ -133,7 +133,7 @@ def completions_of(
 
 
 def completion(answer: Answer, stop_ids: Sequence[int], pad_id: int | None = None) -> Completion:
-    """One completion with the reason it ended; log-probs that are missing count as unknown."""
+    """One completion with the reason it ended; missing log-probs count as unknown."""
     ids = list(answer.ids)
     if answer.finish_reason not in ("stop", "length", "repetition"):
         raise RolloutError(
@@ -142,7 +142,7 @@ def completion(answer: Answer, stop_ids: Sequence[int], pad_id: int | None = Non
         )
     if answer.logps is not None and len(answer.logps) != len(ids):
         raise RolloutError(f"vLLM returned {len(answer.logps)} log-probs for {len(ids)} tokens.")
-    # A padding token that the model itself wrote last counts as an end, as with the other backends.
+    # If the model itself wrote a padding token last, that counts as an end, as with the other backends.
     stop = StopReason.EOS if ids and ids[-1] == pad_id else StopReason.LENGTH
     if answer.finish_reason == "stop":
         by_string = isinstance(answer.stop_reason, str) and (not ids or ids[-1] not in stop_ids)
@@ -156,13 +156,13 @@ def completion(answer: Answer, stop_ids: Sequence[int], pad_id: int | None = Non
 def http_request(ask: Ask, settings: Mapping[str, Any], model: str) -> dict[str, Any]:
     """The body of POST /v1/completions."""
     body = {**settings, "model": model, "prompt": ask.prompt_ids, "n": ask.n, "max_tokens": ask.max_tokens}
-    # Text is made of the tokens here; special ones must not hide a stop string there.
+    # Tokens are decoded here. The server must not skip special tokens, or it could miss a stop string.
     body |= {"return_token_ids": True, "skip_special_tokens": False, "add_special_tokens": False}
     return body if ask.seed is None else body | {"seed": ask.seed}
 
 
 def http_answers(reply: Mapping[str, Any]) -> list[Answer]:
-    """The choices of a reply to it."""
+    """The choices of a reply to `http_request`."""
     choices = sorted(reply["choices"], key=lambda choice: choice["index"])
     if any(choice.get("token_ids") is None for choice in choices):
         raise RolloutError("The server returned text without token ids: trainers cannot sample from it.")
@@ -197,6 +197,6 @@ def _pairs(output: Any) -> list[tuple[int, Any]]:
 
 
 def _logp(at: Any, token: int) -> float | None:
-    """NaN is not known; the sampled token is always among those that are returned."""
+    """NaN counts as unknown; the sampled token is always among those returned."""
     value = None if at is None else float(at[token].logprob)
     return None if value is None or math.isnan(value) else value

@@ -23,7 +23,7 @@ Start a vLLM server that a trainer with vllm_mode="server" can sample from and s
 
 It prints the command and becomes it. Options that are not listed here go to `vllm serve` as they are.
 """
-# What the trainer relies on; a flag of one's own must not change it.
+# The flags that the trainer relies on; the user must not set them.
 FIXED = ("--weight-transfer-config", "--logprobs-mode", "--generation-config", "--api-server-count", "-asc")
 
 
@@ -35,7 +35,7 @@ class Command:
     environment: dict[str, str]
 
     def __str__(self) -> str:
-        """As one would type it."""
+        """As typed in a shell."""
         return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), *self.arguments])
 
 
@@ -63,12 +63,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options that are listed, and the words that are for vLLM."""
+    """The options listed above, and the remaining arguments, which are passed to vLLM."""
     return parser().parse_known_args([_dashed(word) for word in argv])
 
 
 def _dashed(word: str) -> str:
-    """A flag as it is listed: vLLM takes --max_model_len for --max-model-len."""
+    """A flag with dashes: vLLM accepts --max_model_len for --max-model-len."""
     flag = re.match(r"--[^.=]*", word)
     return word if flag is None else flag[0].replace("_", "-") + word[flag.end() :]
 
@@ -95,9 +95,9 @@ def server_command(options: argparse.Namespace, further: Sequence[str] = ()) -> 
         "--model-impl": options.model_impl,
         "--weight-transfer-config": json.dumps({"backend": options.weight_transfer}),
         "--logprobs-mode": "processed_logprobs",  # of the distribution that tokens are drawn from
-        "--generation-config": "vllm",  # what a request does not say is neutral, whatever the model's folder says
-        # Of several, as vLLM has them with data parallelism, each would look like another server. On further nodes
-        # (--headless) there is none.
+        "--generation-config": "vllm",  # defaults are neutral, whatever the model's own generation config says
+        # With data parallelism vLLM starts several API servers, each of which would look like a different server.
+        # Further nodes (--headless) have none.
         "--api-server-count": None if "--headless" in further else 1,
     }
     arguments = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
@@ -127,7 +127,7 @@ def _check(options: argparse.Namespace, further: Sequence[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Print the command and become it."""
+    """Print the command and replace this process with it."""
     options, further = parse(argv)
     command = server_command(options, further)
     print(command, flush=True)

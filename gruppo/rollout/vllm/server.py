@@ -1,12 +1,12 @@
 """Sampling from a vLLM server.
 
-Every process asks the server for its own completions; only the main one sends weights. Before the samples of a call
-are used, it is known that the server which gave them is the one that the weights were sent to: its instance is read
-before and after. A server that was started again in between is sent the weights once more, and asked again; so is one
-that another trainer of this process has sent its own.
+Every process requests its own completions from the server; only the main one sends weights. The instance id of the
+server is read before and after each call, so that samples are used only if they come from the server that the weights
+were sent to. If the server restarted in between, or another trainer of this process has sent it other weights, it is
+sent the weights again, and the requests are repeated.
 
-`begin` asks without waiting. As long as such requests are out, no weights are sent: they would be answered half from
-these and half from those.
+`begin` sends requests without waiting. While they are pending, no weights are sent: the requests would be answered
+partly from old and partly from new weights.
 """
 
 import logging
@@ -59,9 +59,9 @@ class VLLMServerBackend(VLLMBackend):
         check_server(facts, client.url, model_name(inner_model(policy())), logps=logps)
         self.sender = make_sender(client, facts, group_port=group_port) if _is_main() else None
         self._adopt(facts)
-        self._copy: object = None  # the last one that this backend sent; see Claim
-        self._in_flight: InFlight | None = None  # the latest; it may have landed
-        self._restarted = False  # and has not been sent the weights since
+        self._copy: object = None  # the last copy that this backend sent; see Claim
+        self._in_flight: InFlight | None = None  # the latest; it may be complete
+        self._restarted = False  # the server restarted and has not been sent the weights since
 
     # ---- weights
 
@@ -70,7 +70,7 @@ class VLLMServerBackend(VLLMBackend):
         return self._claim.copy is not self._copy or super()._is_stale()
 
     def _notice_restart(self) -> None:
-        """A server that was started again has the weights of its folder, not ours."""
+        """Detect a restarted server, which has the weights from its folder instead of ours."""
         self.client.wait_until_up(self.start_timeout, self.pause)
         if self.client.instance() == self.facts.instance:
             return
@@ -82,7 +82,7 @@ class VLLMServerBackend(VLLMBackend):
         self._adopt(facts)
 
     def _adopt(self, facts: ServerFacts) -> None:
-        """This is the server to sample from; raises if another process of this machine has it."""
+        """Use this server from now on; raises if another process on this machine holds it."""
         self._claim = claim(self.client.url, facts.instance, exclusive=_is_main())
         self.facts, self.context_length = facts, facts.context_length
 
@@ -97,7 +97,7 @@ class VLLMServerBackend(VLLMBackend):
 
     def _renew(self) -> None:
         self._settle()
-        PartialState().wait_for_everyone()  # no process has a request out
+        PartialState().wait_for_everyone()  # no process has a pending request
         self._agree_on_server()
         self._restarted = False
         sender = self.sender
@@ -108,7 +108,7 @@ class VLLMServerBackend(VLLMBackend):
             )
 
     def _agree_on_server(self) -> None:
-        """Weights go to the server that the main process sees now; it may have started again between two looks."""
+        """Make all processes use the server instance that the main one sees now, in case it has just restarted."""
         if PartialState().num_processes == 1:
             return
         error: RolloutError | ConfigError | None = None
@@ -128,7 +128,7 @@ class VLLMServerBackend(VLLMBackend):
     # ---- samples
 
     def begin(self, requests: Sequence[SampleRequest]) -> InFlight:
-        """Ask for these completions of the policy's present weights, and go on; see `InFlight`."""
+        """Request completions from the policy's current weights without waiting for them; see `InFlight`."""
         self._settle()
         self._ensure_fresh()
         asks, settings = self._words(requests)
@@ -156,7 +156,7 @@ class VLLMServerBackend(VLLMBackend):
                     return answers
             except ServerDownError as error:
                 if isinstance(error.__cause__, TimeoutError):
-                    raise  # it is there, but too slow: asking again would only add to its work
+                    raise  # the server is up but too slow: a retry would only add load
                 what = f"went away while it sampled ({error})"
             if PartialState().num_processes > 1:
                 raise RolloutError(self._cannot_send(what))
@@ -164,7 +164,7 @@ class VLLMServerBackend(VLLMBackend):
         raise RolloutError(f"The vLLM server at {self.client.url} {what}, {RESTARTS + 1} times in one generation.")
 
     def _changes(self) -> Callable[[], str]:
-        """What has happened to the server since now that makes its samples those of other weights, or nothing."""
+        """A function that reports what has since made the server sample from other weights, or an empty string."""
         held, copy = self._claim, self._copy
 
         def since() -> str:
@@ -194,7 +194,7 @@ def _is_main() -> bool:
 
 
 def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> None:
-    """Raise for a server that cannot be what the trainer samples from."""
+    """Raise for a server that the trainer cannot sample from."""
     if not policy:
         logger.warning(
             f"The policy has no name or folder: it cannot be compared with what the server at {url} serves, "
@@ -226,10 +226,10 @@ def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> N
 
 
 def _is_same(policy: str, served: str) -> bool:
-    """Whether two names can mean the same model, as far as they tell.
+    """Whether two names can refer to the same model, as far as the names show.
 
-    Names of the hub are compared as a whole, and so are folders that are known in full. A folder and a name, or a
-    folder that the server knows from where it was started, have only their last part in common.
+    Hub names are compared in full, and so are absolute folders. A folder and a hub name, or a folder relative to where
+    the server was started, are compared by their last component only.
     """
     if _is_of_the_hub(policy) and _is_of_the_hub(served):
         return policy == served

@@ -1,4 +1,4 @@
-"""Threads that do not keep a program from ending: what they wait for may never come."""
+"""Daemon threads, which do not keep the program from exiting: what they wait for may never come."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,14 +10,14 @@ __all__ = ["all_at_once", "started"]
 
 
 def started(function: Callable[[], Any]) -> "Future[Any]":
-    """Run it in a thread of its own; the future has what it returns or raises."""
+    """Run `function` in a new thread; the future holds its result or exception."""
     future: Future[Any] = Future()
     threading.Thread(target=lambda: _settle(future, function), daemon=True).start()
     return future
 
 
 def all_at_once(function: Callable[[Any], Any], items: Sequence[Any], most: int) -> "list[Future[Any]]":
-    """`function` of each item, in at most so many threads; cancelled futures are not begun.
+    """Call `function` on each item, in at most `most` threads; futures cancelled before they start are skipped.
 
     Example:
         [future.result() for future in all_at_once(ask, bodies, 256)]
@@ -44,5 +44,5 @@ def all_at_once(function: Callable[[Any], Any], items: Sequence[Any], most: int)
 def _settle(future: "Future[Any]", function: Callable[[], Any]) -> None:
     try:
         future.set_result(function())
-    except BaseException as error:  # whatever it is, it belongs to who waits for the future
+    except BaseException as error:  # of any kind: whoever waits for the future handles it
         future.set_exception(error)

@@ -1,15 +1,15 @@
-"""Weights to a vLLM server: by CUDA IPC on one GPU, by NCCL between GPUs.
+"""Sends weights to a vLLM server: by CUDA IPC on one GPU, by NCCL between GPUs.
 
     begin ─► start_weight_update ─► update_weights, once or more ─► finish_weight_update ─► reset_prefix_cache
 
-IPC: tensors are copied into one buffer on the GPU, and the server is told where it lies. A handle of CUDA is a few
-bytes, but it travels as a pickle, which whoever can reach the server's port could replace by a program: hence only on
-loopback, and only if the server was started with VLLM_ALLOW_INSECURE_SERIALIZATION=1. The buffer is used again when
-the server has said that it read it.
+IPC: tensors are copied into one buffer on the GPU, and the server receives its CUDA IPC handle. The handle is pickled,
+and unpickling lets anyone who can reach the server's port run code there. Hence IPC is used only on loopback, and only
+if the server was started with VLLM_ALLOW_INSECURE_SERIALIZATION=1. The buffer is reused once the server has confirmed
+that it read it.
 
-NCCL: trainer and workers join a group once; the trainer broadcasts while a call tells the workers what comes. It
-needs vLLM in the trainer's environment, whose code knows how tensors are packed, and another GPU than the server's:
-NCCL refuses two ranks on one.
+NCCL: trainer and workers join a process group once. The trainer broadcasts while an HTTP call tells the workers what
+to receive. This needs vLLM in the trainer's environment, for its code that packs tensors, and a GPU other than the
+server's: NCCL refuses two ranks on one GPU.
 """
 
 import base64
@@ -40,24 +40,24 @@ Weights = Iterator[tuple[str, Tensor]]
 
 
 class Sender:
-    """A way for weights to get to the server."""
+    """A way to send weights to the server."""
 
-    whole_at: str | None = None  # the server whose last update is known to have ended well
+    whole_at: str | None = None  # the server instance whose last update is known to have succeeded
 
     def begin(self, facts: ServerFacts) -> None:
-        """Once per server that answers, before its first update."""
+        """Set up the transfer, once per server instance, before its first update."""
 
     def forget(self) -> None:
-        """Another sender takes over: begin from the start if this one's turn comes again."""
+        """Another sender takes over: set up the transfer again if this sender is used later."""
         self.whole_at = None
 
     def send(self, weights: Weights) -> None:
-        """All of them, in as many calls as it takes."""
+        """Send all weights, in as many calls as needed."""
         raise NotImplementedError
 
 
 def push(client: VLLMClient, sender: Sender, facts: ServerFacts, weights: Weights) -> None:
-    """One whole update of the server's weights; anything but a return leaves them unknown."""
+    """One complete update of the server's weights; if it raises, their state is unknown."""
     sender.begin(facts)
     if sender.whole_at != facts.instance:
         _close(client)
@@ -70,28 +70,28 @@ def push(client: VLLMClient, sender: Sender, facts: ServerFacts, weights: Weight
 
 
 def _drop_old_keys(client: VLLMClient) -> None:
-    """Keys and values of the old weights, those that a connector keeps outside the engine too.
+    """Drop the KV cache of the old weights, including what a connector stores outside the engine.
 
-    A request that is still running would keep the server from it without an error; told to begin those anew, it drops
-    all or answers with one.
+    A request that is still running would silently prevent this. With `reset_running_requests` the server restarts such
+    requests, and either drops everything or returns an error.
     """
     client.post_once("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
 
 
 def _close(client: VLLMClient) -> None:
-    """End what an update before this one may have left, of this trainer or of another.
+    """Finish an update that this trainer or another may have left incomplete.
 
-    vLLM counts what it was sent of a layer, and an update that failed does not set the count back: the next one would
-    find a layer complete with parts of it missing. Only the end of an update begins to count anew, and one that failed
-    cannot be ended but by another that is begun.
+    vLLM counts the parts it has received of a layer, and a failed update does not reset the count: the next update
+    would consider a layer complete while parts of it are missing. Only finishing an update resets the count, and a
+    failed update can only be finished by starting another one.
     """
-    with suppress(ServerRefusedError):  # one is open, which will do
+    with suppress(ServerRefusedError):  # an update is already open, which is fine
         client.post_once("/start_weight_update")
     client.post_once("/finish_weight_update")
 
 
 def make_sender(client: VLLMClient, facts: ServerFacts, *, group_port: int) -> Sender:
-    """The sender that the server was started for; raises where it cannot work, and says what to change."""
+    """The sender that the server was started for; raises if it cannot work, with what to change."""
     again = "Start it with `gruppo vllm-serve MODEL --weight-transfer"
     if facts.transfer == "nccl":
         return NCCLSender(client, group_port)
@@ -124,9 +124,10 @@ def make_sender(client: VLLMClient, facts: ServerFacts, *, group_port: int) -> S
 
 
 def chunks(weights: Weights, most: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The weights in lists of at most so many bytes and one dtype each; one tensor may be larger.
+    """The weights in lists of at most `most` bytes and one dtype each; a single tensor may be larger.
 
-    One dtype: the server looks at tensors of a chunk through views of one buffer, which mixed ones would misalign.
+    One dtype, because the server reads the tensors of a chunk as views of one buffer, which mixed dtypes would
+    misalign.
 
     Example, float32 tensors of 4 and 8 bytes, then one of bfloat16:
         chunks(weights, 12) -> [[a, b], [c]]
@@ -144,7 +145,7 @@ def chunks(weights: Weights, most: int) -> Iterator[list[tuple[str, Tensor]]]:
 
 
 def described(chunk: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-    """What the server is told of a chunk, whichever way it travels."""
+    """The description of a chunk for the server, the same for IPC and NCCL."""
     return {
         "names": [name for name, _ in chunk],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
@@ -157,12 +158,12 @@ def described(chunk: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 def share(buffer: Tensor) -> dict[str, Any]:
-    """By the UUID of its GPU: what another process needs in order to read the buffer."""
+    """What another process needs to read the buffer, keyed by the UUID of its GPU."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     if not buffer.is_cuda:
         raise ConfigError(f"Weights on the device {buffer.device} cannot be sent by IPC: train on the server's GPU.")
-    torch.cuda.current_stream(buffer.device).synchronize()  # what was copied into it must be there
+    torch.cuda.current_stream(buffer.device).synchronize()  # the copies into it must be complete
     _, arguments = reduce_tensor(buffer)
     return {str(torch.cuda.get_device_properties(buffer.device).uuid): arguments}
 
@@ -189,7 +190,7 @@ class IPCSender(Sender):
         for chunk in chunks(weights, self.chunk_bytes):
             sizes = [tensor.nbytes for _, tensor in chunk]
             if buffer is None or buffer.numel() < sum(sizes):
-                buffer = None  # before its successor is made
+                buffer = None  # freed before the new one is allocated
                 buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=chunk[0][1].device)
             used = buffer[: sum(sizes)]
             for part, (_, tensor) in zip(used.split(sizes), chunk, strict=True):
@@ -222,14 +223,14 @@ def _nccl_engine() -> Any:
 
 
 class NCCLSender(Sender):
-    """Broadcasts to the server's workers, in a group that they form with the trainer."""
+    """Broadcasts to the server's workers, in a process group that they form with the trainer."""
 
     def __init__(self, client: VLLMClient, group_port: int, chunk_bytes: int = CHUNK_BYTES):
         self.client = client
         self.group_port, self.chunk_bytes = group_port, chunk_bytes
         self.engine = _nccl_engine()
         self.group: Any = None
-        self._group_of: str | None = None  # the server that the group was made with
+        self._group_of: str | None = None  # the server instance that the group was made with
 
     def begin(self, facts: ServerFacts) -> None:
         if self._group_of == facts.instance:
@@ -246,11 +247,11 @@ class NCCLSender(Sender):
 
     def forget(self) -> None:
         super().forget()
-        self.group = self._group_of = None  # also frees the port, which the other may listen on
+        self.group = self._group_of = None  # also frees the port, which the other sender may listen on
 
     def send(self, weights: Weights) -> None:
         arguments = {"group": self.group, "packed": True}
-        instance, self._group_of = self._group_of, None  # after half a broadcast nobody knows where the group stands
+        instance, self._group_of = self._group_of, None  # after a partial broadcast the group's state is unknown
         for chunk in chunks(weights, self.chunk_bytes):
             self._together(
                 "/update_weights",
@@ -260,9 +261,9 @@ class NCCLSender(Sender):
         self._group_of = instance
 
     def _together(self, path: str, body: dict[str, Any], own: Callable[[], Any]) -> Any:
-        """What `own` returns, while the server does its part of it: each waits for the other.
+        """Run `own` while the server handles the call, since each waits for the other; returns the result of `own`.
 
-        If one of them fails, the other would wait for ever. Its thread is left behind, and the error is raised.
+        If one of them fails, the other would wait forever. Its thread is abandoned, and the error is raised.
         """
         seconds = self.client.request_timeout
         mine, call = started(lambda: _on_device(own)), started(lambda: self.client.post_once(path, body))
@@ -278,9 +279,9 @@ class NCCLSender(Sender):
 
 
 def _on_device(own: Callable[[], Any]) -> Any:
-    """Run on the trainer's device, which a new thread does not know of, and wait for the device.
+    """Run on the trainer's device, which a new thread does not inherit, and synchronize before and after.
 
-    Before it, too: vLLM packs tensors on streams of its own, which do not wait for the update that writes them.
+    Before, because vLLM packs tensors on its own streams, which do not wait for the update that writes the tensors.
     """
     if not torch.cuda.is_available():
         return own()

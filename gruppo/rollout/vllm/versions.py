@@ -1,4 +1,4 @@
-"""Which releases of vLLM are known to speak as this package does."""
+"""Which releases of vLLM this package supports."""
 
 import logging
 import re
@@ -7,8 +7,8 @@ from gruppo.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-FIRST, FIRST_UNKNOWN = (0, 24), (0, 28)  # 0.28 begins a weight transfer with other fields
-LAST_READ = (0, 24)  # the newest whose source was read, and whose program was run
+FIRST, FIRST_UNKNOWN = (0, 24), (0, 28)  # 0.28 starts a weight transfer with different fields
+LAST_READ = (0, 24)  # the newest release whose source was read and which was run
 
 
 def supported() -> str:
@@ -17,7 +17,7 @@ def supported() -> str:
 
 
 def check_version(version: str, where: str) -> None:
-    """Raise for a release whose protocol is not ours, warn of one that nobody looked at; `where` says whose it is.
+    """Raise for an unsupported release, warn about an untested one; `where` says where it was found.
 
     Example:
         check_version("0.24.1", "the server at http://127.0.0.1:8000")      # fine

@@ -1,9 +1,9 @@
-"""What runs on the other side of the fork: this package is imported by a bare interpreter, once per run.
+"""The code that runs in the new process: a bare interpreter imports this package once per run.
 
-    supervisor ── makes the namespaces
-      └─ guard ── process 1 of its namespace; keeps the clock, and ends every process when the code has ended
-           └─ the code, under an own uid, resource limits, Landlock and seccomp
+    supervisor ── creates the namespaces
+      └─ guard ── process 1 of its namespace; enforces the time limit, and kills all processes when the code has ended
+           └─ the code, under its own uid, resource limits, Landlock and seccomp
 
-Without a process namespace the supervisor is the guard, and orphans become its children. Start-up time matters here: a
-few modules of the standard library, and no more.
+Without a process namespace the supervisor is the guard, and orphans become its children. Start-up time matters here,
+so only a few modules of the standard library are imported.
 """

@@ -1,4 +1,4 @@
-"""What the process of the code gives up before the code starts, never to get it back."""
+"""Permanently drops privileges in the process of the code, before the code starts."""
 
 import os
 import resource
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from gruppo.sandbox.spec import Spec
 
-FIRST_UID = 1_900_000_000  # above the ranges that people, services and containers are given
-LAST_WORDS = 64 << 20  # address space kept back, so that a MemoryError can be printed
+FIRST_UID = 1_900_000_000  # above the ranges assigned to users, services and containers
+LAST_WORDS = 64 << 20  # address space held in reserve, so that a MemoryError can be printed
 DEVICES = ["/dev/null", "/dev/zero", "/dev/full"]
 
 
 def step(mechanism: str, function: "Callable[..., object]", *args: object) -> None:
-    """Call it; a refusal by the kernel is the refusal of the mechanism."""
+    """Call a function; an OSError becomes a MechanismError that names the mechanism."""
     try:
         function(*args)
     except OSError as error:
@@ -36,9 +36,10 @@ def step(mechanism: str, function: "Callable[..., object]", *args: object) -> No
 
 
 def private_uid() -> int:
-    """A uid that no other process has: our process id, moved to numbers that nobody uses.
+    """A uid that no other process has: the process id, offset into an unused range.
 
-    A container with few uids gives the upper half of those it has; then two of 30,000 runs might meet.
+    In a container with few uids, the upper half of its range is used. Process ids then wrap around (after about 30,000
+    for 65,536 uids), and two runs may get the same uid.
     """
     ranges = []
     with open("/proc/self/uid_map", encoding="ascii") as file:
@@ -62,7 +63,7 @@ def confine(spec: "Spec", uid: int) -> None:
     _limit(spec)
     if "own uid" in mechanisms:
         step("own uid", _become, uid)
-    # Where the interpreter lies in a private folder (as root: /root) the code may walk there; Landlock limits where.
+    # If the interpreter is in a private directory (/root, for root), the code may traverse it; Landlock limits access.
     keep = CAP_DAC_READ_SEARCH if spec["search"] else 0
     step("own uid" if keep else "start", drop_capabilities, keep)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -70,7 +71,7 @@ def confine(spec: "Spec", uid: int) -> None:
     if "landlock" in mechanisms:
         readable = ["/"] if own_root else [*spec["readable"], "/proc/self"]
         step("landlock", landlock.restrict, readable, [spec["work"], *DEVICES])
-    prctl(PR_SET_DUMPABLE, 1)  # changing the uid hid our own /proc/self from us
+    prctl(PR_SET_DUMPABLE, 1)  # changing the uid made /proc/self inaccessible
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if "seccomp" in mechanisms:
         step("seccomp", seccomp.restrict, not own_root and "own uid" not in mechanisms)
@@ -94,7 +95,7 @@ def _limit(spec: "Spec") -> None:
 
 
 def _others(mechanisms: list[str]) -> int:
-    """How many tasks count against the process limit before the code has made any."""
+    """The number of tasks that count against the process limit before the code has started any."""
     if "own uid" in mechanisms:
         return 0
     if "user namespace" in mechanisms:
@@ -104,13 +105,13 @@ def _others(mechanisms: list[str]) -> int:
         try:
             if entry.isdigit() and os.stat(f"/proc/{entry}").st_uid == os.getuid():
                 tasks += len(os.listdir(f"/proc/{entry}/task"))
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has ended in the meantime
             continue
     return tasks
 
 
 def _become(uid: int) -> None:
-    prctl(PR_SET_KEEPCAPS, 1)  # drop_capabilities decides
+    prctl(PR_SET_KEEPCAPS, 1)  # `drop_capabilities` decides which to keep
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)

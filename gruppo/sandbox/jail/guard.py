@@ -1,4 +1,4 @@
-"""The guard waits for the code, and leaves nothing of it behind."""
+"""The guard waits for the code to end, then kills all remaining processes."""
 
 import marshal
 import os
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from gruppo.sandbox.spec import Spec
 
 BEYOND_MEASURE = 1 << 62
-TICK = 0.1  # how often orphans are reaped and the folder is measured
+TICK = 0.1  # seconds between reaping orphans and measuring the working directory
 
 
 def watch(code: int, spec: "Spec", uid: int, status_fd: int, lifeline_fd: int) -> None:
-    """Wait until the code ends, the time is over, the folder is full or the host says stop; then end everything."""
+    """Wait until the code ends, the time or disk limit is hit, or the host asks to stop; then end all processes."""
     start = time.monotonic()
     poll = select.poll()
     handle = os.pidfd_open(code)
     poll.register(handle, select.POLLIN)
-    poll.register(lifeline_fd, select.POLLIN)  # a byte, or the end of the host itself
-    measured = "mount namespace" not in spec["mechanisms"]  # else the folder has a size of its own
+    poll.register(lifeline_fd, select.POLLIN)  # readable on a byte from the host, or when the host ends
+    measured = "mount namespace" not in spec["mechanisms"]  # else the tmpfs enforces its size
     stopped = ""
     while not stopped:
         left = start + spec["seconds"] - time.monotonic()
@@ -51,7 +51,7 @@ def watch(code: int, spec: "Spec", uid: int, status_fd: int, lifeline_fd: int) -
 
 
 def _reap_orphans(code: int) -> None:
-    """Take the ended children of ended children off the process table, where they count against the limit."""
+    """Reap orphans that have ended, since zombies count against the process limit."""
     while True:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None or ended.si_pid == code:
@@ -60,7 +60,7 @@ def _reap_orphans(code: int) -> None:
 
 
 def _end_everything(mechanisms: list[str], uid: int) -> None:
-    """Kill until there is no child left: orphans come to us, so no child means no descendant."""
+    """Kill until no child is left. Orphans are reparented to the guard, so no child means no descendant."""
     while True:
         _kill_all(mechanisms, uid)
         time.sleep(0.001)
@@ -73,16 +73,16 @@ def _end_everything(mechanisms: list[str], uid: int) -> None:
 
 def _kill_all(mechanisms: list[str], uid: int) -> None:
     if "pid namespace" in mechanisms:
-        _kill(-1, signal.SIGKILL)  # all of the namespace but us
+        _kill(-1, signal.SIGKILL)  # all of the namespace except this process
     elif "own uid" in mechanisms:
         killer = os.fork()
         if not killer:
             os.setresuid(uid, uid, uid)
-            _kill(-1, signal.SIGKILL)  # all that this uid may signal: its own
+            _kill(-1, signal.SIGKILL)  # all processes that this uid may signal: its own
             os._exit(0)
         os.waitpid(killer, 0)
     else:
-        # Stopped first, so that none forks while the others are killed.
+        # Stop all of them first, so that none forks while the others are killed.
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in _descendants():
                 _kill(process, number)
@@ -101,17 +101,17 @@ def _descendants() -> list[int]:
         try:
             with open(f"/proc/{entry}/stat", "rb") as file:
                 parent = int(file.read().rpartition(b")")[2].split()[1])
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has ended in the meantime
             continue
         children.setdefault(parent, []).append(int(entry))
     found = list(children.get(os.getpid(), []))
-    for process in found:  # grows while we walk
+    for process in found:  # grows during the loop
         found += children.get(process, [])
     return found
 
 
 def _size(folder: str) -> int:
-    """Bytes below a folder; one that hides from being measured counts as full."""
+    """Bytes below a directory; one that cannot be measured counts as full."""
     total = 0
     folders = [folder]
     while folders:
@@ -121,7 +121,7 @@ def _size(folder: str) -> int:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
                     total += entry.stat(follow_symlinks=False).st_blocks * 512
-        except FileNotFoundError:  # removed meanwhile
+        except FileNotFoundError:  # removed in the meantime
             continue
         except OSError:  # no permission, or a path too long to follow
             return BEYOND_MEASURE

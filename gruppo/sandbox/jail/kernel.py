@@ -1,4 +1,4 @@
-"""Calls into the kernel that the standard library does not offer."""
+"""System calls that the standard library does not provide."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ CAP_DAC_READ_SEARCH = 1 << 2
 
 
 class MechanismError(Exception):
-    """A mechanism that the kernel, or the container around us, does not grant."""
+    """A mechanism that the kernel, or the surrounding container, refuses."""
 
     def __init__(self, mechanism: str, error: str):
         super().__init__(f"{mechanism}: {error}")
@@ -41,7 +41,7 @@ def syscall(number: int, *args: "int | ctypes.Array[ctypes.c_char] | None") -> i
 
 
 def prctl(option: int, *args: int) -> None:
-    # All five words: some options insist that the unused ones are 0.
+    # Pass all five arguments: some options require the unused ones to be 0.
     words = [*args, 0, 0, 0, 0][:4]
     checked(libc.prctl(option, *(ctypes.c_ulong(word) for word in words)))
 
@@ -51,7 +51,7 @@ def buffer(content: bytes) -> "ctypes.Array[ctypes.c_char]":
 
 
 def drop_capabilities(keep: int = 0) -> None:
-    """Give up every capability but those in the mask `keep`: after no_new_privs no program can bring one back."""
+    """Drop all capabilities except those in the mask `keep`; after no_new_privs, none can be regained."""
     version_3 = buffer(struct.pack("=Ii", 0x20080522, 0))
     effective_permitted_inheritable = struct.pack("=3I", keep, keep, 0)
     checked(libc.capset(version_3, buffer(effective_permitted_inheritable + bytes(12))))

@@ -1,4 +1,4 @@
-"""Landlock: a process gives up its access to files, by path, for itself and all its descendants."""
+"""Landlock: restricts file access by path, for a process and all its descendants."""
 
 import os
 import stat
@@ -17,9 +17,9 @@ NO_SIGNALS_OR_ABSTRACT_SOCKETS_OUTWARDS = 0b11
 
 
 def restrict(readable: list[str], writable: list[str]) -> None:
-    """Leave this process reads below `readable` and reads and writes below `writable`; needs no_new_privs."""
+    """Allow only reads below `readable`, and reads and writes below `writable`; requires no_new_privs."""
     version = syscall(CREATE_RULESET, None, 0, GET_VERSION)
-    # The kernel's list of rights grew: 13 at first, then rename between folders, truncate, ioctl of devices.
+    # The number of rights by version: 13 at first, then renaming across directories, truncate, ioctl on devices.
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     words = [rights]
     if version >= 6:

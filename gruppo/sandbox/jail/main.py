@@ -1,4 +1,4 @@
-"""The stages of a run, in the order in which they happen."""
+"""The stages of a run, in order."""
 
 import marshal
 import os
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def main(spec_fd: int, status_fd: int, lifeline_fd: int) -> None:
-    """Read what to run, and run it. Only the process of the code itself returns, and then ends as any program does."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler would make the guard killable from inside
+    """Read the spec and run it. Only the process of the code returns from here; it then exits as any program does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # with a handler, the code could interrupt the guard
     with os.fdopen(spec_fd, "rb") as file:
         spec: Spec = marshal.load(file)
     try:
@@ -32,14 +32,14 @@ def main(spec_fd: int, status_fd: int, lifeline_fd: int) -> None:
 
 
 def _become_the_code(spec: "Spec", status_fd: int, lifeline_fd: int) -> None:
-    """Fork the guard and the code; the other processes end in here."""
+    """Fork the guard and the code. Only the process of the code returns; the others exit here."""
     mechanisms = spec["mechanisms"]
     uid = confine.private_uid() if "own uid" in mechanisms else os.getuid()
     _make_namespaces(mechanisms)
     if "pid namespace" in mechanisms:
         child = os.fork()
         if child:
-            os.close(status_fd)  # the guard alone holds it, so that its end is seen
+            os.close(status_fd)  # only the guard may hold it, so that the host notices when the guard ends
             os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:

@@ -1,4 +1,4 @@
-"""Namespaces: a network without interfaces, processes out of sight, and a file system with little in it."""
+"""Namespaces: a network without interfaces, no view of other processes, and a minimal file system."""
 
 import os
 
@@ -24,7 +24,7 @@ def unshare(flags: int) -> None:
 
 
 def own_user_namespace() -> None:
-    """Root in a namespace of our own, under the same number: the right to make the other namespaces."""
+    """Enter a new user namespace with the same uid, which grants the right to create the other namespaces."""
     uid, gid = os.getuid(), os.getgid()
     unshare(NEW_USER)
     _write("/proc/self/setgroups", "deny")
@@ -35,10 +35,10 @@ def own_user_namespace() -> None:
 def own_root(root: str, readable: list[str], work: str, work_size: int, owner: int) -> None:
     """Move to a new root that holds the readable paths, read-only, and an empty `work` folder in memory.
 
-    Nothing else of the machine can be reached by any path, and the folder goes when its last process does. The caller
-    is in a process namespace: what /proc shows is that.
+    No other file of the machine is reachable by any path, and the folder disappears with its last process. The caller
+    must be in a process namespace, which is the one that /proc shows.
     """
-    _mount("none", "/", None, MS_REC | MS_PRIVATE)  # nothing done here may reach the other namespaces
+    _mount("none", "/", None, MS_REC | MS_PRIVATE)  # mounts made here must not propagate to other namespaces
     _mount("root", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     bound: list[str] = []
     for path in sorted(readable):
@@ -51,16 +51,16 @@ def own_root(root: str, readable: list[str], work: str, work_size: int, owner: i
     _own_proc(f"{root}/proc")
     os.symlink(work, f"{root}/dev/shm")  # semaphores and shared memory count as files of the folder
     os.chdir(root)
-    syscall(PIVOT_ROOT, buffer(b".\0"), buffer(b".\0"))  # the old root now lies over the new one
+    syscall(PIVOT_ROOT, buffer(b".\0"), buffer(b".\0"))  # the old root is now mounted over the new one
     checked(libc.umount2(b".", MNT_DETACH))
     os.chdir("/")
     _mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
 def _own_proc(target: str) -> None:
-    """A /proc of our own processes. Containers that mask parts of theirs refuse it; the code then has none.
+    """Mount a /proc of this namespace. Containers that mask parts of their /proc refuse it; the code then has none.
 
-    It must come before the old root goes: the kernel grants one only to those who see one.
+    This must happen before the old root is unmounted: the kernel allows it only while another /proc is visible.
     """
     os.makedirs(target, exist_ok=True)
     try:  # noqa: SIM105 (contextlib takes time to import)
@@ -70,7 +70,7 @@ def _own_proc(target: str) -> None:
 
 
 def _bind(source: str, target: str) -> bool:
-    """Show `source` at `target`, read-only with all that is mounted below; False if it is only a link."""
+    """Bind-mount `source` at `target`, recursively and read-only; a symlink is copied instead, and returns False."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(source):
         os.symlink(os.readlink(source), target)

@@ -1,4 +1,4 @@
-"""Run a text as the main program, as `python` runs a file, or as a notebook cell."""
+"""Run code as the main program, as `python` runs a file, or as a notebook cell."""
 
 import builtins
 import resource
@@ -14,7 +14,7 @@ FILE = "<code>"
 
 
 def run(code: str, path: list[str], show_last: bool) -> None:
-    """Execute the text in a new `__main__`; `show_last` prints the value of a trailing expression."""
+    """Execute the code in a new `__main__`; `show_last` prints the value of a trailing expression."""
     names = _new_main(path)
     try:
         for part in _parts(code, show_last):
@@ -39,14 +39,14 @@ def _parts(code: str, show_last: bool) -> "list[CodeType]":
 
 
 def _new_main(path: list[str]) -> dict[str, object]:
-    """An interpreter that looks as if it had just been started, and the names of its main module."""
+    """Make the interpreter look newly started, and return the namespace of its new main module."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in [name for name in sys.modules if name.split(".")[0] == "gruppo"]:
         del sys.modules[name]
     sys.path[:] = path
     sys.argv[:] = [FILE]
     sys.dont_write_bytecode = True
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what was printed before a kill is kept
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # keeps what was printed before a kill
     module = type(sys)("__main__")
     vars(module)["__builtins__"] = builtins
     sys.modules["__main__"] = module
@@ -59,13 +59,13 @@ def _new_main(path: list[str]) -> dict[str, object]:
 
 
 def _print_traceback(error: BaseException, code: str) -> None:
-    import linecache  # slow to import, and most runs do without
+    import linecache  # slow to import, and most runs do not need it
     import traceback
 
     linecache.cache[FILE] = (len(code), None, code.splitlines(keepends=True), FILE)
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != FILE:
-        frames = frames.tb_next  # ours are of no interest
+        frames = frames.tb_next  # skip frames of the sandbox itself
     try:
         sys.stdout.flush()
     finally:
@@ -73,6 +73,6 @@ def _print_traceback(error: BaseException, code: str) -> None:
 
 
 def _use_last_words() -> None:
-    """Take the address space that was kept back, to be able to say what happened."""
+    """Release the reserved address space, so that the error can be printed."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))

@@ -1,7 +1,7 @@
-"""A seccomp filter: system calls that model-written code has no business with fail with EPERM.
+"""A seccomp filter: system calls that model-written code does not need fail with EPERM.
 
-No socket can be made (a connected stream pair can: asyncio and multiprocessing need one), and none can be had by
-another door: io_uring, a new namespace, another process's memory or descriptors, another machine's system calls.
+No socket can be created, except a connected stream pair, which asyncio and multiprocessing need. The ways around this
+are closed too: io_uring, new namespaces, another process's memory or descriptors, other architectures' system calls.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ NUMBER_AT, ARCHITECTURE_AT, ARGS_AT = 0, 4, 16
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 
 AF_UNIX, SOCK_STREAM, SOCK_TYPE_MASK = 1, 1, 0xF
-NEW_NAMESPACES = 0x7E02_0000  # the flags of clone that make one
+NEW_NAMESPACES = 0x7E02_0000  # the flags of clone that create namespaces
 
 # (x86-64, aarch64), as in the tables below
 ARCHITECTURE = (0xC000_003E, 0xC000_00B7)
 SOCKETPAIR, CLONE, CLONE3 = (53, 199), (56, 220), (435, 435)
 MACHINE = 0 if X86 else 1
 
-# name: (x86-64, aarch64); where the latter has no such call, the one that serves for it
+# name: (x86-64, aarch64); if aarch64 lacks the call, its equivalent
 DENIED: dict[str, tuple[int, int]] = {
     "socket": (41, 198),
     "io_uring_setup": (425, 425),
@@ -51,7 +51,7 @@ DENIED: dict[str, tuple[int, int]] = {
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
-    # These outlive the process that makes them.
+    # These create objects that outlive their process.
     "shmget": (29, 194),
     "semget": (64, 190),
     "msgget": (68, 186),
@@ -61,7 +61,7 @@ DENIED: dict[str, tuple[int, int]] = {
     "keyctl": (250, 219),
 }
 
-# Landlock does not guard modes, owners, times and attributes; needed where the files of the user share our uid.
+# Landlock does not protect modes, owners, times and attributes; needed if the user's files have the code's uid.
 METADATA: dict[str, tuple[int, int]] = {
     "chmod": (90, 52),
     "fchmod": (91, 52),
@@ -88,7 +88,7 @@ METADATA: dict[str, tuple[int, int]] = {
 
 
 def restrict(metadata: bool) -> None:
-    """Install the filter for this process and all its descendants; needs no_new_privs."""
+    """Install the filter for this process and all its descendants; requires no_new_privs."""
     program = program_for(MACHINE, metadata)
     instructions = ctypes.create_string_buffer(b"".join(program))
     header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(instructions))
@@ -96,21 +96,21 @@ def restrict(metadata: bool) -> None:
 
 
 def program_for(machine: int, metadata: bool) -> list[bytes]:
-    """The filter, top to bottom: a test whose verdict follows at once is taken or skipped."""
+    """The filter as BPF instructions: each test is followed by its verdict, which it either reaches or skips."""
     program = [
         _step(LOAD, ARCHITECTURE_AT),
         _step(EQUAL, ARCHITECTURE[machine], 1, 0),
         _step(RETURN, DENY),
         _step(LOAD, NUMBER_AT),
     ]
-    if machine == 0:  # the x32 calls: the same doors under other numbers
+    if machine == 0:  # the x32 ABI: the same calls under other numbers
         program += [_step(AT_LEAST, 0x4000_0000, 0, 1), _step(RETURN, UNKNOWN)]
     denied = DENIED | METADATA if metadata else DENIED
     for number in sorted({numbers[machine] for numbers in denied.values()}):
         program += [_step(EQUAL, number, 0, 1), _step(RETURN, DENY)]
     return [
         *program,
-        # Its flags lie in memory, where a filter cannot look; without it the C library uses clone.
+        # The flags of clone3 are in memory, which a filter cannot read; with ENOSYS the C library falls back to clone.
         *(_step(EQUAL, CLONE3[machine], 0, 1), _step(RETURN, UNKNOWN)),
         *(_step(EQUAL, CLONE[machine], 0, 3), _argument(0), _step(ANY_BIT, NEW_NAMESPACES, 0, 1), _step(RETURN, DENY)),
         _step(LOAD, NUMBER_AT),
@@ -127,5 +127,5 @@ def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _argument(index: int) -> bytes:
-    """Load the low word of a system call's argument."""
+    """Load the low 32 bits of a system call's argument."""
     return _step(LOAD, ARGS_AT + 8 * index)
