@@ -163,7 +163,7 @@ class Presence:
         )
 
     def _explained(self, error: Exception) -> BaseException:
-        """The error itself, after reporting it to the others; if a lost peer caused it, an error that names the peer."""
+        """The error itself, after reporting it to the others, or one that names the lost peer that caused it."""
         assert self._watch is not None
         assert self.silence is not None
         if _is_of_a_peer(error):
