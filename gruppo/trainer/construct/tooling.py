@@ -46,7 +46,7 @@ def reject_shared_engines(args: Any) -> None:
 
 
 def template_for(toolset: Toolset | None, tokenizer: Any) -> str | None:
-    """The chat template to train with, None without tools; ensures that tool calls can be rendered and parsed."""
+    """The chat template to train with (None: the tokenizer's own); ensures that calls can be rendered and parsed."""
     if toolset is None or not toolset.functions:
         return None
     chosen = chosen_template(tokenizer)
