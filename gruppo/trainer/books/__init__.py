@@ -1,1 +1,1 @@
-"""Metrics, where tokens and seconds went, audits, and the machine of a run."""
+"""Metrics, token and time accounting, audits, and a description of the machine."""

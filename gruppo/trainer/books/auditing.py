@@ -1,4 +1,4 @@
-"""The checks of every update, as the trainer asks for them. The checks themselves are in `gruppo.audit`."""
+"""The trainer's interface to the checks of every update. The checks themselves are in `gruppo.audit`."""
 
 import logging
 import time
@@ -22,10 +22,9 @@ Note = Callable[[Finding], None]
 
 
 class Audits:
-    """All checks of a run with what they remember; with audit='off' none of them reports anything.
+    """All checks of a run and their state; with audit='off' none of them reports a finding.
 
-    An update that is not finite is left out and counted all the same: that is no report, but what keeps the weights
-    whole.
+    An update that is not finite is skipped and counted even with audit='off', because that protects the weights.
     """
 
     def __init__(self, mode: Any, max_bad_updates: int, on_finding: Note):
@@ -38,11 +37,11 @@ class Audits:
         self.auditor = Auditor(self.mode, self.on_finding)
         self.run = RunAudits()
         self.bad_updates = BadUpdates(self.max_bad_updates)
-        self.books = PromptBooks(None)  # counts prompts, and knows nothing of epochs
+        self.books = PromptBooks(None)  # counts prompts without tracking epochs
         self.probe: WeightProbe | None = None
-        self._weights_before: Tensor | None = None  # what the probe of a run that is gone on with read last
+        self._weights_before: Tensor | None = None  # the last reading of the probe before the checkpoint
         self._books_to_load: Mapping[str, Any] | None = None  # from `load_state_dict` until `load_tensors`
-        self.skipped = False  # the update at hand
+        self.skipped = False  # whether the current update was skipped
 
     @property
     def on(self) -> bool:
@@ -59,18 +58,18 @@ class Audits:
     # ---- prompts
 
     def keep_books(self, prompts: int | None, left_over: int = 0) -> None:
-        """Keep books of the epochs of a dataset of this size, from here on; None: only count."""
+        """From now on, track which prompts each epoch of a dataset of this size uses; None: only count prompts."""
         self.books = PromptBooks(prompts, left_over)
 
     def took(self, indices: Sequence[tuple[int, int]]) -> None:
-        """The epoch and the index of each prompt that was taken."""
+        """Record the prompts that were taken, each as its epoch and its index in the dataset."""
         if self.on and indices:
             with self.timed():
                 epochs, places = zip(*indices, strict=True)
                 self.auditor.report(self.books.take(places, epochs))
 
     def epoch_ended_early(self, epoch: int) -> None:
-        """On purpose: the prompts that it leaves out are no finding."""
+        """Record that this epoch was ended early on purpose, so that the prompts it leaves out are not a finding."""
         self.books.end_early(epoch)
 
     # ---- a generation
@@ -88,14 +87,14 @@ class Audits:
                 self.auditor.report(self.run.after_scoring(**facts))
 
     def balance(self, expected: Mapping[str, int], found: Mapping[str, int], where: str) -> None:
-        """Two counts of the same things; an error if they differ."""
+        """Compare two counts of the same things; a difference is reported as a finding."""
         if self.on and (finding := books(expected, found, where)) is not None:
             self.auditor.report([finding])
 
     # ---- an update
 
     def is_finite(self, loss: float, grad_norm: float | None, *, left_out: bool = True) -> bool:
-        """Whether an update may reach the weights; if not, it counts as a bad one."""
+        """Whether an update may be applied to the weights; if not, it counts as a bad update."""
         findings = nonfinite(loss, grad_norm, left_out=left_out)
         self.skipped = bool(findings)
         self.bad_updates.note(self.skipped)
@@ -105,7 +104,7 @@ class Audits:
         return not findings
 
     def updated(self, parameters: Collection[nn.Parameter], **facts: Any) -> dict[str, float]:
-        """After the optimizer's step, see `RunAudits.after_update`; returns what is to be averaged in the log."""
+        """Run `RunAudits.after_update` after the optimizer step; returns metrics to average in the log."""
         if not self.on:
             return {}
         with self.timed():
@@ -119,11 +118,12 @@ class Audits:
     def _changed_share(self, parameters: Collection[nn.Parameter]) -> float | None:
         if self.probe is not None:
             return self.probe.changed()
-        self.probe = WeightProbe(parameters)  # the weights before a run's first update are not known
+        # The probe is created after the first update, so the weights before it are only known from a checkpoint.
+        self.probe = WeightProbe(parameters)
         return self.probe.changed_since(self._weights_before)
 
     def found(self) -> dict[str, float]:
-        """Findings since the last call, to be added up in the log."""
+        """Counts of findings since the last call, to be summed in the log."""
         return self.auditor.metrics()
 
     def totals(self) -> dict[str, float]:
@@ -153,16 +153,16 @@ class Audits:
         self._books_to_load = state["books"]
 
     def tensors(self) -> dict[str, Tensor]:
-        """What of the state is no JSON."""
+        """The part of the state that JSON cannot hold."""
         known = {} if self.probe is None or self.probe.last is None else {"weights_read": self.probe.last}
         return {"prompt_counts": self.books.state_dict()["counts"], **known}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """After `load_state_dict`."""
+        """Load the tensors of a checkpoint; must be called after `load_state_dict`."""
         self._weights_before = tensors.get("weights_read")
         saved, self._books_to_load = self._books_to_load, None
         if saved is None or not saved["kept"]:
-            self.keep_books(None)  # which prompts the epoch has seen is not known
+            self.keep_books(None)  # the checkpoint does not say which prompts the epoch has used
         if saved is not None and (self.books.prompts is None or not self.on):
             self.books.load_totals(saved)
         elif saved is not None:

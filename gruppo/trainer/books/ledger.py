@@ -1,16 +1,17 @@
-"""Where the tokens and the seconds of an update went, and how much of the device they used.
+"""Accounting of the tokens and seconds of an update, and of how much of the device's peak they used.
 
-Tokens go through the model in two phases: the rollout reads prompts and samples completions, the update runs both
-again. A token that is sampled and trained on counts in each. What is spent on tokens that teach nothing is named:
+Tokens go through the model in two phases: the rollout reads prompts and samples completions, and the update runs both
+through the model again. A token that is sampled and trained on counts in both phases. Tokens that contribute nothing
+to learning are counted by class:
 
-    prompt           read, not written
-    zero_advantage   of completions whose advantage is 0
-    truncated        of completions that did not end by themselves
-    padding          places that were computed and held no token
-    stale            trained on after the weights that sampled them had changed
+    prompt           tokens of the prompt, which are read but not sampled
+    zero_advantage   tokens of completions whose advantage is 0
+    truncated        tokens of completions that did not end by themselves
+    padding          positions that were computed but hold no token
+    stale            tokens trained on after the weights that sampled them had changed
 
-A completion may be in several of these classes; useful is what is in none. Everything is counted from numbers that the
-host has anyway: no process waits, for its device or for another process.
+A completion may be in several of these classes; tokens in none of them are useful. All counts come from numbers that
+are already on the host, so no process waits for its device or for another process.
 """
 
 from collections.abc import Sequence
@@ -25,12 +26,12 @@ from gruppo.policy.adapters import is_peft_model
 from gruppo.policy.sharding import shape_of
 
 CLASSES = ("prompt", "zero_advantage", "truncated", "padding", "stale")
-Flags = Sequence[bool] | None  # one per row; None: it is true of none
+Flags = Sequence[bool] | None  # one per row; None: false for all rows
 
 
 @dataclass
 class _Completions:
-    """Completion tokens, by what is known of their rows."""
+    """Counts of completion tokens by class."""
 
     tokens: int = 0
     zero_advantage: int = 0
@@ -50,7 +51,7 @@ class _Completions:
 
 @dataclass
 class _Phase:
-    """What a phase ran, and how long it took."""
+    """The tokens and operations of a phase, and how long it took."""
 
     seconds: float = 0.0
     prompt: int = 0
@@ -64,10 +65,10 @@ class _Phase:
         return self.prompt + self.completion + self.padding
 
     def of_class(self, name: str) -> float:
-        """Tokens of a class, or useful ones.
+        """The number of tokens of a class, or of useful tokens.
 
-        Of completions, the share among those whose rows are known: a hook that asks for several turns has rows that
-        are not what was sampled at any one time.
+        For classes of completion tokens, the share among rows whose flags are known is applied to all completion
+        tokens: with a hook that samples several turns, the scored rows differ from what each call sampled.
         """
         if name in ("prompt", "padding"):
             return float(getattr(self, name))
@@ -86,19 +87,19 @@ class Ledger:
         ledger.took(1.0)
         ledger.metrics()["ledger/tokens/truncated"] == (30 + 29) / (60 + 58)
 
-    Without a shape (see `countable_shape`) or on a device whose peak is not known there is no utilisation. `dtype` is
-    that of the matrix products: autocast's where it is on, else the weights'. With `adapters` most weights get no
-    gradient, which is half of the work of a backward pass.
+    Utilisation (MFU) is not reported without a shape (see `countable_shape`) or on a device whose peak is not known.
+    `dtype` is the dtype of the matrix products: autocast's if it is enabled, else that of the weights. With `adapters`
+    most weights need no gradient, which saves half of the work of a backward pass.
     """
 
     def __init__(self, shape: ModelShape | None, device_name: str | None, dtype: Any, *, adapters: bool = False):
         self.shape = shape
         self.peak = peak_flops(device_name, dtype)
-        self.passes = 2 if adapters else 3  # operations of forward and backward, in forward passes
+        self.passes = 2 if adapters else 3  # cost of forward plus backward, in units of a forward pass
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: after an update, or after one that was interrupted."""
+        """Reset all counts, after an update has finished or was interrupted."""
         self._rollout, self._update = _Phase(), _Phase()
         self._speed_is_logged = False
 
@@ -112,10 +113,11 @@ class Ledger:
         padding_tokens: int = 0,
         speed_is_logged: bool = False,
     ) -> None:
-        """A call of the backend: tokens of the prompt and of the completion of each row, and how long it took.
+        """Record a call of the backend: prompt and completion length of each row, and how long the call took.
 
-        `prompt_tokens` were read if rows share their prompts, all of them by default. `padding_tokens` were computed
-        for nothing. `speed_is_logged`: the backend knows its tokens per second better.
+        `prompt_tokens` is the number of prompt tokens that were actually read, which is smaller than the sum of
+        `prompts` if rows share their prompts; it defaults to that sum. `padding_tokens` were computed without holding
+        a token. With `speed_is_logged` the backend logs its own, more accurate, tokens per second.
         """
         self._add(self._rollout, prompts, completions, prompt_tokens, padding_tokens, sum(completions), passes=1)
         self._rollout.seconds += seconds
@@ -124,7 +126,7 @@ class Ledger:
     def scored_rows(
         self, completions: Sequence[int], *, zero_advantage: Flags = None, truncated: Flags = None
     ) -> None:
-        """What the rewards said about sampled rows: once for each row, also for those that are not trained on."""
+        """Record the flags of sampled rows after scoring, once for each row, including rows not trained on."""
         self._rollout.known.add(completions, zero_advantage, truncated)
 
     def ran(
@@ -140,17 +142,17 @@ class Ledger:
         stale: Flags = None,
         backward: bool = True,
     ) -> None:
-        """A pass of the update, such as a pack: tokens of each row that went through the model.
+        """Record a pass of the update, such as a pack: the tokens of each row that went through the model.
 
-        The head saw `scored` of them. `prompt_tokens` and `padding_tokens` are as in `sampled`; `backward` False is a
-        pass without gradients.
+        The LM head was applied to `scored` of them. `prompt_tokens` and `padding_tokens` are as in `sampled`;
+        `backward=False` is a pass without gradients.
         """
         passes = self.passes if backward else 1
         self._add(self._update, prompts, completions, prompt_tokens, padding_tokens, scored, passes)
         self._update.known.add(completions, zero_advantage, truncated, stale)
 
     def took(self, seconds: float) -> None:
-        """Seconds of the update's passes, in parts or at once; a single pass cannot be timed without a wait for it."""
+        """Add seconds of the update's passes. They need not be timed one by one, which would require a device sync."""
         self._update.seconds += seconds
 
     @property
@@ -159,7 +161,7 @@ class Ledger:
         return self._update.prompt + self._update.completion
 
     def metrics(self) -> dict[str, float]:
-        """Of the update that just ended, which is then forgotten. Keys about a phase are missing if it did nothing."""
+        """Metrics of the update that just ended; resets the counts. Keys of a phase are missing if it was idle."""
         rollout, update = self._rollout, self._update
         values = self._shares() | self._use("rollout", rollout) | self._use("update", update)
         if rollout.seconds and rollout.tokens and not self._speed_is_logged:
@@ -202,7 +204,7 @@ class Ledger:
         return values
 
     def _use(self, name: str, phase: _Phase) -> dict[str, float]:
-        """Seconds, and the share of the device's peak that the model needed."""
+        """Seconds of a phase, and its MFU: the share of the device's peak that the model's operations amount to."""
         if not (phase.seconds and phase.tokens):
             return {}
         values = {f"{name}/seconds": phase.seconds}
@@ -212,10 +214,11 @@ class Ledger:
 
 
 def keys_seen(prompts: Sequence[int], completions: Sequence[int], prompt_tokens: int) -> float:
-    """Keys that the tokens of these rows see, all together.
+    """The total number of attention keys that the tokens of these rows attend to.
 
-    A prompt's tokens see those up to themselves, a completion's their prompt as well. Rows that share prompts have
-    read `prompt_tokens` of them; which is not known, so the mean is taken.
+    A prompt token attends to the prompt up to and including itself, a completion token also to the whole prompt. If
+    rows share prompts, only `prompt_tokens` prompt tokens were read. Which ones is not known, so the sum over all
+    prompts is scaled by the share that was read.
 
     Example, two completions of 2 tokens of one prompt of 3:
         keys_seen([3, 3], [2, 2], 3) == (1 + 2 + 3) + 2 * (4 + 5)
@@ -227,10 +230,11 @@ def keys_seen(prompts: Sequence[int], completions: Sequence[int], prompt_tokens:
 
 
 def countable_shape(model: nn.Module) -> ModelShape | None:
-    """The shape of a transformers model if its operations follow from it, else None.
+    """The shape of a transformers model if its operations can be computed from it, else None.
 
-    They do if all of its matrices are those that the shape knows of: not with experts, of which a token sees a few,
-    nor with MLPs of another kind. Adapters may add a tenth.
+    This requires that the shape accounts for all of the model's matrices. It does not for mixture-of-experts models,
+    where a token uses only a few experts, nor for other kinds of MLPs. A difference of up to 10% is accepted, to allow
+    for adapters.
     """
     try:
         shape = ModelShape.from_config(model.config)

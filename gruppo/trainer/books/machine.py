@@ -1,4 +1,4 @@
-"""Where a run runs: versions, device, processes, the code it is made of."""
+"""The environment of a run: versions, device, processes, and the commits of its code."""
 
 import platform
 import sys
@@ -11,7 +11,7 @@ from gruppo.runs.machine import commit_of, source_commit, versions
 
 
 def environment_of(args: Any) -> dict[str, Any]:
-    """What the record of a run says about the machine."""
+    """The environment as the record of a run describes it."""
     device = torch.device(args.device)
     return {
         "versions": versions(),

@@ -1,4 +1,4 @@
-"""Where metrics wait until they are logged, and the numbers of a generation that become metrics."""
+"""The store that collects metrics until they are logged, and the metrics of a generation."""
 
 import math
 from collections import defaultdict
@@ -19,7 +19,8 @@ Metrics = dict[str, list[float]]
 class MetricStore:
     """Values per mode and key; `take` averages and clears them.
 
-    The batches of an evaluation may differ in size: there a value counts by the rows or tokens that it is of.
+    The batches of an evaluation may differ in size, so its values are weighted by the number of rows or tokens that
+    each was computed from.
 
     Statistics of the loss are kept as sums on the device and combined over processes once per update, so that a
     micro-batch costs neither a synchronisation nor a collective.
@@ -28,18 +29,18 @@ class MetricStore:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.values: dict[str, Metrics] = {"train": defaultdict(list), "eval": defaultdict(list)}
-        self._counts: Metrics = defaultdict(list)  # how many rows or tokens each value of an evaluation is of
+        self._counts: Metrics = defaultdict(list)  # the number of rows or tokens behind each value of an evaluation
         self._pending: list[dict[str, Stat]] = []
 
     def add(self, mode: str, metrics: Mapping[str, float], of: float | Mapping[str, float] = 1.0) -> None:
-        """Add a value to each key, with the number of rows or tokens that it is of, all together or by key."""
+        """Add a value to each key; `of` is the number of rows or tokens behind it, one number or one per key."""
         for key, value in metrics.items():
             self.values[mode][key].append(value)
             if mode == "eval":
                 self._counts[key].append(of[key] if isinstance(of, Mapping) else of)
 
     def set(self, mode: str, metrics: Mapping[str, float]) -> None:
-        """Totals: the latest value of a key is what is logged."""
+        """Set totals, which replace earlier values: the latest value of a key is logged."""
         self.values[mode].update({key: [value] for key, value in metrics.items()})
 
     def last(self, mode: str, key: str) -> float | None:
@@ -52,11 +53,11 @@ class MetricStore:
         self._pending.append(stats)
 
     def discard(self) -> None:
-        """Forget what was deferred by an update that was interrupted."""
+        """Drop the deferred statistics of an update that was interrupted."""
         self._pending = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What waits for the next log of training."""
+        """The training metrics that wait for the next log."""
         return {key: list(values) for key, values in self.values["train"].items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -64,15 +65,15 @@ class MetricStore:
         self.values["train"].update({key: list(values) for key, values in state.items()})
 
     def flush(self, mode: str) -> dict[str, list[tuple[float, float]]]:
-        """Combine what was deferred; returns (numerator, denominator) per micro-batch of the means, by key.
+        """Combine deferred statistics; returns, for each key that is a mean, (numerator, denominator) per micro-batch.
 
-        Keys that begin with an underscore are returned but not logged. All processes must have deferred the same keys;
-        what none of them knows of a micro-batch is left out.
+        Keys that begin with an underscore are returned but not logged. All processes must have deferred the same keys.
+        A key that no process has for a micro-batch is left out for that micro-batch.
         """
         if not self._pending:
             return {}
         device = self.accelerator.device
-        # Micro-batches may differ in what they know (a sampler's log-probs, say).
+        # Micro-batches may differ in their keys, for example where the sampler's log-probs are missing.
         kinds = {key: type(stat) for stats in self._pending for key, stat in stats.items()}
         local = torch.stack(
             [torch.stack([_pair(stats.get(key)).to(device) for key in kinds]) for stats in self._pending]
@@ -95,11 +96,11 @@ class MetricStore:
         return means
 
     def take(self, mode: str) -> dict[str, float | None]:
-        """The mean of each key's values without NaNs (None if there are only NaNs); the store is empty afterwards."""
+        """The mean of each key's values, ignoring NaNs (None if all are NaN); empties the store for this mode."""
         averaged = {}
         for key, values in self.values[mode].items():
             counts = self._counts[key] if mode == "eval" else []
-            if len(counts) != len(values) or not any(counts):  # of training, written directly, or of nothing at all
+            if len(counts) != len(values) or not any(counts):  # training, written to `values` directly, or all 0
                 counts = [1.0] * len(values)
             averaged[key] = _mean(values, counts)
         self.values[mode].clear()
@@ -109,14 +110,14 @@ class MetricStore:
 
 
 def _mean(values: Sequence[float], counts: Sequence[float]) -> float | None:
-    """The mean of the values that are numbers, each as often as its count says; None if there are none."""
+    """The mean of the values, weighted by their counts and ignoring NaNs; None if all are NaN."""
     known = [(value, count) for value, count in zip(values, counts, strict=True) if not math.isnan(value)]
     total = sum(count for _, count in known)
     return sum(value * count for value, count in known) / total if total else None
 
 
 def _pair(stat: Stat | None) -> Tensor:
-    """Numerator and denominator, or an extreme and 0; twice NaN of what is not known."""
+    """Numerator and denominator of a mean, or an extreme and 0; two NaNs for a missing statistic."""
     if isinstance(stat, Mean):
         return torch.stack([stat.num.detach().double(), stat.den.detach().double()])
     if stat is None or not stat.values.numel():
@@ -143,7 +144,10 @@ def reward_metrics(names: Iterable[str], rewards_BR: Tensor, rewards_B: Tensor, 
 
 
 def ratio_metrics(accelerator: Accelerator, weights: Tensor | None, mask_BT: Tensor) -> tuple[dict[str, float], float]:
-    """Of the correction of the sampler, over the loss tokens or sequences of all processes, and how many these are."""
+    """Metrics of the importance weights that correct for the sampler, and the number of weights.
+
+    Both are over the loss tokens, or the sequences, of all processes.
+    """
     if weights is None:
         values = torch.zeros(0, device=mask_BT.device)
     else:
@@ -157,7 +161,7 @@ def ratio_metrics(accelerator: Accelerator, weights: Tensor | None, mask_BT: Ten
 
 
 def rows_scored(names: Iterable[str], rewards_BR: Tensor, rewards_B: Tensor) -> dict[str, float]:
-    """How many rows each number of `reward_metrics` is of: those that the reward scored."""
+    """The number of rows behind each value of `reward_metrics`: those that the reward scored."""
     counts = {}
     for i, name in enumerate(names):
         counts[f"rewards/{name}/mean"] = counts[f"rewards/{name}/std"] = float((~rewards_BR[:, i].isnan()).sum())

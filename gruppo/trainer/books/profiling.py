@@ -26,7 +26,7 @@ class Timings:
 
 
 class Stopwatch:
-    """Seconds between a start and a stop on the device, which need not be waited for in between.
+    """Device time between a start and a stop, measured without synchronising at either of them.
 
     Example:
         watch.start()
@@ -67,7 +67,7 @@ class Stopwatch:
 
 @contextmanager
 def profiling_context(trainer: Any, name: str) -> Iterator[None]:
-    """Time a block and send it, as `profiling/Time taken: <Trainer>.<block>`, to the trackers that are in use."""
+    """Time a block and report it, as `profiling/Time taken: <Trainer>.<block>`, to the trackers that are in use."""
     start = time.perf_counter()
     try:
         yield

@@ -1,1 +1,1 @@
-"""The first half of a training step: rewards, tools, replacements, generations that are sampled ahead."""
+"""The first half of a training step: rewards, tools, replaced groups, generations sampled ahead of time."""

@@ -1,6 +1,6 @@
 """The generation that a server samples while updates run (`async_rollouts=1`).
 
-The policy has seen k updates. The server has its weights and samples generation g+1 from them, while the trainer makes
+After k updates the server receives the policy's weights and samples generation g+1 from them, while the trainer runs
 the updates on generation g:
 
     trainer   wait g │ send weights k │ ask g+1 │ rewards of g, updates on g → k+1 │ wait g+1 │ send k+1 │ ask g+2 │ …
@@ -22,13 +22,14 @@ from gruppo.types import Completion, SampleRequest, StopReason
 
 logger = logging.getLogger(__name__)
 
-Pause = Callable[[], None]  # called now and then while one waits; may raise
+Pause = Callable[[], None]  # called periodically during a wait; may raise
 
 
 class RolloutsAhead:
-    """What was asked for before it is needed, and is not yet trained on: one generation at most.
+    """Holds the generation that was requested ahead of time and is not yet trained on: one at most.
 
-    `most_updates` may come between sampling a generation and training on it; 0 if none is asked for ahead.
+    `most_updates` is the largest number of updates between the weights that sample a generation and the training on
+    it; 0 if nothing is requested ahead.
 
     Example:
         ahead.flight = backend.begin(requests)      # the server samples, the trainer trains
@@ -47,7 +48,10 @@ class RolloutsAhead:
             self.flight.settle(pause)
 
     def take(self, requests: Sequence[SampleRequest], now: int, pause: Pause) -> InFlight | None:
-        """What was asked for ahead, if it is what is asked for after `now` updates; it is gone in any case."""
+        """The generation requested ahead, if it matches the `requests` that are due after `now` updates, else None.
+
+        The held generation is discarded in either case.
+        """
         self.wait(pause)
         flight, self.flight = self.flight, None
         if flight is None:
@@ -75,7 +79,7 @@ class RolloutsAhead:
             )
 
     def drop(self) -> None:
-        """At the end of a run: nobody will train on it."""
+        """Discard the pending generation at the end of a run, since it will not be trained on."""
         flight, self.flight = self.flight, None
         if flight is not None:
             flight.drop()
@@ -86,8 +90,8 @@ def next_generation(
 ) -> tuple[int, int] | None:
     """Epoch and number of the generation after this one; None if the run ends before it.
 
-    A generation serves `micro_steps` micro-steps, an update takes `accumulation` of them, or what the epoch has left.
-    `updates_left` counts from the first update on this generation.
+    A generation provides `micro_steps` micro-steps; an update uses `accumulation` of them, or fewer at the end of an
+    epoch. `updates_left` counts from the first update on this generation.
 
     Example, two updates for each of three generations of an epoch:
         next_generation(0, 1, per_epoch=3, micro_steps=2, accumulation=1, updates_left=4) -> (0, 2)
@@ -103,12 +107,12 @@ def next_generation(
 
 
 def most_updates_of(micro_steps: int, accumulation: int) -> int:
-    """Updates that take rows of one generation, at most: by so many are the weights of the next one's sampler older.
+    """The most updates that use rows of one generation, and thus the largest age of the weights that sample the next.
 
     Example, one generation for each update; for every third update; three micro-steps where updates take four:
         most_updates_of(4, 4) == 1, most_updates_of(6, 2) == 3, most_updates_of(3, 4) == 2
     """
-    # The latest that a generation can begin in an update: both divide what lies before it.
+    # The last micro-step of an update at which a generation can begin: a multiple of the greatest common divisor.
     latest = accumulation - math.gcd(micro_steps, accumulation)
     return (latest + micro_steps - 1) // accumulation + 1
 
@@ -117,9 +121,9 @@ def most_updates_of(micro_steps: int, accumulation: int) -> int:
 
 
 def with_flight(state: RunState, flight: InFlight | None, pause: Pause) -> RunState:
-    """The state of a run with the generation that was asked for ahead, which is waited for.
+    """Wait for the generation requested ahead and add it to the state of a run.
 
-    One that failed is left out: a resumed run samples it from its own weights.
+    A generation that failed is left out: the resumed run samples it again from the weights it then has.
     """
     if flight is None:
         return state
@@ -132,7 +136,7 @@ def with_flight(state: RunState, flight: InFlight | None, pause: Pause) -> RunSt
 
 
 def pack_flight(flight: InFlight) -> RunState | None:
-    """A generation that landed, as plain values and tensors; None if it has no completions."""
+    """A finished generation as plain values and tensors; None if it has no completions."""
     completions = flight.known
     if completions is None:
         return None
@@ -149,14 +153,14 @@ def pack_flight(flight: InFlight) -> RunState | None:
         {
             **_packed("prompts", [request.prompt_ids for request in flight.requests], torch.long),
             **_packed("completions", [completion.ids for completion in completions], torch.long),
-            # Double: what JSON brought from the server comes back bit for bit.
+            # Double, so that the values that the server sent as JSON are restored bit for bit.
             **_packed("logps", [[math.nan if x is None else x for x in row] for row in logps], torch.double),
         },
     )
 
 
 def unpack_flight(state: RunState) -> InFlight | None:
-    """The inverse of `pack_flight`; None if the checkpoint has no such generation."""
+    """The inverse of `pack_flight`; None if the checkpoint has no generation requested ahead."""
     values = state.values.get("ahead")
     if values is None:
         return None

@@ -1,8 +1,8 @@
-"""What a run does about rewards that fail: it counts them, and ends with an error when too little else comes back.
+"""Counts reward failures and ends the run with an error if there are too many.
 
 the first generation         ends the run at once if a reward failed on every completion of it
-the window of updates        ends it with a checkpoint if rewards failed on too large a share
-the end of a shorter run     is judged in the same way, by the updates that there were
+the window of updates        ends the run with a checkpoint if rewards failed on too large a share of completions
+the end of a shorter run     applies the same rule to the updates so far
 """
 
 from collections import deque
@@ -17,22 +17,22 @@ from gruppo.rewards.outcomes import Kind
 from gruppo.rewards.runner import failed_rows
 from gruppo.trainer.books.metrics import MetricStore
 
-WINDOW = 20  # updates, or more, if so many
-GENERATIONS = 5  # are not among them
+WINDOW = 20  # updates; more if they contain fewer than GENERATIONS generations
+GENERATIONS = 5
 
 COUNTED = {Kind.ABSTAIN: "abstained", Kind.TIMEOUT: "timeouts", Kind.FAILURE: "failures"}
 
 
 def kinds_from_values(rewards_NR: Tensor) -> Tensor:
-    """What a subclass's own rewards (N, R) say: a score, or NaN for none."""
+    """The kinds of a subclass's own rewards (N, R): a score, or an abstention where the value is NaN."""
     return torch.where(rewards_NR.isnan(), Kind.ABSTAIN, Kind.SCORE).to(torch.int8)
 
 
 class RewardCounts:
-    """Counts of outcomes that are no score. A count is logged from when it first is above 0.
+    """Counts of outcomes that are not a score. A count is logged once it has been above 0.
 
-    Runs in which no reward ever abstains or fails so log what they log elsewhere. All processes know all outcomes, and
-    agree.
+    A run in which no reward ever abstains or fails thus logs no additional metrics. All processes have all outcomes,
+    so their counts agree.
     """
 
     def __init__(self, names: list[str]):
@@ -57,9 +57,10 @@ class RewardCounts:
         return {key: float(count) for key, count in counts.items() if key in self._seen}
 
     def add(self, store: MetricStore, mode: str, kinds_NR: Tensor) -> None:
-        """Count a generation whose mean reward is in the store already.
+        """Add the counts of a generation whose mean reward is already in the store.
 
-        What is logged is a mean over generations, so a new count gets zeros for those since the last log.
+        The logged value is a mean over generations, so a new count is padded with zeros for the earlier generations
+        since the last log.
         """
         values = store.values[mode]
         for key, count in self.metrics(kinds_NR).items():
@@ -69,7 +70,8 @@ class RewardCounts:
 class RewardBreaker(TrainerCallback):
     """Stops a run, with a checkpoint, when rewards failed on too large a share of the last updates' completions.
 
-    A run that ends before there are so many updates is judged by those it has. A `max_rate` of None or 1 never stops.
+    A run that ends before the window is full is judged by the updates so far. A `max_rate` of None or 1 never stops a
+    run.
 
     Example:
         breaker.note(kinds_NR)              after each generation
@@ -83,9 +85,9 @@ class RewardBreaker(TrainerCallback):
 
     def reset(self) -> None:
         """Forget an earlier run."""
-        self._updates: deque[tuple[int, int]] = deque()  # failed and all completions of each
+        self._updates: deque[tuple[int, int]] = deque()  # number of failed and of all completions of each update
         self._failed, self._rows = 0, 0  # since the last update
-        self._begun = False  # whether the first generation was looked at
+        self._begun = False  # whether the first generation was checked
         self.stopped_at: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,13 +102,13 @@ class RewardBreaker(TrainerCallback):
         self._failed, self._rows = state["since"]
         self._begun = bool(self._updates or self._rows)
         if state.get("stopped") or self.exceeded():
-            self.reset()  # it stopped the run, and whoever goes on with it has mended something
+            self.reset()  # the breaker stopped this run; resuming it implies that the reward was fixed
 
     def hopeless(self, kinds_NR: Tensor) -> int | None:
-        """The reward, if any, that failed on every completion of a run's first generation.
+        """The index of the reward, if any, that failed on every completion of a run's first generation.
 
-        Such a reward is most likely a mistake, which is better told before hours than after. A run that is resumed had
-        its first generation already.
+        Such a reward is most likely broken, which is better reported now than after hours of training. In a resumed
+        run the first generation is already past.
         """
         begun, self._begun = self._begun, True
         if begun or not len(kinds_NR) or self.max_rate is None or self.max_rate >= 1:
@@ -115,7 +117,7 @@ class RewardBreaker(TrainerCallback):
         return int(failed[0]) if len(failed) else None
 
     def note(self, kinds_NR: Tensor) -> None:
-        """Count the completions of a generation, those of all processes."""
+        """Count the completions of a generation, over all processes."""
         self._failed += int(failed_rows(kinds_NR).sum())
         self._rows += len(kinds_NR)
 
@@ -125,13 +127,13 @@ class RewardBreaker(TrainerCallback):
         return sum(failed for failed, _ in self._updates) / max(1, sum(rows for _, rows in self._updates))
 
     def exceeded(self, *, ended: bool = False) -> bool:
-        """Whether the share is too large; before the window is full nobody can say, unless the run has ended."""
+        """Whether the failure rate is too high; False before the window is full, unless the run has ended."""
         full = len(self._updates) >= WINDOW and self._generations >= GENERATIONS
         return self.max_rate is not None and (full or ended) and self.rate > self.max_rate
 
     @property
     def _generations(self) -> int:
-        """Updates of the window that had completions of their own; the others used those of an earlier one."""
+        """The number of updates in the window that had new completions; the others reused an earlier generation."""
         return sum(rows > 0 for _, rows in self._updates)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -144,7 +146,7 @@ class RewardBreaker(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def message(self, folder: str | None) -> str:
-        """Why the run ended, and how to go on from the checkpoint, if there is one."""
+        """Why the run ended, and how to continue, from the checkpoint if there is one."""
         then = "Fix the reward and begin again"
         if folder is not None:
             then = f"The run was saved in {folder} and stopped. Fix the reward and resume from there"

@@ -1,4 +1,4 @@
-"""The rows of a generation with all that is known of them until they become tensors."""
+"""The rows of a generation with all their data, before they become the tensors of a training batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ from gruppo.types import Rollout
 
 @dataclass
 class Generation:
-    """Rollouts and their rewards: those of a generation, or of one round of replacements.
+    """Rollouts and their rewards, of a whole generation or of one round of replacements.
 
-    Rows of all processes (N) are in group order. A process knows the rollouts and columns of its own rows only, which
-    lie one after the other in a generation and here and there in it in a round of replacements.
+    Rows of all processes (N) are in group order. A process has the rollouts and columns of its own rows only. These
+    rows are contiguous in a whole generation, and scattered in a round of replacements.
     """
 
     rollouts: list[Rollout]  # of this process
@@ -25,12 +25,12 @@ class Generation:
     metrics: dict[str, list[float]]  # `log_metric`
     kinds_NR: Tensor  # codes of `Kind`
     steps: list[list[Any]] | None = None  # of rewards that return steps, one entry per rollout
-    tools: Mapping[str, float] = field(default_factory=dict)  # what tools did, of all processes
-    places: Sequence[int] = ()  # of these rollouts in the batch of all processes
-    own_N: Sequence[int] = ()  # where they are among the rows
-    indices: Sequence[int | None] = ()  # of their prompts in the dataset
-    rounds: Sequence[int] = ()  # of replacements that put them there
-    replaced: list["Generation"] = field(default_factory=list)  # what was replaced, by round
+    tools: Mapping[str, float] = field(default_factory=dict)  # counts of tool use, over all processes
+    places: Sequence[int] = ()  # position of each rollout in the batch of all processes
+    own_N: Sequence[int] = ()  # position of each rollout among the N rows of this object
+    indices: Sequence[int | None] = ()  # index of each rollout's prompt in the dataset
+    rounds: Sequence[int] = ()  # the replacement round that each rollout comes from
+    replaced: list["Generation"] = field(default_factory=list)  # the replaced rows, by round
 
     @property
     def own(self) -> slice:
@@ -40,13 +40,13 @@ class Generation:
 
     @property
     def counted_kinds_NR(self) -> Tensor:
-        """Kinds of all rows, replaced ones too: they were asked for."""
+        """Kinds of all rows, including replaced ones, since the rewards scored them as well."""
         return torch.cat([self.kinds_NR, *(earlier.kinds_NR for earlier in self.replaced)])
 
     def replace(self, groups: Sequence[int], own_rows: Sequence[int], by: "Generation", group_size: int) -> None:
-        """Put another round in the place of these groups, of which this process has these of its rows.
+        """Replace these groups by another round; `own_rows` are the affected rows among this process's rollouts.
 
-        What says something about rows (rewards, columns) is replaced; what counts the work done is added.
+        Data about rows (rewards, columns) is replaced; counts of the work done are added up.
         """
         device = self.rewards_NR.device
         rows_N = torch.tensor([group * group_size + i for group in groups for i in range(group_size)], device=device)
@@ -69,7 +69,7 @@ class Generation:
             self.metrics[name] = [*self.metrics.get(name, []), *values]
 
     def _part(self, rows_N: Tensor, own_rows: Sequence[int]) -> "Generation":
-        """What is known of some rows, before others take their places."""
+        """The data of some rows, taken before other rows replace them."""
 
         def own(values: Sequence[Any]) -> list[Any]:
             return [values[row] for row in own_rows] if values else []
@@ -91,6 +91,6 @@ class Generation:
 
 
 def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
-    """The values with others at these places: put("abcd", [1, 3], "xy") == ["a", "x", "c", "y"]."""
+    """The values with `others` at these positions: put("abcd", [1, 3], "xy") == ["a", "x", "c", "y"]."""
     changed = dict(zip(places, others, strict=True))
     return [changed.get(place, value) for place, value in enumerate(values)]

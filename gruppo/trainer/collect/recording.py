@@ -1,4 +1,4 @@
-"""What the record of a run says about the rows of a generation."""
+"""The rows of a generation as written to the record of a run."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -22,9 +22,9 @@ def recorded_rows(
     split: str,
     group_size: int,
 ) -> list[RolloutRow]:
-    """This process's rows of a generation, and those whose groups were replaced in it."""
+    """This process's rows of a generation, including rows whose groups were replaced."""
     common: dict[str, Any] = {"update": update, "split": split, "group_size": group_size, "names": reward_names}
-    common["prompt_ids"] = {}  # of prompts that members of a group share: a long one takes a while to write out
+    common["prompt_ids"] = {}  # a cache: members of a group share their prompt, and a long one is slow to serialise
     rows = []
     for part in generation.replaced:
         rewards, kinds = part.rewards_NR[part.own_N].tolist(), part.kinds_NR[part.own_N].tolist()
@@ -84,7 +84,7 @@ def _row(
 
 
 def _learned(batch: TrainBatch, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    """The advantage of each row, and its log-probs where the trainer has computed them."""
+    """The advantage of each row, and its log-probs if the trainer computed them and the sampler's are missing."""
     assert batch.advantages is not None
     lengths = [len(rollout.completion.ids) for rollout in rollouts]
     values: list[Any] = batch.advantages.tolist()
@@ -102,7 +102,7 @@ def _learned(batch: TrainBatch, rollouts: Sequence[Rollout]) -> list[dict[str, A
 
 
 def _turns(completion: Completion) -> int:
-    """Times that the model spoke."""
+    """The number of turns that the model wrote."""
     if completion.model_mask is None:
         return 1
     return sum(bool(written) for written, _ in groupby(completion.model_mask))

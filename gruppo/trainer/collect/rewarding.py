@@ -1,4 +1,4 @@
-"""The rewards of a run: who is asked, what they weigh and say beside numbers, and when their failures end it."""
+"""The rewards of a run: functions and models, weights, logged columns and metrics, and when failures end the run."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,16 +24,16 @@ from gruppo.types import Rollout
 
 @dataclass
 class Notes:
-    """What rewards say beside their numbers, which are all that TRL's hook `_calculate_rewards` can return."""
+    """What rewards return besides numbers, because TRL's hook `_calculate_rewards` can only return the numbers."""
 
-    completions: int = 0  # that they are asked about, on this process
+    completions: int = 0  # number of completions to score, on this process
     kinds_NR: Tensor | None = None  # of all processes; codes of `Kind`
     steps: list[list[Steps | None]] | None = None  # per completion and reward
     columns: dict[str, list[Any]] = field(default_factory=dict)  # `log_extra`
     metrics: dict[str, list[float]] = field(default_factory=dict)  # `log_metric`
 
     def kinds_of(self, values_NR: Tensor) -> Tensor:
-        """What each of these numbers is; where a subclass has rewards of its own, only they themselves can tell."""
+        """The kind of each value; if a subclass computes its own rewards, inferred from the values alone."""
         if self.kinds_NR is None or self.kinds_NR.shape != values_NR.shape:
             return kinds_from_values(values_NR)
         return self.kinds_NR
@@ -41,7 +41,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Rewarded:
-    """Rewards of all processes, in group order (N, R), and what was said beside them."""
+    """Rewards of all processes, in group order (N, R), and what the rewards returned besides."""
 
     values_NR: Tensor  # NaN where a reward abstained or failed
     kinds_NR: Tensor
@@ -62,9 +62,9 @@ def reward_settings(args: Any) -> RewardSettings:
 
 
 class Rewards:
-    """The reward functions and models of a run, with their weights and books.
+    """The reward functions and models of a run, with their weights and counts.
 
-    `runner` calls them, `counts` what became of each call for the logs, `breaker` is the callback that stops a run
+    `runner` calls them, `counts` counts the outcomes for the logs, and `breaker` is the callback that stops a run
     whose rewards fail.
 
     Example, as the trainer asks them:
@@ -102,7 +102,7 @@ class Rewards:
         self._notes = Notes()
 
     def begin(self, completions: int) -> Notes:
-        """Before so many completions of this process are asked about: where what is said beside numbers will be."""
+        """Start scoring this many completions on this process; returns the notes that `ask` will fill."""
         self._notes = Notes(completions)
         return self._notes
 
@@ -112,21 +112,21 @@ class Rewards:
         scores = RewardScores(none, none.to(torch.int8), None)
         together = nullcontext() if self.runner.in_step else raised_together(self.accelerator, RewardError)
         with together, self.timer("_calculate_rewards"), self.presence.during("asking the rewards"):
-            if inputs.prompts:  # else all replacements of this round are on other processes
+            if inputs.prompts:  # otherwise all replacements of this round are on other processes
                 scores = self.runner.score(
                     inputs, trainer_state=state, log_extra=self._log_extra, log_metric=self._log_metric
                 )
             else:
                 self.runner.keep_up()
         self._notes.steps = scores.steps
-        # No process tells another that a reward failed: it is part of what all of them gather.
+        # Failures need no separate message between processes: the gathered kinds include them.
         self._notes.kinds_NR = gather_rows(self.accelerator, scores.kinds_BR)
         return gather_rows(self.accelerator, scores.values_BR)
 
     # ---- what rewards may call
 
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """A further column of the completions table."""
+        """Add a column to the completions table."""
         values = list(values)
         if column in ("step", "prompt", "completion", "advantage", *self.names):
             raise RewardError(f"log_extra({column!r}): the table of completions has a column of that name already.")
@@ -138,13 +138,13 @@ class Rewards:
         self._notes.columns[column] = values
 
     def _log_metric(self, name: str, value: float) -> None:
-        """A further metric, averaged over processes."""
+        """Add a metric, averaged over processes."""
         self._notes.metrics.setdefault(name, []).append(float(value))
 
     # ---- the end
 
     def raise_if_hopeless(self, kinds_NR: Tensor, rollouts: Sequence[Rollout]) -> None:
-        """The end of a run in whose first generation a reward failed everywhere; all processes know, and agree."""
+        """Raise if a reward failed on the whole first generation; all processes have the same kinds and agree."""
         reward = self.breaker.hopeless(kinds_NR)
         if reward is None:
             return
@@ -158,8 +158,8 @@ class Rewards:
         )
 
     def raise_if_failed(self, run: Path) -> None:
-        """The end of a run, in this folder, that the breaker stopped, or would have."""
+        """Raise at the end of a run, in this folder, that the breaker stopped or would have stopped."""
         if self.breaker.stopped_at is not None:
             raise RewardError(self.breaker.message(str(run / f"checkpoint-{self.breaker.stopped_at}")))
-        if self.breaker.exceeded(ended=True):  # ended by what spoke up after the breaker: an evaluation, say
+        if self.breaker.exceeded(ended=True):  # something else ended the run after the breaker, such as an evaluation
             raise RewardError(self.breaker.message(None))

@@ -1,4 +1,4 @@
-"""Rewards that judge steps, in a trainer: whose steps they are, and what that makes of the advantages."""
+"""Rewards that judge steps: gathering the steps of all processes, and computing advantages from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from gruppo.rewards.outcomes import Steps
 
 @dataclass(frozen=True)
 class StepTable:
-    """The steps of a generation, of all processes: for each reward that gave some, rows, ends and values (S,).
+    """The steps of a generation, over all processes: for each reward that returned steps, rows, ends and values (S,).
 
     Example, reward 1 gave two steps to row 0 and one to row 3:
         StepTable({1: (tensor([0, 0, 3]), tensor([4, 9, 2]), tensor([1.0, 0.0, 1.0]))}, rows=4)
@@ -33,13 +33,14 @@ class StepTable:
         values_BR: Tensor,
         lengths: Sequence[int],
     ) -> "StepTable | None":
-        """From what each process knows about its own rows; None if no reward of any of them gave steps.
+        """Gather the steps of each process's own rows; None if no reward returned steps on any process.
 
-        `values_BR` are the rewards of these rows (NaN: none) and `lengths` their completion tokens. A reward that gave
-        steps to some rows and a number to others means a single step there, which ends with the completion.
+        `values_BR` are the rewards of these rows (NaN: none) and `lengths` the lengths of their completions in tokens.
+        If a reward returned steps for some rows and a number for others, the number counts as a single step that ends
+        with the completion.
         """
         gather = gather_object if accelerator.num_processes > 1 else list
-        # First which rewards these are: another process may have had numbers only from one of them.
+        # First find the rewards that return steps: on some processes such a reward may have returned numbers only.
         stepping = sorted(set().union(*gather([_stepping(steps)])))
         if not stepping:
             return None
@@ -59,7 +60,7 @@ class StepTable:
         return cls(by_reward, sum(count for count, _ in parts))
 
     def outcomes(self, rewards_NR: Tensor) -> Tensor:
-        """The rewards without those that judge steps."""
+        """The rewards with NaN in place of those that judge steps."""
         outcomes_NR = rewards_NR.clone()
         outcomes_NR[:, list(self.by_reward)] = torch.nan
         return outcomes_NR
@@ -71,7 +72,7 @@ class StepTable:
         }
 
     def spread_P(self, weights_R: Sequence[float], group_size: int) -> Tensor:
-        """The largest weighted deviation of any reward's steps, by group."""
+        """The largest weighted standard deviation of any reward's steps, by group."""
         normal = self.normalized(group_size, "none")
         return torch.stack([abs(weights_R[reward]) * steps.std_P for reward, steps in normal.items()]).amax(0)
 
@@ -84,7 +85,7 @@ class StepTable:
         return [int(group) for group in (still_P & outcome_std_P.isclose(torch.zeros(()))).nonzero()[:, 0]]
 
     def advantages(self, weights_R: Sequence[float], group_size: int, scale: str, own: slice, tokens: int) -> Tensor:
-        """(B, T) for this process's rows: the weighted sum of what each reward's steps say about a token."""
+        """Advantages (B, T) of this process's rows: the weighted sum over rewards of each token's step advantage."""
         count = own.stop - own.start
         total_BT = torch.zeros(count, tokens)
         for reward, normal in self.normalized(group_size, scale).items():
@@ -111,7 +112,7 @@ def _listed(
     for row, value_R in enumerate(values):
         for reward in stepping:
             found, value = None if steps is None else steps[row][reward], value_R[reward]
-            if value != value:  # abstained, or a row that is unscorable as a whole
+            if value != value:  # NaN: the reward abstained, or the whole row is unscorable
                 continue
             if found is None:
                 found = [(lengths[row] - 1, value)] if lengths[row] else []
@@ -120,7 +121,7 @@ def _listed(
 
 
 def with_steps(outcome: Advantages, rewards_N: Tensor, mean_advantages_N: Tensor, spread_P: Tensor) -> Advantages:
-    """What is reported about rows that have an advantage per token: its mean, and the larger of the two deviations."""
+    """The logged advantages of rows with per-token advantages: their mean, and the larger of the two deviations."""
     group_size = len(rewards_N) // len(spread_P)
     spread_N = spread_P.to(outcome.std_B).repeat_interleave(group_size)
     std_N = torch.where(outcome.std_B.isnan(), spread_N, torch.maximum(outcome.std_B, spread_N))

@@ -1,4 +1,4 @@
-"""What rollouts of the trainer do with tools: the loop of turns, its counts, and environments that cannot begin."""
+"""Tool use in the trainer's rollouts: the loop of turns, its counts, and environments whose reset fails."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from gruppo.types import Message, Rollout, StopReason
 
 
 def make_tool_loop(trainer: Any, total: Callable[[int], int]) -> ToolLoop | None:
-    """The loop that asks tools between turns, None where nothing can be called; `total` adds up over processes."""
+    """The loop that calls tools between turns, or None if there are no tools; `total` sums over processes."""
     toolset, encoder = trainer.toolset, trainer.prompt_encoder
     if toolset is None or not toolset.functions:
         return None
@@ -47,7 +47,7 @@ def read_turn(episode: Episode, tokenizer: Any, end_ids: Sequence[int]) -> Messa
     spoken = without_end(turn.ids, end_ids) if turn.stop is StopReason.EOS else list(turn.ids)
     message = parse_response(tokenizer, spoken, before, schemas)
     if not turn.stop.ended and any("error" in call for call in message.get("tool_calls") or []):
-        # Half a call that was cut off is text: nobody is to answer it.
+        # A tool call that was cut off is treated as text, so that it gets no tool response.
         return {"role": "assistant", "content": tokenizer.decode(turn.ids, skip_special_tokens=True)}
     return message
 
@@ -55,7 +55,7 @@ def read_turn(episode: Episode, tokenizer: Any, end_ids: Sequence[int]) -> Messa
 def count_tools(
     loop: ToolLoop, episodes: Sequence[Episode], accelerator: Any, summed: Callable[[Sequence[int]], list[int]]
 ) -> dict[str, float]:
-    """Calls, failures, turns and seconds, of all processes."""
+    """Samples, calls, failures and turns summed over all processes, and the longest time of any process."""
     samples, calls, failures, turns = summed(
         [
             len(episodes),
@@ -69,7 +69,7 @@ def count_tools(
 
 
 def tool_metrics(counts: Mapping[str, float]) -> dict[str, float]:
-    """What is logged of the counts of all samples of a generation, those that were replaced among them.
+    """Metrics from the counts of all samples of a generation, including replaced ones.
 
     Example:
         tool_metrics({"samples": 4, "calls": 2, "failures": 1, "turns": 6, "seconds": 0.5})
@@ -90,7 +90,7 @@ def tool_metrics(counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def failed_resets(trainer: Any, rollouts: Sequence[Rollout]) -> Tensor | None:
-    """Bool (N, 1): rows of all processes whose environment could not begin; None where there are none to begin."""
+    """Bool (N, 1): rows of all processes whose environment failed to reset; None if there are no environments."""
     environments = None if trainer.toolset is None else trainer.toolset.environments
     if environments is None:
         return None

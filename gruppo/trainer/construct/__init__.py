@@ -1,1 +1,1 @@
-"""What is checked and made before a run begins."""
+"""Checks and construction of the parts of a run before it begins."""

@@ -1,6 +1,6 @@
-"""Mistakes in the trainer's arguments that can be told before a model is loaded.
+"""Checks of the trainer's arguments that can run before a model is loaded.
 
-explains_unknown_arguments   a keyword that the trainer does not have, with what to do instead
+explains_unknown_arguments   unknown keyword arguments, with what to use instead
 check_early                  a dict of splits as the dataset, names of rewards, and rewards that cannot be called
 """
 
@@ -29,7 +29,7 @@ _METRICS = (
     "Leave it out: evaluation reports rewards. A reward may call log_metric(name, value), has no say with a weight of "
     "0 in reward_weights, and eval_benchmarks measures accuracy."
 )
-# Keywords of transformers.Trainer, of other trainers and of older releases, and what has their place here.
+# Keywords of transformers.Trainer, of other trainers and of older releases, and what replaces them here.
 INSTEAD = {
     "tokenizer": "Pass it as processing_class.",
     "config": "Pass it as args.",
@@ -48,14 +48,14 @@ INSTEAD = {
     "generation_config": "Set temperature, top_p, … and generation_kwargs in the config.",
 }
 
-# Methods by which a subclass may give its rewards more than the columns of the dataset.
+# Methods that a subclass may override to pass more than the columns of the dataset to its rewards.
 ADDING_HOOKS = (
     *PADDED_HOOKS,
     *("_generate_single_turn", "_calculate_rewards", "reward", "rollout", "collect"),
     *("get_train_dataloader", "get_eval_dataloader", "rows_of"),
 )
 
-# Hooks that may ask for other prompts than the trainer's own order says, or for several turns.
+# Hooks that may request prompts in another order than the trainer's, or several turns.
 ORDER_HOOKS = (
     *("_generate_single_turn", "_generate_and_score_completions", "rollout"),
     *("rows_of", "get_train_dataloader"),
@@ -63,7 +63,7 @@ ORDER_HOOKS = (
 
 
 def explains_unknown_arguments(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorator of a trainer's `__init__`: an unknown keyword is a TypeError that says what to do; else as it was.
+    """Decorator of a trainer's `__init__`: an unknown keyword raises a TypeError that says what to do instead.
 
     Example:
         GRPOTrainer(model, tokenizer=tokenizer)
@@ -94,7 +94,7 @@ def _hint(name: str, config_class: Any, names: Sequence[str]) -> str:
 def check_early(
     trainer: Any, args: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, rollout_func: Any
 ) -> None:
-    """Raise for what would otherwise show only after the model is loaded, or after the first generation."""
+    """Raise for mistakes that would otherwise surface only after the model is loaded or after the first generation."""
     if isinstance(train_dataset, Mapping):
         raise TypeError(_about_splits(train_dataset))
     refuse_ahead(trainer, args, rollout_func)
@@ -104,7 +104,7 @@ def check_early(
             refuse_shipped_name(function)
     environments = trainer.toolset is not None and trainer.toolset.environments is not None
     if rollout_func is not None or environments or overridden(trainer, ADDING_HOOKS):
-        return  # rewards may get more than the datasets have
+        return  # rewards may get arguments that are not columns of the datasets
     for dataset in (train_dataset, *(_parts(eval_dataset) if args.eval_strategy != "no" else ())):
         check_calls(functions, columns_of(dataset, args))
 
@@ -126,7 +126,7 @@ def _parts(dataset: Any) -> Iterator[Any]:
 
 
 def columns_of(dataset: Any, args: Any) -> list[str] | None:
-    """The columns that rewards get of every row; None where only the rows will tell.
+    """The columns of every row that are passed to rewards; None if they are not known before rows are read.
 
     Example:
         columns_of(Dataset.from_dict({"prompt": ["2+2="], "answer": ["4"]}), args) == ["answer"]
@@ -148,7 +148,7 @@ def check_calls(functions: Sequence[Any], columns: Sequence[str] | None) -> None
 
 
 def refuse_ahead(trainer: Any, args: Any, rollout_func: Any) -> None:
-    """Raise for what cannot be asked for before it is needed."""
+    """Raise if `async_rollouts` is set but generations cannot be requested ahead of time."""
     if not args.async_rollouts:
         return
     reasons = {

@@ -1,4 +1,4 @@
-"""The benchmarks that a run evaluates itself with, as the config names them."""
+"""The benchmarks that a run is evaluated on, as named in the config."""
 
 import logging
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ def load_benchmarks(args: Any, eval_dataset: Any) -> "TrainingBenchmarks | None"
     """The benchmarks that the config names, with their problems; None if it names none."""
     if not args.eval_benchmarks:
         return None
-    # Not above: runs without benchmarks have no need of graders and sandboxes.
+    # Imported here because runs without benchmarks need no graders and sandboxes.
     from gruppo.evaluation.training import TrainingBenchmarks
 
     benchmarks = TrainingBenchmarks(
@@ -37,7 +37,10 @@ def load_benchmarks(args: Any, eval_dataset: Any) -> "TrainingBenchmarks | None"
 
 
 def _check_best_metric(wanted: str, names: list[str]) -> None:
-    """Without an evaluation set there are no other metrics, and the first evaluation would end the run."""
+    """Raise if the metric is not one of the benchmarks'.
+
+    Without an evaluation dataset there are no other metrics, so the first evaluation would fail and end the run.
+    """
     known = [f"eval_{name}" for name in names]
     name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
     if name not in known:

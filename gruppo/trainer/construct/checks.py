@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_config(args: Any, config_class: Any) -> None:
-    """The settings must be those of the trainer at hand."""
+    """Raise if the settings are not of this trainer's config class, or if one process sees several GPUs."""
     if not isinstance(args, config_class):
         raise TypeError(f"args must be a {config_class.__name__}, not {type(args).__name__}.")
     if args.n_gpu > 1:
@@ -31,7 +31,7 @@ def check_config(args: Any, config_class: Any) -> None:
 
 
 def warn_combinations(args: Any) -> None:
-    """Settings that work but rarely mean what they seem to."""
+    """Warn about combinations of settings that work but rarely do what was intended, or that have no effect."""
     level, loss_type = getattr(args, "importance_sampling_level", None), getattr(args, "loss_type", None)
     if loss_type == "luspo" and level != "sequence":
         logger.warning("loss_type='luspo' is meant for importance_sampling_level='sequence'.")
@@ -68,7 +68,7 @@ def warn_biased_sampling(trainer: Any) -> None:
 
 
 def check_router_loss(trainer: Any) -> None:
-    """The load-balancing loss of a mixture of experts must be there, and have a gradient."""
+    """Raise if the load-balancing loss of a mixture-of-experts model is missing or would have no gradient."""
     args = trainer.args
     if not trainer.router_aux_loss_coef:
         return
@@ -89,14 +89,14 @@ def check_router_loss(trainer: Any) -> None:
 
 
 def check_datasets(train: Any, evaluation: Any, args: Any, encoder: PromptEncoder, rollout_func: Any) -> None:
-    """Both datasets; a rollout function reads the prompts itself."""
+    """Check both datasets. With a rollout function prompts are not encoded, since it reads them itself."""
     used = encoder if rollout_func is None else None
     check_train_dataset(train, args, used, encoder.takes_images)
     check_eval_dataset(evaluation, args, used, encoder.takes_images)
 
 
 def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, images: bool = False) -> None:
-    """The training prompts: type, columns, size, and a sample of the rows (none without an encoder)."""
+    """Check the training prompts: type, columns, size, and, with an encoder, that they can be encoded."""
     prompts = args.generation_batch_size // args.num_generations
     if dataset is None:
         raise ConfigError("train_dataset is missing: pass a datasets.Dataset with a `prompt` column.")
@@ -126,7 +126,7 @@ def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, 
 def check_eval_dataset(
     dataset: Any, args: Any, encoder: PromptEncoder | None, images: bool = False, name: str = "eval_dataset"
 ) -> None:
-    """The evaluation prompts, or a dict of them."""
+    """Check the evaluation prompts, or a dict of them."""
     if dataset is None:
         if args.eval_strategy != "no" and not args.eval_benchmarks:
             raise ConfigError(f"eval_strategy={args.eval_strategy.value!r} needs an eval_dataset, or eval_benchmarks.")
@@ -149,9 +149,9 @@ def check_eval_dataset(
 
 
 def check_rows(dataset: Dataset, encoder: PromptEncoder | None, images: bool) -> None:
-    """A sample of the rows, and every prompt: none may end a run that has been under way for hours.
+    """Check a sample of the rows, and every prompt, so that no prompt can fail hours into a run.
 
-    With images only a sample: how many tokens they have is not known before they are read, which takes long.
+    With images only the sample is checked: the number of their tokens is known only after reading them, which is slow.
     """
     sample = sample_rows(dataset) if encoder is None else sample_rows(dataset, encoder.sample_size)
     check_prompts(sample, None, takes_images=images)

@@ -1,4 +1,4 @@
-"""Models beside the policy that are not trained: the reference, and rewards that are models."""
+"""Models besides the policy, which are not trained: the reference model and reward models."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from gruppo.trainer.callbacks import SyncRefModelCallback
 
 
 def make_reference(trainer: Any) -> Any:
-    """A frozen copy of the policy as it is now; none without KL, and none with adapters (see policy/adapters)."""
+    """A frozen copy of the current policy; None without KL, and None with adapters (see policy/adapters)."""
     args = trainer.args
     if args.beta == 0 or adapters.is_peft_model(trainer.model):
         return None
@@ -20,7 +20,7 @@ def make_reference(trainer: Any) -> Any:
             f"sync_ref_model=True is not available with weights that are sharded over processes "
             f"({trainer.sharding.value}); set it to False."
         )
-    if is_sharded(trainer.model):  # ZeRO-3 shards a model as it is loaded, and nothing is left to copy
+    if is_sharded(trainer.model):  # ZeRO-3 shards a model while loading it, so there are no full weights to copy
         reference: Any = loading.load_again(trainer.model, args)
     else:
         reference = loading.copy_as_reference(trainer.model)
@@ -33,16 +33,17 @@ def make_reference(trainer: Any) -> Any:
 
 
 def prepare_reward_model(accelerator: Any, sharding: Sharding, model: Any) -> Any:
-    """On the device, and whole; under ZeRO-3, which shards models as they are loaded, one that keeps in step."""
+    """Put a full reward model on the device; under ZeRO-3, which shards models while loading them, an `InStep`."""
     if sharding is not Sharding.ZERO3:
         return accelerator.prepare_model(model, evaluation_mode=True)
     return InStep(shard_reference(accelerator, sharding, model), accelerator)
 
 
 class InStep(nn.Module):
-    """A model with sharded weights that processes call as often as they like, each with its own rows.
+    """A model with sharded weights that each process may call a different number of times, with its own rows.
 
-    Before each pass all say whether they have one; who has none makes an idle pass (`keep_up`), until nobody has.
+    Before each pass, all processes report whether they have one to run. A process that has none left runs idle passes
+    (`keep_up`) until all processes are done.
     """
 
     def __init__(self, model: nn.Module, accelerator: Any):
@@ -60,5 +61,5 @@ class InStep(nn.Module):
             self.model(input_ids=one, attention_mask=one)
 
     def _busy(self, own: int) -> int:
-        """How many processes have a pass to make."""
+        """The number of processes that have a pass to run."""
         return int(self.accelerator.reduce(torch.tensor(own, device=self.accelerator.device), reduction="sum"))

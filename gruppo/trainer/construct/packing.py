@@ -18,12 +18,12 @@ from gruppo.trainer.processes.collectives import from_main
 
 logger = logging.getLogger(__name__)
 
-# Where packed rows were tried.
+# Distributed types that packed rows were tested with.
 KNOWN = (*REPLICATED, DistributedType.FSDP)
 
 
 def packed_policy(trainer: Any) -> PackedPolicy | None:
-    """How packed rows are run, or None, with a message, where they cannot be."""
+    """The policy that runs packed rows; None if rows are to be padded, with a warning if that was not requested."""
     args = trainer.args
     policy = PackedPolicy(
         fused_head=args.fused_head,
@@ -36,7 +36,7 @@ def packed_policy(trainer: Any) -> PackedPolicy | None:
     reasons = against_packing(trainer) or why_not_packed(model, policy)
     if not reasons and trainer.router_aux_loss_coef:
         reasons = why_not_routed(model, policy)
-    if trainer.sharding.is_sharded:  # some launchers give only the main process weights to try
+    if trainer.sharding.is_sharded:  # with some launchers only the main process has weights to test with
         reasons = from_main(trainer.accelerator, reasons)
     if not reasons:
         return policy
@@ -54,7 +54,7 @@ def packed_policy(trainer: Any) -> PackedPolicy | None:
 
 
 def against_packing(trainer: Any) -> list[str]:
-    """Settings and subclasses that work with padded rows only."""
+    """The settings, models and overridden hooks of this trainer that work with padded rows only."""
     args, reasons = trainer.args, []
     if trainer.prompt_encoder.takes_images:
         model = type(inner_model(trainer.model)).__name__

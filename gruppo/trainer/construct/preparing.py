@@ -1,4 +1,4 @@
-"""What is done to the policy before the trainer has it, and what reads its prompts."""
+"""Preparation of the policy before it is passed to transformers.Trainer, and the prompt encoder."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
         if args.sync_ref_model:
             raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
     if args.gradient_checkpointing or has_reentrant_checkpoints(policy):
-        require_input_gradients(policy, args)  # Trainer, or whoever made the model, turns checkpointing on
+        require_input_gradients(policy, args)  # Trainer, or the creator of the model, turns checkpointing on
     reject_frozen(policy)
     if getattr(args, "cast_lm_head_to_fp32", False):
         cast_head(policy)
@@ -56,7 +56,7 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
 
 
 def reject_frozen(policy: Any) -> None:
-    """Raise for a policy of which nothing is trained."""
+    """Raise for a policy without trainable weights."""
     if any(weight.requires_grad for weight in policy.parameters()):
         return
     how = (
@@ -68,14 +68,14 @@ def reject_frozen(policy: Any) -> None:
 
 
 def recompute_by_default(trainer: Any) -> None:
-    """Under DeepSpeed no plan knows what a process holds: gradient checkpointing is on unless it is turned off."""
+    """Under DeepSpeed, enable gradient checkpointing unless it is set: no plan knows what memory a process uses."""
     args = trainer.args
     if args.gradient_checkpointing is None and trainer.accelerator.distributed_type is DistributedType.DEEPSPEED:
         enable_checkpointing(trainer.model, args)
 
 
 def make_prompt_encoder(toolset: Any, policy: Any, processing: Any, args: Any) -> PromptEncoder:
-    """What turns rows into prompts: with a tokenizer text, with a processor text and images."""
+    """The encoder of rows into prompts: text only with a tokenizer, text and images with a processor."""
     settings = {
         "max_prompt_length": args.max_prompt_length,
         "context_length": loading.context_length(policy),
@@ -92,7 +92,7 @@ def make_prompt_encoder(toolset: Any, policy: Any, processing: Any, args: Any) -
 
 
 def expect_unused_weights(args: Any) -> None:
-    """Let processes agree on gradients where one of them has no image, and so no use for the weights that see."""
+    """Set `ddp_find_unused_parameters`: a process whose rows have no images does not use the vision weights."""
     reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if args.ddp_find_unused_parameters is None and not (args.gradient_checkpointing and reentrant):
         args.ddp_find_unused_parameters = True

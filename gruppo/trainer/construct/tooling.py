@@ -1,4 +1,4 @@
-"""From the trainer's arguments to a toolset: checks, the template that shows it, its rewards and its rows."""
+"""From the trainer's arguments to a toolset: checks, chat template, rewards and rows of environments."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_toolset(tools: Any, environment_factory: Any, args: Any) -> Toolset | None:
-    """What the model may call; None without tools and environments."""
+    """The tools that the model may call; None without tools and environments."""
     if not tools and environment_factory is None:
         return None
     toolset = Toolset(tools, environment_factory, timeout=args.tool_timeout, max_parallel=args.max_parallel_tools)
@@ -35,7 +35,7 @@ def make_toolset(tools: Any, environment_factory: Any, args: Any) -> Toolset | N
 
 
 def reject_shared_engines(args: Any) -> None:
-    """Raise where processes must sample together but would not all be asked to."""
+    """Raise if processes must sample together but not all of them would have turns to sample."""
     size = getattr(args, "vllm_tensor_parallel_size", 1)
     if args.world_size > 1 and args.max_tool_calling_iterations != 0 and size > 1:
         raise ConfigError(
@@ -46,7 +46,7 @@ def reject_shared_engines(args: Any) -> None:
 
 
 def template_for(toolset: Toolset | None, tokenizer: Any) -> str | None:
-    """The chat template to train with, None for the tokenizer's own; makes sure that calls can be shown and read."""
+    """The chat template to train with (None: the tokenizer's own); ensures that calls can be rendered and parsed."""
     if toolset is None or not toolset.functions:
         return None
     chosen = chosen_template(tokenizer)
@@ -66,7 +66,7 @@ def template_for(toolset: Toolset | None, tokenizer: Any) -> str | None:
 def with_environment_rewards(
     toolset: Toolset | None, functions: Any, tokenizers: Any, weights: Sequence[float] | None
 ) -> tuple[list[Any], list[Any] | Any, list[float] | None]:
-    """Reward functions, tokenizers and weights with those of environments that have `get_reward`, each of weight 1."""
+    """Reward functions, tokenizers and weights, extended by the environments that have `get_reward` (weight 1)."""
     listed = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
     added = toolset.environments.rewards() if toolset is not None and toolset.environments is not None else []
     if not added:
@@ -82,7 +82,7 @@ def with_environment_rewards(
 
 
 def rows_of_environment(toolset: Toolset | None, args: Any) -> Dataset | None:
-    """Where there is no dataset: rows with an empty question, into which the environment puts its own."""
+    """The dataset of a run without one: rows with an empty user message, which the environment fills in."""
     if toolset is None or toolset.environments is None:
         return None
     if toolset.environments.several:
@@ -97,7 +97,7 @@ def rows_of_environment(toolset: Toolset | None, args: Any) -> Dataset | None:
 
 
 def check_tool_rows(toolset: Toolset | None, dataset: Any) -> None:
-    """Rows that tools and environments can work with; a dict of datasets is checked one by one."""
+    """Raise if tools or environments cannot use the rows; the datasets of a dict are checked one by one."""
     if toolset is None or dataset is None:
         return
     if isinstance(dataset, Mapping):

@@ -1,4 +1,4 @@
-"""Settings that nothing would read: those of this library raise, those that scripts for TRL may carry are named."""
+"""Settings without effect: those that only gruppo has raise, those that TRL scripts may contain cause a warning."""
 
 import logging
 from collections.abc import Callable
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run has, as far as settings depend on it."""
+    """The parts of a run that settings depend on."""
 
     tools: bool = False  # or environments
     workers: bool = False  # rewards in worker processes
@@ -22,7 +22,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Needs:
-    """Fields that are read under a condition only."""
+    """Fields that are read only under a condition."""
 
     names: tuple[str, ...]
     condition: Callable[[Any, Parts], bool]
@@ -35,7 +35,7 @@ VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 
 
 def objective(args: Any) -> str:
-    """Of GRPO's loss; RLOO has one loss, which is clipped."""
+    """The objective of GRPO's loss type; RLOO has a single loss, which is clipped."""
     return LOSS_TYPES[args.loss_type][0] if hasattr(args, "loss_type") else "clip"
 
 

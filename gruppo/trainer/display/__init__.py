@@ -1,1 +1,1 @@
-"""What people look at: progress, tables of completions, the model card."""
+"""Output for people: progress, tables of completions, the model card."""

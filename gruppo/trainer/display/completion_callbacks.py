@@ -50,7 +50,7 @@ class LogCompletionsCallback(TrainerCallback):
         self._prompts = _evaluation_prompts(trainer, num_prompts, "LogCompletionsCallback")
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        # The state holds eval_steps as a number of steps where the config holds a share of the run.
+        # The config may give eval_steps as a fraction of the run; the state has it as a number of steps.
         if state.global_step % (self.freq or state.eval_steps):
             return
         sampled = _sample(self.trainer, self._prompts, self.generation_config)
@@ -67,7 +67,7 @@ class WeaveCallback(TrainerCallback):
         project_name: the Weave project; None takes the one that is open, else that of the wandb run.
         scorers: name → `scorer(prompt, completion)` returning a number; None logs the completions alone.
         generation_config, num_prompts: as in `LogCompletionsCallback`.
-        dataset_name, model_name: names under which the evaluation is filed; None takes the model's own.
+        dataset_name, model_name: names under which the evaluation is logged; `model_name=None` takes the model's own.
     """
 
     def __init__(
@@ -153,14 +153,14 @@ def _sample(trainer: Any, prompts: list[Any], config: GenerationConfig | None) -
     if config is None:
         config = copy.deepcopy(model.generation_config)
         config.max_new_tokens = getattr(trainer.args, "max_completion_length", None) or config.max_new_tokens
-    # Every process makes the same number of calls, or sharded models would wait for each other for ever.
+    # Every process makes the same number of calls; otherwise, with sharded weights, they would wait forever.
     rounds = math.ceil(len(prompts) / (accelerator.num_processes * trainer.args.eval_batch_size))
     mine = list(range(accelerator.process_index, len(prompts), accelerator.num_processes))
     batches = [mine[i * trainer.args.eval_batch_size :][: trainer.args.eval_batch_size] for i in range(rounds)]
     was_training = model.training
     model.eval()
     found: list[tuple[int, str, str]] = []
-    # Drawing completions for a log must not change the numbers that training draws.
+    # Sampling completions for a log must not change the random numbers that training draws.
     devices = [accelerator.device] if accelerator.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         for batch in batches:

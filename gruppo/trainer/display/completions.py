@@ -109,7 +109,7 @@ def print_prompt_completions_sample(
     if num_samples is not None:
         if num_samples <= 0:
             return
-        # A generator of its own: looking at a run must not change it.
+        # A separate random generator: displaying a run must not change it.
         chosen = sorted(random.Random(step).sample(chosen, min(num_samples, len(chosen))))
     table = Table(show_header=True, header_style="bold", expand=True)
     columns = {"Prompt": prompts, "Completion": completions, **rewards, "Advantage": advantages, **(extra or {})}
@@ -122,7 +122,7 @@ def print_prompt_completions_sample(
 
 
 def write_parquet(table: Mapping[str, Sequence[Any]], path: Path) -> None:
-    """Write columns to a parquet file; what it cannot hold (messages of unequal form) is kept as JSON text."""
+    """Write columns to a parquet file; columns that it cannot hold (messages of unequal form) become JSON text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({name: _column(list(values)) for name, values in table.items()}), path)
 
@@ -145,7 +145,7 @@ def _has_empty_struct(kind: pa.DataType) -> bool:
 
 def _as_text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    return text.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no text
+    return text.encode("utf-8", "backslashreplace").decode()  # lone surrogates are not valid UTF-8
 
 
 def log_to_trackers(
@@ -154,7 +154,7 @@ def log_to_trackers(
     unique_prompts: bool,
     images: Sequence[Sequence[Any]] = (),
 ) -> None:
-    """Send the table to wandb (if a run is active) and trackio, as `completions`; with a column `image` if any has."""
+    """Send the table to wandb (if a run is active) and trackio, as `completions`; with a column `image` if needed."""
     if not {"wandb", "trackio"} & set(trackers):
         return
     import pandas as pd
@@ -178,7 +178,7 @@ def log_to_trackers(
 
 
 def _with_images(frame: Any, images: Sequence[Sequence[Any]], tracker: Any) -> Any:
-    """The frame with a column `image`: what the tracker makes of one image, or of each of several."""
+    """The frame with a column `image`: the tracker's image object, or a list of them for rows with several."""
     if not images:
         return frame
     shown = [[tracker.Image(image) for image in row] for row in images]

@@ -1,4 +1,4 @@
-"""How a run is getting on, in a line: live in a terminal, one line after another elsewhere."""
+"""The progress of a run: a live display in a terminal, a line per log elsewhere."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from transformers.utils import logging as hf_logging
 __all__ = ["LiveProgressCallback", "duration", "metrics_line"]
 
 BAR_WIDTH = 24
-# What is shown of a log, as (key, title, format); what a run does not log is left out.
+# The metrics that are shown, as (key, title, format); those that a run does not log are left out.
 SHOWN = (("kl", "kl", ".4f"), ("entropy", "entropy", ".3f"))
 PHASES = (("rollout/seconds", "sampling"), ("update/seconds", "update"))
 REPLACED = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback")  # of transformers
@@ -34,7 +34,7 @@ def duration(seconds: float) -> str:
 
 
 def metrics_line(logs: Mapping[str, Any], *, short: bool = False) -> str:
-    """The few metrics that say whether a run is well, of those that were logged; `short` is for narrow terminals.
+    """The logged metrics that best show whether a run is healthy; `short` is for narrow terminals.
 
     Example:
         metrics_line({"reward": 0.5, "reward_std": 0.3, "completions/mean_length": 22.0, "step_time": 0.31})
@@ -57,9 +57,9 @@ def metrics_line(logs: Mapping[str, Any], *, short: bool = False) -> str:
 class LiveProgressCallback(TrainerCallback):
     """Show updates, reward with its spread, length, KL, entropy, seconds by phase and the time left.
 
-    In a terminal it is a panel of two lines that is drawn anew, with what the run is doing at the moment. In a pipe or
-    a notebook it is a line per log. It stands in for the bar and the dictionaries of transformers, which a trainer
-    that is given this callback leaves out; with several processes only the main one shows it. `gruppo train` uses it.
+    In a terminal it is a live panel of two lines, which also shows the current phase. In a pipe or a notebook it is a
+    line per log. It replaces the progress bar and the printed dictionaries of transformers, which a trainer with this
+    callback removes. With several processes only the main one shows it. `gruppo train` uses it.
 
     Example:
         trainer = GRPOTrainer(model, reward_funcs=reward, train_dataset=rows, callbacks=[LiveProgressCallback()])
@@ -75,22 +75,22 @@ class LiveProgressCallback(TrainerCallback):
         self._started = 0.0
         self._logs: dict[str, Any] = {}
         self._metrics = ""
-        self._bars = False  # whether there were any before the panel
+        self._bars = False  # whether transformers' progress bars were enabled before the panel
 
     @property
     def made(self) -> int:
-        """Updates since the run was started or went on."""
+        """The number of updates since the run was started or resumed."""
         return self._update - self._first
 
     @property
     def console(self) -> Console:
-        """The one that was given, or the one that `rich.print` writes to."""
+        """The console that was passed, or the one that `rich.print` writes to."""
         import rich
 
         return self._console or rich.get_console()
 
     def watch(self, phase: Callable[[], tuple[str, float]]) -> None:
-        """Ask this what the run is doing, and for how many seconds; a trainer says so when it takes the callback."""
+        """Set the function that returns the current phase and its seconds; a trainer with this callback calls this."""
         self._phase = phase
 
     # ---- what happens
@@ -107,7 +107,7 @@ class LiveProgressCallback(TrainerCallback):
             self._live = Live(get_renderable=self.render, console=console, refresh_per_second=4)
             self._live.start()
             self._bars = hf_logging.is_progress_bar_enabled()
-            hf_logging.disable_progress_bar()  # those of files that are written would break into the panel
+            hf_logging.disable_progress_bar()  # bars for files being written would disrupt the panel
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._update = state.global_step
@@ -116,7 +116,7 @@ class LiveProgressCallback(TrainerCallback):
         logs: Mapping[str, Any] = kwargs.get("logs") or {}
         if not state.is_world_process_zero or "step_time" not in logs:  # an evaluation, or the summary at the end
             return
-        # An update on completions that were sampled before logs no rewards: those of their generation stay.
+        # An update that reuses earlier completions logs no rewards: those of their generation stay visible.
         kept = {key: value for key, value in self._logs.items() if key not in dict(PHASES)}
         self._logs = kept | {key: value for key, value in logs.items() if value is not None}
         self._update, self._metrics = state.global_step, metrics_line(self._logs)
@@ -135,7 +135,7 @@ class LiveProgressCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Leave the last state on the screen and the terminal as it was; after an error a trainer calls this."""
+        """Leave the last state on screen and restore the terminal; a trainer also calls this after an error."""
         live, self._live = self._live, None
         if live is not None:
             live.update(self.render())
@@ -147,12 +147,12 @@ class LiveProgressCallback(TrainerCallback):
 
     @property
     def seconds_left(self) -> float:
-        """By the updates that this run has made so far, with what came between them."""
+        """An estimate from the mean time per update so far, including everything between updates."""
         spent = time.monotonic() - self._started
         return spent / self.made * (self._total - self._update) if self.made else 0.0
 
     def render(self) -> RenderableType:
-        """The panel: how far it is and what it does, and the latest metrics."""
+        """The panel: progress, the current phase, and the latest metrics."""
         phase, seconds = self._phase()
         doing = f"{phase} {seconds:.0f} s" if phase and self._live is not None else ""
         left = f"{duration(self.seconds_left)} left" if self._update > self._first else ""
@@ -175,7 +175,7 @@ class LiveProgressCallback(TrainerCallback):
 
 
 def take_over(trainer: Any) -> None:
-    """Where a trainer has our callback: nothing else shows progress, and it is told what the trainer is doing."""
+    """If a trainer has our callback, remove other progress displays and give it access to the current phase."""
     callbacks = list(trainer.callback_handler.callbacks)
     own = [each for each in callbacks if isinstance(each, LiveProgressCallback)]
     for callback in callbacks if own else ():

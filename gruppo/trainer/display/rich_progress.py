@@ -1,4 +1,4 @@
-"""Bars and the latest metrics, by rich, for those who add the callback themselves; a run has its own (progress.py)."""
+"""A callback with rich progress bars and the latest metrics, to be added by hand; `gruppo train` uses progress.py."""
 
 import math
 from typing import Any
@@ -60,7 +60,7 @@ class RichProgressCallback(TrainerCallback):
         self._stop()
 
     def render(self) -> Group:
-        """What is on the screen: the bars, and the metrics in two pairs of columns."""
+        """The display: the bars, and the metrics in two pairs of columns."""
         table = Table("metric", "value", "metric", "value", box=None)
         items = list(self._metrics.items())
         half = math.ceil(len(items) / 2)
@@ -70,7 +70,7 @@ class RichProgressCallback(TrainerCallback):
         return Group(self._progress, table) if items else Group(self._progress)
 
     def _advance(self, name: str, total: int, completed: int | None = None) -> None:
-        """Show the bar `name`, at `completed` or one further."""
+        """Show the bar `name`, set to `completed` or advanced by one."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total)
         if completed is None:
@@ -84,7 +84,7 @@ class RichProgressCallback(TrainerCallback):
     def _end_eval(self) -> None:
         if "eval" in self._tasks:
             self._progress.remove_task(self._tasks.pop("eval"))
-        if "train" not in self._tasks:  # evaluation alone: nobody else will close the display
+        if "train" not in self._tasks:  # evaluation alone: nothing else will close the display
             self._stop()
 
     def _stop(self) -> None:

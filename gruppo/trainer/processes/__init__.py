@@ -1,1 +1,1 @@
-"""Several processes: who is there, who runs what, where the weights are, and how they end together."""
+"""Several processes: detecting lost ones, balancing work, sharded weights, collectives, and stopping together."""

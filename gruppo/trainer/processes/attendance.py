@@ -1,17 +1,17 @@
-"""What processes that train together say of themselves, and who of them counts as lost."""
+"""The status lines of processes that train together, and the rules by which a process counts as lost."""
 
 import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-PATIENCE = 30.0  # seconds of waiting after which it is said, once, whom one waits for
-PER_LOOK = 3.0  # seconds of silence that one look of the reader can tell of; if more passed, it was away itself
+PATIENCE = 30.0  # seconds of waiting after which a warning names, once, the processes that are waited for
+PER_LOOK = 3.0  # the most seconds between two looks that count as silence; beyond that the reader itself was away
 
 
 @dataclass(frozen=True)
 class Line:
-    """What a process says of itself.
+    """The status that a process publishes.
 
     Example:
         Line(host="a", pid=17, place="…", beat=3, phase="sampling", seconds=2.5, update=7)
@@ -20,10 +20,10 @@ class Line:
 
     host: str
     pid: int
-    place: str  # where process numbers mean the same: a host, or a container on it
+    place: str  # identifies the PID namespace: a host, or a container on it
     beat: int = 0
     phase: str = ""  # "": between two phases, waiting for the others or about to
-    seconds: float = 0.0  # in this phase, or since the last one
+    seconds: float = 0.0  # in this phase, or since the end of the last one
     update: int = 0
     stopping: float = 0.0  # seconds since a signal asked it to stop
     state: str = "here"  # or "left", or "failed"
@@ -38,16 +38,16 @@ class Line:
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process has ended, as far as can be seen from here."""
+        """Whether the process has ended; False if that cannot be seen from this process."""
         return self.place == _place() and not _is_alive(self.pid)
 
 
 def _place() -> str:
-    """Two processes with the same answer know each other's numbers."""
+    """An identifier of the PID namespace: processes with the same one can look up each other's PIDs."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # not Linux: only silence tells
+    except OSError:  # not Linux: a lost process is detected by its silence only
         return f"{platform.node()}/{os.getpid()}"
 
 
@@ -56,16 +56,16 @@ def _is_alive(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    except OSError:  # nobody can say
+    except OSError:  # cannot be determined
         return True
     return state not in ("Z", "X")
 
 
 class Register:
-    """The lines of several processes as they come in, and what follows from them.
+    """The latest status lines of several processes, and which processes are lost, overdue or late.
 
-    A process that is frozen does not say so: how long one has been away is counted from its last line on, by the clock
-    of the reader.
+    A frozen process cannot report that it is frozen, so its silence is measured from its last line, by the reader's
+    clock.
 
     Example, process 1 was last heard of 21 seconds ago:
         register = Register(silence=20, deadline=1800)
@@ -80,7 +80,7 @@ class Register:
         self._looked: float | None = None
 
     def look(self, now: float) -> None:
-        """Begin to read the lines again: while the reader was frozen, or in a slow store, nobody was silent."""
+        """Start a round of reading; time in which the reader itself was frozen, or in a slow store, is not silence."""
         away = 0.0 if self._looked is None else max(now - self._looked - PER_LOOK, 0.0)
         self._heard = {process: heard + away for process, heard in self._heard.items()}
         self._looked = now
@@ -90,7 +90,7 @@ class Register:
             self.lines[process], self._heard[process] = line, now
 
     def lost(self, now: float) -> str | None:
-        """The first process that the others cannot go on without, and why; None if all are well."""
+        """The first lost process, failed ones first, and why the others cannot continue; None if all are well."""
         for process, line in sorted(self.lines.items(), key=lambda item: item[1].state != "failed"):
             if (reason := self._wrong(process, line, now)) is not None:
                 return reason
@@ -120,7 +120,7 @@ class Register:
         return now - self._heard[process]
 
     def _away(self, process: int, now: float) -> float:
-        """For how long a process has been in its own work, or, if it only waits, has not said so."""
+        """Seconds that a process has been in its own work or, if it is waiting, since its last line."""
         line = self.lines[process]
         return self._quiet(process, now) + (line.seconds if line.phase else 0.0)
 
@@ -129,9 +129,10 @@ class Register:
         return f"; it is alive, but silent for {quiet:.0f} s" if self.is_silent(process, now) else ""
 
     def _waited_for(self, process: int, now: float) -> float:
-        """For how long another one has waited, the longest.
+        """The longest time, in seconds, that another process has been waiting.
 
-        Passes of the model hold exchanges, so for one that is silent whoever does not come to an end counts.
+        If this process is silent, the others count as waiting in any phase: passes of the model contain collectives,
+        in which they may be blocked.
         """
         silent = self.is_silent(process, now)
         waits = [
@@ -142,7 +143,7 @@ class Register:
         return max(waits, default=0.0)
 
     def overdue(self, now: float) -> str | None:
-        """Who keeps the run from ending, if it was asked to too long ago; what is being saved is waited for."""
+        """Which processes delay the end of a run that was asked to stop too long ago; None while one is saving."""
         here = {process: line for process, line in self.lines.items() if line.state == "here"}
         waited = max(
             (line.stopping + self._quiet(process, now) for process, line in here.items() if line.stopping), default=0.0
@@ -157,7 +158,7 @@ class Register:
         )
 
     def late(self, now: float) -> str | None:
-        """Whom the others have been waiting for longer than is usual."""
+        """The processes that the others have been waiting for longer than `PATIENCE`."""
         waited = {
             process: self._waited_for(process, now)
             for process, line in sorted(self.lines.items())

@@ -1,14 +1,14 @@
-"""Work by tokens: rows of an update go from processes that have many tokens to run to those that have few.
+"""Load balancing by tokens: rows of an update move from processes with many tokens to run to those with few.
 
-Processes wait for each other at the end of every update, so it takes as long as the fullest of them. Completions
-differ in length, and rows that cannot move the weights are not run: with the rows that each process happened to
-sample, some have twice as much to do as others. Where a row is run changes no number but in rounding: the loss is a
-sum over all rows of all processes, divided by a size that all of them know. Metrics are made at home, where the scores
-come back to.
+Processes wait for each other at the end of every update, so an update takes as long as the process with the most work.
+Completions differ in length, and rows that cannot change the weights are not run, so with the rows that each process
+happened to sample some have twice as much work as others. Which process runs a row affects results only by rounding:
+the loss is a sum over all rows of all processes, divided by a size that all of them know. Metrics are computed on a
+row's home process, to which its scores are returned.
 
-    plan_moves         who gives what to whom
-    exchange_rows      does it; `Work` is what a process then runs
-    straggler_report   how uneven the processes were, for the logs
+    plan_moves          which units of work move from which process to which
+    exchange_rows       moves the rows; `Work` is what a process then runs
+    report_stragglers   logs how uneven the processes were
 """
 
 from collections.abc import Sequence
@@ -23,24 +23,25 @@ from gruppo.data.collate import trim
 from gruppo.trainer.update.rows import Update
 from gruppo.types import TrainBatch
 
-OWN_WORK = ("sampling", "running tools", "asking the rewards", "computing log-probs")  # beside the update
+OWN_WORK = ("sampling", "running tools", "asking the rewards", "computing log-probs")  # besides the update
 SLOWEST = "balance/slowest_rank"
-WORTHWHILE = 1.05  # the fullest process over the mean, up to which rows stay where they are
+WORTHWHILE = 1.05  # up to this ratio of the largest load to the mean load, no rows are moved
 
 
 class Move(NamedTuple):
-    """A unit of work that changes its process."""
+    """A unit of work that moves from one process to another."""
 
     source: int
-    unit: int  # which of the source's
+    unit: int  # index among the units of the source
     target: int
 
 
 def plan_moves(costs: Sequence[Sequence[int]], worthwhile: float = WORTHWHILE) -> list[Move]:
-    """The moves that make the loads of processes about equal, given the cost of each one's units of work.
+    """The moves that make the loads of processes about equal, given the costs of each process's units of work.
 
-    Again and again the fullest process gives the emptiest the unit that leaves them most alike. Every process computes
-    the same. None gives away what it was given, or its last unit.
+    Repeatedly, the process with the largest load gives the one with the smallest load the unit that makes their loads
+    most equal. Every process computes the same plan. A process never passes on units that it received, nor gives away
+    its last unit.
 
     Example, 15 tokens and 3 become 9 and 9:
         plan_moves([[5, 6, 4], [3]]) == [Move(source=0, unit=1, target=1)]
@@ -63,15 +64,15 @@ def plan_moves(costs: Sequence[Sequence[int]], worthwhile: float = WORTHWHILE) -
 
 
 def max_over_mean(values: Sequence[float]) -> float:
-    """1 if all are equal, 2 if one has twice the mean."""
+    """The largest value divided by the mean: 1 if all are equal, 2 if the largest is twice the mean."""
     total = sum(values)
     return max(values) * len(values) / total if total else 1.0
 
 
 def units_of(batch: TrainBatch, rows: Sequence[int]) -> tuple[list[list[int]], list[int]]:
-    """Rows of one prompt that stay together, and the tokens of each such unit.
+    """Units of rows that share a prompt and stay together, and the number of tokens of each unit.
 
-    A prompt is run once for the rows it is shared by, so a group is cut only into parts in which the completions have
+    A prompt is run once for all rows of a unit, so a group is only split into parts whose completions have at least
     twice as many tokens as the prompt.
     """
     prompts, completions = batch.prompt_mask.sum(1).tolist(), batch.completion_mask.sum(1).tolist()
@@ -91,13 +92,13 @@ class Work:
     """The rows that this process runs in an update."""
 
     home: Update
-    run: Update  # what is run: rows of the home first, then guests
-    kept: list[int]  # rows of the home, in the order in which they are run
-    guests: list[tuple[int, list[int], int]]  # in the order in which they are run: home process, rows there, width
+    run: Update  # the rows that are run: first own rows, then guests
+    kept: list[int]  # own rows that are run here, in order
+    guests: list[tuple[int, list[int], int]]  # rows of other processes, in order: home process, rows there, width
 
     @classmethod
     def of(cls, accelerator: Any, update: Update, rows: Sequence[int]) -> "Work | None":
-        """After an exchange between all processes; None if all rows stay where they are."""
+        """Exchange rows between all processes; None if all rows stay where they are."""
         units, costs = units_of(update.batch, rows)
         every: list[list[int]] = gather_object([costs])
         moves = plan_moves(every)
@@ -121,13 +122,13 @@ class Work:
         return cls(update, run, kept, guests)
 
     def bring_home(self, accelerator: Any) -> None:
-        """Give the scores of guests back, and take those of own rows that were run elsewhere."""
+        """Send the scores of guest rows back, and receive those of own rows that were run elsewhere."""
         home, run = self.home, self.run
         self._enter(self.kept, run.logps_BT[: len(self.kept)], run.entropy_BT[: len(self.kept)])
         first, parcels = len(self.kept), []
         for source, places, width in self.guests:
             part = slice(first, first + len(places))
-            # Copies: with a view, all that it is a part of would travel.
+            # Clone: sending a view would transfer its whole underlying storage.
             scores = (run.logps_BT[part, :width].cpu().clone(), run.entropy_BT[part, :width].cpu().clone())
             parcels.append((source, places, *scores))
             first += len(places)
@@ -138,7 +139,7 @@ class Work:
 
     def _enter(self, rows: list[int], logps_bT: Tensor, entropy_bT: Tensor) -> None:
         home = self.home
-        width = min(home.logps_BT.shape[1], logps_bT.shape[1])  # beyond it there is padding only
+        width = min(home.logps_BT.shape[1], logps_bT.shape[1])  # everything beyond is padding
         home.entropy_BT = home.entropy_BT.to(torch.promote_types(home.entropy_BT.dtype, entropy_bT.dtype))
         home.logps_BT[rows, :width] = logps_bT[:, :width].to(home.logps_BT.dtype)
         home.entropy_BT[rows, :width] = entropy_bT[:, :width].to(home.entropy_BT.dtype)
@@ -158,9 +159,9 @@ def _parcel(update: Update, source: int, rows: list[int], target: int) -> dict[s
 
 
 def exchange_rows(trainer: Any, update: Update, rows: Sequence[int]) -> Work | None:
-    """Even out the tokens that processes run; None where all rows stay at home."""
+    """Balance the tokens that processes run; None if all rows stay on their home process."""
     alone = trainer.accelerator.num_processes == 1 or not trainer.args.balance_processes
-    # The threshold of entropies, and the loss of routers, are those of a micro-batch as a whole.
+    # The entropy threshold and the router loss are computed over a micro-batch as a whole.
     if alone or trainer.entropy_share < 1 or trainer.aux_loss_enabled:
         return None
     with trainer.presence.waiting():
@@ -168,9 +169,10 @@ def exchange_rows(trainer: Any, update: Update, rows: Sequence[int]) -> Work | N
 
 
 def report_stragglers(trainer: Any, passes: float, costs: Sequence[int]) -> None:
-    """Log how uneven the work of the processes was, once the device was waited for.
+    """Log how uneven the work of the processes was; to be called after the device was synchronised.
 
-    `passes`: seconds of this process's own, before it waited for the others. `costs`: tokens, had none been exchanged.
+    `passes` is the seconds of this process's own passes, before it waited for the others. `costs` is the number of
+    tokens of each process without any exchange.
     """
     phases = OWN_WORK if trainer.packed is not None else (*OWN_WORK, "updating")
     busy = sum(trainer.presence.take_seconds(phase) for phase in phases) + passes
@@ -178,12 +180,12 @@ def report_stragglers(trainer: Any, passes: float, costs: Sequence[int]) -> None
     tokens, seconds = trainer.accelerator.gather(mine).T.tolist()
     found = imbalance_of(tokens, costs or tokens, seconds)
     trainer.metrics.add("train", found)
-    # The mean of two processes' numbers is a third's: of the updates between two logs the last one's is logged.
+    # Averaging ranks over updates would name a wrong rank, so the rank of the last update before a log is logged.
     trainer.metrics.set("train", {SLOWEST: found[SLOWEST]})
 
 
 def imbalance_of(tokens: Sequence[float], before: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
-    """How uneven the processes were, from what each had to run and how long it worked.
+    """How uneven the processes were, from the tokens that each ran and the time that each worked.
 
     Example, two processes:
         imbalance_of([60, 40], [80, 20], [3.0, 1.0])

@@ -1,4 +1,4 @@
-"""What processes tell each other: rows, flags, errors, numbers. With one process each returns what it was given."""
+"""Collectives for rows, flags, errors and numbers. With a single process most return their input."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ def gather_rows(accelerator: Accelerator, rows: Tensor) -> Tensor:
 
 
 def any_process(accelerator: Accelerator, flag: bool) -> bool:
-    """Whether it is true of any process."""
+    """Whether the flag is true on any process."""
     if accelerator.num_processes == 1:
         return flag
     return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device), reduction="sum") > 0)
@@ -30,14 +30,14 @@ def any_process(accelerator: Accelerator, flag: bool) -> bool:
 
 @contextmanager
 def raised_together(accelerator: Accelerator, kind: type[Exception]) -> Iterator[None]:
-    """What one process raises in here all of them raise, as errors of this kind, lest some wait for the others.
+    """If one process raises inside, all of them raise, the others an error of this kind, so that none waits forever.
 
-    All processes must come here, and none may wait for another inside.
+    All processes must enter this context, and the code inside must not wait for other processes.
     """
     error: Exception | None = None
     try:
         yield
-    except Exception as raised:  # of any kind: it is raised below, once the others know
+    except Exception as raised:  # of any kind: it is raised below, once the other processes know of it
         error = raised
     if any_process(accelerator, error is not None) and accelerator.num_processes > 1:
         told = gather_object([None if error is None else f"{type(error).__name__}: {error}"])
@@ -49,21 +49,21 @@ def raised_together(accelerator: Accelerator, kind: type[Exception]) -> Iterator
 
 
 def from_main(accelerator: Accelerator, value: Any) -> Any:
-    """What the main process has."""
+    """The main process's value, broadcast to all processes."""
     if accelerator.num_processes == 1:
         return value
     return broadcast_object_list([value])[0]
 
 
 def rows_in_batch(accelerator: Accelerator, count: int) -> range:
-    """The place of this process's rows in the batch of all processes."""
+    """The positions of this process's rows in the batch of all processes."""
     counts = accelerator.gather(torch.tensor([count], device=accelerator.device)).tolist()
     first = sum(counts[: accelerator.process_index])
     return range(first, first + count)
 
 
 def mean_of_processes(accelerator: Accelerator, numbers: Sequence[float]) -> list[float]:
-    """Not finite if the number of any process is not, so that all processes do the same."""
+    """The mean of each number over processes; not finite if any process's number is not, so that all act alike."""
     if accelerator.num_processes == 1:
         return list(numbers)
     means: list[float] = accelerator.reduce(

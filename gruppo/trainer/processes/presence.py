@@ -1,18 +1,18 @@
-"""Who of several processes is there, and what it is doing: one that dies or fails ends the others with the reason.
+"""Detects processes that die or fail during distributed training, and ends the others with the reason.
 
-Processes that train together wait for each other in every gather and in every backward pass. One that is gone leaves
-the others waiting until a timeout of the backend, with an error that names nobody. So each has a thread that writes a
-line about it into the store by which the processes found each other, every second and whatever the process itself is
-busy with. The main process reads all of them, the others read the main one's and its verdict: nothing is exchanged
-between the processes that train, and no work waits for it.
+Processes that train together wait for each other in every gather and in every backward pass. If one is gone, the
+others wait until the backend times out, with an error that does not name it. Therefore each process has a thread that
+writes a status line every second to the store of the process group, whatever the process itself is doing. The main
+process reads all lines; the others read the main process's line and its verdict. No collectives are involved, and no
+work waits for this.
 
-    dead      its process is gone, known at once on the same host; of one elsewhere, nothing was heard for `silence` s
-    failed    it said so, with its error
-    missing   alive, but for `deadline` seconds in the work that the others wait for, or frozen; till then only named
+    dead      the process is gone: seen at once on the same host; on another host, no line for `silence` seconds
+    failed    the process reported an error
+    missing   alive, but frozen or in work that the others wait for, for `deadline` seconds; before that only a warning
     overdue   a signal asked the run to stop, and its update has not ended within `stop_within` seconds
 
-Slow is not dead: a process that sleeps or computes goes on writing its line. One that is stopped, or holds the
-interpreter's lock, cannot write: on the same host its process is seen to be alive, on another it counts as dead.
+Slow is not dead: a process that sleeps or computes still writes its line. A process that is stopped, or that holds the
+GIL, cannot write: on the same host it is seen to be alive, on another host it counts as dead.
 """
 
 import itertools
@@ -37,13 +37,13 @@ from gruppo.trainer.processes.stopping import STOPPED_UNSAVED
 
 logger = logging.getLogger(__name__)
 
-LOST = 69  # the exit code of a process that ends because of another one: sysexits.h calls it EX_UNAVAILABLE
+LOST = 69  # the exit code of a process that ends because of another one: EX_UNAVAILABLE of sysexits.h
 BEAT = 1.0  # seconds between two lines
-SHORT = 0.05  # at least so many, however often the phase changes
-CALL = 10.0  # seconds that a call to the store may take
-GRACE = 5.0  # seconds in which a process may end by itself once it is told that another one is lost
-_SESSIONS = itertools.count()  # of this program: processes begin them in the same order
-# What a collective that lost a peer says in the backends of torch.
+SHORT = 0.05  # the minimum seconds between two lines, however often the phase changes
+CALL = 10.0  # timeout of a call to the store, in seconds
+GRACE = 5.0  # seconds that a process has to end by itself once it knows that another one is lost
+_SESSIONS = itertools.count()  # numbers the sessions, which all processes begin in the same order
+# Parts of the error messages of torch's backends when a collective has lost a peer.
 _OF_A_PEER = (
     *("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "timed out", "store"),
     "pair closure",  # gloo in a backward pass, once the timeout is over
@@ -51,14 +51,14 @@ _OF_A_PEER = (
 
 
 class Verdict(NamedTuple):
-    """Why the processes end, and with which code."""
+    """Why the processes end, and with which exit code."""
 
     said: str
     code: int = LOST
 
 
 class Presence:
-    """This process among several; without others, or with `silence` None, it does nothing.
+    """Publishes the status of this process and watches the others; does nothing alone or with `silence=None`.
 
     Example:
         presence = Presence(rank=0, world=2, silence=20.0, deadline=1800.0, update=lambda: 7)
@@ -91,7 +91,7 @@ class Presence:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """In here the processes watch each other. An error of this one ends them all."""
+        """Inside this context the processes watch each other, and an error of this process ends all of them."""
         if self._watch is not None or self.world == 1 or self.silence is None or not _has_store():
             yield
             return
@@ -105,7 +105,7 @@ class Presence:
             if explained is error:
                 raise
             raise explained from error
-        except BaseException as end:  # an orderly end, which the others come to as well, or an interrupt
+        except BaseException as end:  # an orderly exit, which the others reach as well, or an interrupt
             self._watch.end("left" if isinstance(end, SystemExit) else "failed", _short(end))
             raise
         finally:
@@ -114,8 +114,8 @@ class Presence:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What is done in here is this process's own work, which the others may have to wait for."""
-        self._failed_in = None  # of an error that was mended
+        """The code inside is this process's own work, which the others may have to wait for."""
+        self._failed_in = None  # clears the phase of an earlier error that was handled
         self._enter([*self._phases, phase])
         since = None
         try:
@@ -126,20 +126,22 @@ class Presence:
             raise
         finally:
             self._enter(self._phases[:-1])
-            self._since = since or self._since  # the others were waited for till now, which is what a verdict goes by
+            # After the failure of a peer, keep the start of the phase: this process has been waiting since then, and
+            # verdicts depend on how long processes wait.
+            self._since = since or self._since
 
     @property
     def phase(self) -> tuple[str, float]:
-        """What is done at the moment, and for how many seconds."""
+        """The current phase, and its duration so far in seconds."""
         phases = self._phases
         return (phases[-1] if phases else ""), time.monotonic() - self._since
 
     def take_seconds(self, phase: str) -> float:
-        """Spent in a phase, but not in others inside of it, since this was last asked."""
+        """Seconds spent in a phase, excluding phases nested inside it, since the last call."""
         return self._seconds.pop(phase, 0.0)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """In here, inside of some work, the others are waited for."""
+        """Inside this context, nested in some phase, this process waits for the others."""
         return self.during("")
 
     def _enter(self, phases: list[str]) -> None:
@@ -150,7 +152,7 @@ class Presence:
             self._watch.wake.set()
 
     def line(self) -> Line:
-        """What is to be said now."""
+        """The current status line."""
         phases, since = self._phases, self._since
         return replace(
             self._line,
@@ -161,11 +163,11 @@ class Presence:
         )
 
     def _explained(self, error: Exception) -> BaseException:
-        """The error itself, which the others are told; or, if it only says that a peer is gone, which one that is."""
+        """The error itself, after reporting it to the others, or one that names the lost peer that caused it."""
         assert self._watch is not None
         assert self.silence is not None
         if _is_of_a_peer(error):
-            # A broken connection is seen before the silence of the one that broke it.
+            # A broken connection is noticed earlier than the silence of the process that broke it.
             self._watch.judged.wait(self.silence + 3 * BEAT)
             if self.verdict is not None and self.verdict.code != LOST:
                 logger.error(f"{self.verdict.said}.")
@@ -178,11 +180,11 @@ class Presence:
 
 
 class _Watch:
-    """The thread of a process that says its line, and hears those of the others.
+    """The thread of a process that writes its status line and reads those of the others.
 
-    Only this thread speaks to its store: a client of a store is not for two. It is no daemon, and nobody's end is
-    missed: a program that ends waits until the thread is out of the store, in which no call takes longer than `CALL`
-    if the store answers at all.
+    Only this thread uses its store client, which must not be shared between threads. It is not a daemon thread, and
+    it ends when the main thread does: a program that exits waits until the thread has left the store, where no call
+    takes longer than `CALL` if the store responds at all.
     """
 
     def __init__(self, presence: Presence, store: Any):
@@ -192,22 +194,22 @@ class _Watch:
             silence=presence.silence, deadline=presence.deadline, stop_within=presence.stop_within
         )
         self.judged = threading.Event()
-        self.wake = threading.Event()  # there is news of this process
+        self.wake = threading.Event()  # the status of this process has changed
         self._spoken = threading.Event()
         self._ended = threading.Event()
-        self._last: Line | None = None  # what is said at the end
+        self._last: Line | None = None  # the final line
         self._beat = 0
         self._turned = time.monotonic()
         self._said_late = False
         self._thread = threading.Thread(target=self._run, name="gruppo-presence", daemon=False)
 
     def start(self) -> None:
-        """Be there, and known to the others."""
+        """Start the thread, and wait until its first line is in the store."""
         self._thread.start()
         self._spoken.wait(CALL)
 
     def end(self, state: str, said: str = "", phase: str | None = None) -> None:
-        """Say goodbye, and wait until the thread is gone: nothing may be taken down while it is in the store."""
+        """Write a final line and wait for the thread to end: nothing may be torn down while it uses the store."""
         if self._ended.is_set():
             return
         line = self.presence.line()
@@ -219,9 +221,10 @@ class _Watch:
             logger.warning("The thread that watches the other processes is still waiting for the store.")
 
     def end_if_stuck(self) -> None:
-        """End the program at once if its thread sits in a store that a stopped process holds: it would wait for ever.
+        """Exit at once if the thread is blocked in a store whose process is stopped: it would wait forever.
 
-        The limit on calls does not help. It is on what the store waits for, not on a store that says nothing.
+        The timeout of calls does not help here: it limits how long the store waits for a key, not how long a client
+        waits for a store that does not respond.
         """
         seconds = time.monotonic() - self._turned
         if seconds > self.register.silence and self._thread.is_alive():
@@ -236,7 +239,7 @@ class _Watch:
                 self._spoken.set()
                 if time.monotonic() >= due:
                     due, verdict = time.monotonic() + BEAT, self._listen()
-            except (RuntimeError, OSError) as error:  # of the store: a peer that held it, or the launcher, is gone
+            except (RuntimeError, OSError) as error:  # from the store: its host process, or the launcher, is gone
                 verdict = self._without_store(error)
             if verdict is not None and not self._ended.is_set():
                 self._give_up(verdict)
@@ -251,20 +254,20 @@ class _Watch:
         self.store.set(f"line/{self.presence.rank}", json.dumps(asdict(replace(line, beat=self._beat))))
 
     def _say_last(self) -> None:
-        """Goodbye; after an error, stay until the others have heard of it: the store may end with this process."""
+        """Write the final line; after an error, wait until the others know: the store may end with this process."""
         try:
             if self._last is not None:
                 self._say(self._last)
             if self._last is not None and self._last.state == "failed":
-                self.store.add("heard", 1)  # who fails too need not be told
+                self.store.add("heard", 1)  # a process that fails itself need not be notified
                 limit = time.monotonic() + 3 * BEAT
                 while self.store.add("heard", 0) < self.presence.world and time.monotonic() < limit:
                     time.sleep(BEAT / 10)
-        except (RuntimeError, OSError):  # the store is gone, and with it whoever held it
+        except (RuntimeError, OSError):  # the store is gone, together with the process that hosted it
             logger.debug("the last line could not be said", exc_info=True)
 
     def _listen(self) -> Verdict | None:
-        """The main process hears all and judges; the others hear the main one and its verdict."""
+        """Read lines: the main process reads all and decides; the others read the main one's line and its verdict."""
         rank, world = self.presence.rank, self.presence.world
         missing = [process for process in range(world) if process not in self.register.lines and process != rank]
         known = [process for process in (range(world) if rank == 0 else [0]) if process not in (*missing, rank)]
@@ -275,8 +278,8 @@ class _Watch:
             texts = self.store.multi_get([f"line/{process}" for process in known])
             for process, text in zip(known, texts, strict=True):
                 self.register.note(process, Line(**json.loads(text)), now)
-        self.register.note(rank, self.presence.line(), now)  # one that waits for the main one must know that it does
-        if rank == 0 or (rank == 1 and self.register.is_silent(0, now)):  # the main one cannot tell of itself then
+        self.register.note(rank, self.presence.line(), now)  # so that waiting for the main process is registered
+        if rank == 0 or (rank == 1 and self.register.is_silent(0, now)):  # a silent main process cannot report itself
             self._report_late(now)
         if rank != 0 and self._has("verdict"):
             return Verdict(*json.loads(self.store.get("verdict")))
@@ -288,7 +291,7 @@ class _Watch:
     def _judge(self, now: float) -> Verdict | None:
         if (lost := self.register.lost(now)) is not None:
             return Verdict(lost)
-        overdue = self.register.overdue(now) if self.presence.rank == 0 else None  # who knows of all
+        overdue = self.register.overdue(now) if self.presence.rank == 0 else None  # only the main one has all lines
         return None if overdue is None else Verdict(overdue, STOPPED_UNSAVED)
 
     def _has(self, key: str) -> bool:
@@ -301,19 +304,20 @@ class _Watch:
         self._said_late = late is not None
 
     def _without_store(self, error: Exception) -> Verdict:
-        """The one that held the store is the main process, or a launcher that ended with it."""
+        """The verdict when the store is gone: its host is the main process, or a launcher that ended with it."""
         main = self.register.lines.get(0)
         last = "" if main is None else f" It was {main}."
         return Verdict(f"process 0, or the launcher, is gone: {str(error).splitlines()[0][:200]}.{last}")
 
     def _give_up(self, verdict: Verdict) -> None:
-        """Tell the program, and end it if it does not end by itself: it may sit in a collective that never returns."""
+        """Set the verdict, and exit if the program does not: it may be blocked in a collective that never returns."""
         self.presence.verdict = verdict
         self.judged.set()
-        with suppress(RuntimeError, OSError):  # of the store, if nobody is there to hear it
+        with suppress(RuntimeError, OSError):  # the store may be gone
             self.store.add("heard", 1)
         own = self.presence.line()
-        if not self._ended.wait(GRACE if verdict.code == LOST else 2 * BEAT):  # so long that the others hear of it
+        # Two beats are enough for the others to read the verdict.
+        if not self._ended.wait(GRACE if verdict.code == LOST else 2 * BEAT):
             self._exit(verdict, own)
 
     def _exit(self, verdict: Verdict, own: Line | None = None) -> None:
@@ -335,7 +339,7 @@ def _has_store() -> bool:
 
 
 def _store() -> Any:
-    """A connection of its own to the store of the process group: another thread may be waiting on the first."""
+    """A separate connection to the store of the process group, since another thread may be blocked on the original."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     default: Any = _get_default_store()
@@ -352,7 +356,7 @@ def _is_of_a_peer(error: BaseException) -> bool:
 
 
 def _short(error: BaseException) -> str:
-    """The error in a line; of a long one, as one with a traceback, its beginning and its end."""
+    """The error on one line; a long message, such as one with a traceback, is cut to its beginning and end."""
     text = " ".join(str(error).split())
     if len(text) > 600:
         text = f"{text[:300]} … {text[-300:]}"
@@ -360,7 +364,7 @@ def _short(error: BaseException) -> str:
 
 
 def presence_of(args: Any, update: Callable[[], int], stopping: Callable[[], float]) -> Presence:
-    """The presence that a config asks for."""
+    """The presence as configured."""
     return Presence(
         rank=args.process_index,
         world=args.world_size,

@@ -1,8 +1,8 @@
-"""A trainer whose weights are sharded over processes: what it samples from, and what its processes agree on.
+"""Training with weights sharded over processes: how to sample from them, and what the processes must agree on.
 
-find_sharding           who holds the weights
-make_sharded_sampling   all weights on every process for the time of a rollout, or sampling in step
-reject_together         features in which only some processes sample, where they can only sample in step
+find_sharding           how the weights are distributed
+make_sharded_sampling   gathers all weights on every process for a rollout, or samples in lockstep
+reject_together         rejects features in which only some processes sample if they must sample in lockstep
 least_plan              the plan of an update that all processes can follow
 """
 
@@ -36,7 +36,7 @@ SAVES_WHOLE = "stage3_gather_16bit_weights_on_model_save"
 
 
 def find_sharding(trainer: Any) -> Sharding:
-    """Who holds the weights; raises where they cannot be sharded and be what the config asks for."""
+    """How the weights are distributed over processes; raises if the settings do not work with sharded weights."""
     _reject_unused_deepspeed(trainer)
     kind = sharding_of(trainer.accelerator)
     _reject_other_parallelism(trainer, kind)
@@ -68,7 +68,7 @@ def find_sharding(trainer: Any) -> Sharding:
 
 
 def _reject_unused_deepspeed(trainer: Any) -> None:
-    """accelerate passes over a DeepSpeed config where it was told to use CPUs, and trains with DDP."""
+    """Raise if accelerate ignores the DeepSpeed config because it was told to use CPUs; it would train with DDP."""
     asked = getattr(trainer.args, "deepspeed_plugin", None) is not None
     if asked and trainer.accelerator.distributed_type is not DistributedType.DEEPSPEED:
         raise ConfigError(
@@ -78,7 +78,7 @@ def _reject_unused_deepspeed(trainer: Any) -> None:
 
 
 def _reject_other_parallelism(trainer: Any, kind: Sharding) -> None:
-    """Of what a launcher asks for, or a model that comes in cut up; the config has looked at its own field."""
+    """Raise if the launcher requests other parallelism, or the model is already sharded; the config checks its own."""
     asked = getattr(trainer.accelerator, "parallelism_config", None)
     found = [name for name in ("tp", "cp", "sp") if getattr(asked, f"{name}_enabled", False)]
     if found or (kind is Sharding.NONE and is_sharded(trainer.model)):
@@ -91,7 +91,7 @@ def _reject_other_parallelism(trainer: Any, kind: Sharding) -> None:
 
 
 def _reject_other_noise(trainer: Any) -> None:
-    """accelerate has layers computed again without the random state that they were computed with."""
+    """Raise for dropout with accelerate's activation checkpointing, which recomputes with another random state."""
     plugin = trainer.accelerator.state.fsdp_plugin
     drops = any(module.p > 0 for module in dropouts(trainer.model)) or functional_dropouts(trainer.model)
     if drops and getattr(plugin, "activation_checkpointing", False):
@@ -107,7 +107,7 @@ def _warn_not_gathered(trainer: Any, kind: Sharding) -> None:
 
 
 def _save_whole_weights(accelerator: Any) -> None:
-    """Under ZeRO-3, save weights that transformers can load; on its own DeepSpeed saves each process's share only."""
+    """Under ZeRO-3, save weights that transformers can load; by default DeepSpeed saves only each process's shard."""
     zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     if zero.get(SAVES_WHOLE) is not True and accelerator.is_main_process:
         logger.warning(
@@ -118,13 +118,13 @@ def _save_whole_weights(accelerator: Any) -> None:
 
 
 def make_sharded_sampling(trainer: Any, *, needed: bool) -> ShardedSampling | None:
-    """How the run samples from its weights; None where every process has all of them.
+    """How the run samples from sharded weights; None if they are not sharded, or if vLLM samples.
 
-    They are gathered for the built-in engine, and under ZeRO-3 for `generate` as well; where they are is where
-    `rollout_backend="transformers"` under FSDP2 and ds3_gather_for_generation=False leave them.
+    The weights are gathered for the built-in engine, and under ZeRO-3 for `generate` as well. They stay sharded with
+    `rollout_backend="transformers"` under FSDP2, and with ds3_gather_for_generation=False under ZeRO-3.
     """
     kind, args, accelerator = trainer.sharding, trainer.args, trainer.accelerator
-    if kind is Sharding.NONE or args.samples_with_vllm:  # which holds a copy of its own
+    if kind is Sharding.NONE or args.samples_with_vllm:  # vLLM holds its own copy of the weights
         return None
     gathers = args.ds3_gather_for_generation if kind is Sharding.ZERO3 else args.rollout_backend != "transformers"
     whole = None
@@ -158,10 +158,10 @@ def _reject_offload(accelerator: Any, kind: Sharding) -> None:
 
 
 def _plan(trainer: Any, size: int) -> str:
-    """Keep the gathered weights between rollouts or free them after each; one answer for all processes."""
+    """Whether to keep the gathered weights between rollouts or free them after each; the same on all processes."""
     accelerator = trainer.accelerator
     free = free_memory(accelerator.device) - training_bytes(trainer.model.parameters())
-    if accelerator.device.type == "cpu":  # which the processes of a host share
+    if accelerator.device.type == "cpu":  # the processes of a host share its memory
         free //= int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
     least = int(accelerator.gather(torch.tensor([max(free, 0)], device=accelerator.device)).min())
     decision = plan_whole_weights(size, least)
@@ -180,7 +180,7 @@ def _plan(trainer: Any, size: int) -> str:
 
 
 def why_no_parity_check(accelerator: Any, whole: WholeWeights | None) -> str | None:
-    """Why some process cannot hold gradients of all weights for a moment; None if all can."""
+    """Why some process cannot temporarily hold gradients of the full weights; None if all can."""
     short = whole is None or free_memory(accelerator.device) < 3 * whole.bytes
     if not any_process(accelerator, short):
         return None
@@ -188,7 +188,7 @@ def why_no_parity_check(accelerator: Any, whole: WholeWeights | None) -> str | N
 
 
 def reject_together(trainer: Any) -> None:
-    """Raise where processes can only sample in step, but would not all be asked to."""
+    """Raise if processes can only sample in lockstep but a feature would let only some of them sample."""
     args, backend = trainer.args, trainer.backend
     if not backend.lockstep or trainer.accelerator.num_processes == 1:
         return
@@ -212,7 +212,10 @@ def _in_step(kind: Sharding) -> str:
 
 
 def least_plan(accelerator: Any, plan: UpdatePlan) -> UpdatePlan:
-    """The plan of the process with the least memory; to compute layers again is to gather them again, for all."""
+    """The smallest limits of any process, with gradient checkpointing if any process needs it.
+
+    Recomputing a layer gathers its weights again, so all processes must do it together.
+    """
     mine = torch.tensor([plan.tokens, plan.group_tokens, -int(plan.checkpointing)], device=accelerator.device)
     tokens, group_tokens, recomputed = accelerator.gather(mine[None]).amin(0).tolist()
     return replace(plan, tokens=tokens, group_tokens=group_tokens, checkpointing=bool(recomputed))

@@ -1,8 +1,9 @@
 """An orderly end on SIGTERM and SIGINT.
 
-The first signal only leaves a note. A run reads it where nothing is half done: between the steps of a rollout, between
-packs, between updates. What an update has done so far is dropped, the state before it is saved, and the process exits
-with a code of its own, so that a scheduler knows that the run wants to go on. A second signal exits at once.
+The first signal only sets a flag. A run checks it at points where it can stop safely: between the steps of a rollout,
+between packs, between updates. A run of a single process drops the unfinished update and saves the state before it;
+several processes finish the update and stop together. The process then exits with a distinct code, which tells a
+scheduler that the run should be resumed. A second signal exits at once.
 """
 
 import logging
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Exit codes, those of sysexits.h: try again later (EX_TEMPFAIL), and: that could not be written (EX_IOERR).
+# Exit codes from sysexits.h: "try again later" (EX_TEMPFAIL), and "could not be written" (EX_IOERR).
 STOPPED, STOPPED_UNSAVED = 75, 74
 logger = logging.getLogger(__name__)
 
@@ -23,13 +24,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequested(BaseException):
-    """Unwinds an update that is abandoned. Not an Exception: nothing that mends failures may catch it."""
+    """Unwinds an update that is abandoned. Not an Exception, so that no error handling catches it."""
 
 
 class Stopper:
-    """Listens for signals while a run is under way.
+    """Handles signals during a run.
 
-    `alone`: no other process takes part, so that an update may be abandoned without a word to the others.
+    `alone`: this is the only process, so an update may be abandoned without coordinating with others.
     """
 
     def __init__(self, *, enabled: bool, alone: bool):
@@ -40,7 +41,7 @@ class Stopper:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """In here signals end the run in order; only the main thread can listen."""
+        """Inside this context signals end the run in an orderly way; it only works in the main thread."""
         self.requested = None
         if not self.enabled:
             yield
@@ -49,20 +50,20 @@ class Stopper:
             logger.warning("save_on_signal=True has no effect: only the main thread of a program hears signals.")
             yield
             return
-        # What is ignored stays so: a job in the background of a shell does not hear the interrupts of another.
+        # Ignored signals stay ignored: a background job of a shell must not react to an interrupt of another job.
         heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._note) for number in heard}
         try:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was set in C
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: set in C
 
     def _note(self, number: int, frame: Any) -> None:
         if self.requested is not None:
             os._exit(128 + number)
         self.requested, self._requested_at = signal.Signals(number), time.monotonic()
-        # Not logging, whose lock the interrupted code may hold.
+        # Print instead of logging: the interrupted code may hold the lock of logging.
         print(
             f"{self.requested.name}: the run is saved and then ends. A second signal ends it at once.",
             file=sys.stderr,
@@ -70,7 +71,7 @@ class Stopper:
         )
 
     def request(self) -> None:
-        """Stop because another process was asked to."""
+        """Stop because another process was asked to stop."""
         if self.requested is None:
             self.requested, self._requested_at = signal.SIGTERM, time.monotonic()
 
@@ -81,7 +82,7 @@ class Stopper:
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:
-        """In here `check` abandons what is under way."""
+        """Inside this context `check` may abandon the update, if this is the only process."""
         self._may_abandon = self.alone
         try:
             self.check()
@@ -90,6 +91,6 @@ class Stopper:
             self._may_abandon = False
 
     def check(self) -> None:
-        """A place where nothing is half done."""
+        """Mark a point at which the run can stop safely; raises `StopRequested` if a signal has arrived."""
         if self._may_abandon and self.requested is not None:
             raise StopRequested(self.requested.name)

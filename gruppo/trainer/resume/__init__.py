@@ -1,1 +1,1 @@
-"""What a checkpoint remembers beside weights."""
+"""The contents of a checkpoint besides the weights."""

@@ -1,6 +1,6 @@
-"""What a run is made of, as a checkpoint remembers it: settings, model, prompts, rewards and tools.
+"""The definition of a run as stored in a checkpoint: settings, model, prompts, rewards and tools.
 
-A run that is resumed with anything else would go on as another run, so each difference is named.
+A run resumed with different ones would continue as a different run, so each difference is reported by name.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from gruppo.policy.sharding import shape_of
 from gruppo.runs.lines import plain
 from gruppo.runs.secrets import without_secrets
 
-# Settings that change nothing about the weights that come out: where things go, what is shown and when it is saved,
-# and how the machine is used.
+# Settings that do not affect the resulting weights: output locations, what is shown, when to save, and how the machine
+# is used.
 HARMLESS = {
     *("output_dir", "run_name", "project", "report_to", "disable_tqdm", "log_level", "log_level_replica"),
     *("do_train", "do_eval", "do_predict", "debug", "push_to_hub", "resume_from_checkpoint", "resume_allow_changes"),
@@ -53,7 +53,7 @@ OF_THE_OPTIMIZER = {
 def settings_of(
     args: Any, model: nn.Module, train_dataset: Any, rewards: Sequence[str], tools: Sequence[str], processes: int
 ) -> dict[str, Any]:
-    """Everything that decides what a run computes, as JSON; dotted names say where a difference is."""
+    """Everything that determines what a run computes, as JSON. Differences are reported by dotted name."""
     settings = {name: value for name, value in args.to_dict().items() if not _is_harmless(name, args)}
     weights = list(model.parameters())
     return without_secrets(plain(settings)) | {
@@ -72,22 +72,22 @@ def settings_of(
 def _is_harmless(name: str, args: Any) -> bool:
     if name == "num_train_epochs" and args.max_steps > 0:
         return True
-    if name in LENGTHS:  # a schedule that does not know its end may be made longer
+    if name in LENGTHS:  # harmless if the learning rate schedule does not depend on the length of the run
         schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
         warmup_of_length = 0 < (getattr(args, "warmup_ratio", None) or args.warmup_steps or 0) < 1
         return schedule in ("constant", "constant_with_warmup", "inverse_sqrt") and not warmup_of_length
-    if name in dict(RENAMED).values():  # the same as under its earlier name, which every release has
+    if name in dict(RENAMED).values():  # duplicates the setting under its earlier name, which every release has
         return True
     return name in HARMLESS or name.startswith(HARMLESS_PREFIXES)
 
 
 def keeps_the_queue(names: Sequence[str]) -> bool:
-    """Whether completions that were sampled before these settings changed are still what they should be."""
+    """Whether completions that were sampled before these settings changed are still valid."""
     return all(name in OF_THE_OPTIMIZER or name.startswith("adam_") for name in names)
 
 
 def fingerprint(dataset: Any) -> dict[str, Any]:
-    """The number of rows, and a hash of some of them. A stream is not read for it."""
+    """The number of rows and a hash of the prompts of some of them; a stream is not read, and has neither."""
     if not isinstance(dataset, Dataset):
         return {"rows": None}
     rows, some = len(dataset), 64
@@ -98,7 +98,7 @@ def fingerprint(dataset: Any) -> dict[str, Any]:
 
 
 def changed(names: Sequence[str], allowed: Sequence[str] | None) -> list[str]:
-    """Those of the dotted names that `resume_allow_changes` does not allow."""
+    """The dotted names that `resume_allow_changes` does not allow."""
     allowed = allowed or []
     if "*" in allowed:
         return []
@@ -106,6 +106,6 @@ def changed(names: Sequence[str], allowed: Sequence[str] | None) -> list[str]:
 
 
 def common(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both without settings that only one of them has: another version of a library brings new ones."""
+    """Both without the settings that only one of them has, since other library versions have other settings."""
     names = saved.keys() & now.keys()
     return {name: saved[name] for name in names}, {name: now[name] for name in names}

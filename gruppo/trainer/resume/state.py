@@ -1,9 +1,9 @@
-"""What a run remembers between two updates beside weights, optimizer and schedule: plain values and tensors.
+"""The state of a run between two updates besides weights, optimizer and schedule: plain values and tensors.
 
-Each process has a state of its own. In a checkpoint it is two files that anyone can read and that execute nothing:
+Each process has its own state. In a checkpoint it is two files in open formats that cannot execute code when loaded:
 
-    run_state-00000.json          plans, counters, controllers, metrics that wait to be logged
-    run_state-00000.safetensors   the micro-batches that wait to be trained on, and other tensors
+    run_state-00000.json          plans, counters, controllers, metrics not yet logged
+    run_state-00000.safetensors   micro-batches not yet trained on, and other tensors
 """
 
 import json
@@ -22,7 +22,7 @@ from torch import Tensor
 from gruppo.types import Vision
 
 MicroBatch = dict[str, Any]
-VISION = "vision"  # the one entry of a micro-batch that is no tensor
+VISION = "vision"  # the one entry of a micro-batch that is not a tensor
 
 
 @dataclass
@@ -35,13 +35,13 @@ class RunState:
     def save(self, folder: Path, rank: int) -> None:
         path = folder / f"run_state-{rank:05d}"
         path.with_suffix(".json").write_text(json.dumps(self.values), encoding="utf-8")
-        # Copies: micro-batches are views of one generation, and views of one storage cannot be stored.
+        # Clone: micro-batches are views of one generation, and safetensors cannot save views of a shared storage.
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors.items()}
         save_file(tensors, path.with_suffix(".safetensors"))
 
     @classmethod
     def load(cls, folder: Path, rank: int) -> "RunState | None":
-        """None if the checkpoint is not one of ours."""
+        """Load the state of a rank; None if the checkpoint was not written by gruppo."""
         path = folder / f"run_state-{rank:05d}"
         if not path.with_suffix(".json").exists():
             return None
@@ -50,14 +50,17 @@ class RunState:
 
 
 def pack_queue(queue: Iterable[MicroBatch]) -> RunState | None:
-    """The micro-batches of a queue, each stored once however often it waits; None if not all of it is tensors."""
+    """The micro-batches of a queue, each stored once even if queued several times.
+
+    None if an entry other than `vision` is not a tensor.
+    """
     order: list[int] = []
     distinct: dict[int, int] = {}
     seen: dict[int, Vision] = {}
     tensors: dict[str, Tensor] = {}
     for batch in queue:
         if not all(isinstance(value, Tensor) for name, value in batch.items() if name != VISION):
-            return None  # a subclass puts other things into it
+            return None  # a subclass has added other objects
         if id(batch) not in distinct:
             distinct[id(batch)] = len(distinct)
             stored = batch if VISION not in batch else batch | {VISION: _places(batch[VISION], seen)}
@@ -70,7 +73,7 @@ def pack_queue(queue: Iterable[MicroBatch]) -> RunState | None:
 
 
 def _places(visions: Iterable[Vision | None], seen: dict[int, Vision]) -> Tensor:
-    """The number of each prompt's images among those that were seen, each stored once; -1 for none."""
+    """For each prompt, the number of its images among the distinct ones in `seen`, which is extended; -1 for none."""
     for vision in visions:
         if vision is not None:
             seen.setdefault(id(vision), vision)
@@ -104,7 +107,7 @@ def _stored_visions(state: RunState) -> dict[int, Vision]:
 
 @dataclass
 class RandomState:
-    """Every generator that code may draw from without being given one."""
+    """The state of every global random generator."""
 
     python: Any
     numpy: Any
@@ -125,12 +128,12 @@ class RandomState:
 
 
 def gather_states(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """What each part has to remember, by name."""
+    """The state of each part, by name."""
     return {name: part.state_dict() for name, part in parts.items()}
 
 
 def give_states(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Give each part what it remembered; parts that were not there then begin anew."""
+    """Load the state of each part; parts without a saved state keep their initial state."""
     for name, part in parts.items():
         if states.get(name) is not None:
             part.load_state_dict(states[name])

@@ -1,1 +1,1 @@
-"""The second half of a training step: rows and packs, plans of memory, the parity check, terms beside the loss."""
+"""The second half of a training step: rows and packs, memory plans, the parity check, additional loss terms."""

@@ -1,7 +1,7 @@
-"""What an update computed, kept until its end for the record of the run.
+"""The results of an update, kept until its end for the record of the run.
 
-Only references are kept while the device works. At the end of the update, when the device was waited for anyway, the
-values of all rows come from it together.
+Only references are kept while the device works. At the end of the update, after the device has synchronised anyway,
+the values of all rows are copied to the host together.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from gruppo.types import TrainBatch, required
 
 
 class MicroBatchResult(NamedTuple):
-    """One micro-batch, once its loss is known."""
+    """The results of one micro-batch."""
 
     loss: Tensor
     logps_BT: Tensor
-    entropy_BT: Tensor | None  # where the loss depends on them
+    entropy_BT: Tensor | None  # if the loss depends on them
     entropy_coef: float
     ran_B: Tensor | None  # None: all rows
 
 
 class UpdateBuffer:
-    """What the micro-batches of the update under way computed, in their order.
+    """The results of the micro-batches of the current update, in order.
 
     Example:
         buffer.keep(MicroBatchResult(loss, logps_BT, None, 0.0, None))  # for each micro-batch
@@ -38,16 +38,16 @@ class UpdateBuffer:
         self._pieces: list[MicroBatchResult] = []
 
     def forget(self) -> None:
-        """What an update left that was interrupted."""
+        """Drop the results of an update that was interrupted."""
         self._pieces = []
 
     def keep(self, piece: MicroBatchResult) -> None:
         self._pieces.append(piece)
 
     def take(self, batches: Sequence[TrainBatch], facts: dict[str, Any], *, samplers: bool) -> UpdateRows | None:
-        """The rows of the update; without their log-probs where a subclass has a loss of its own.
+        """The rows of the update; without log-probs if a subclass has its own loss.
 
-        None if rows are not those of the record: then nothing could be found by them.
+        None if the batches do not say where their rows are in the record, since rows could not be looked up then.
         """
         pieces, self._pieces = self._pieces, []
         if any(batch.generation is None or batch.place is None for batch in batches):
@@ -58,7 +58,7 @@ class UpdateBuffer:
 def rows_for_record(
     batches: Sequence[TrainBatch], pieces: Sequence[MicroBatchResult], facts: dict[str, Any], *, samplers: bool
 ) -> UpdateRows:
-    """The rows of an update's micro-batches, with what is known about each."""
+    """The rows of an update's micro-batches, with the data of each."""
     masks = [batch.completion_mask.bool() for batch in batches]
     ran = [torch.ones_like(mask[:, 0]) if p.ran_B is None else p.ran_B for mask, p in zip(masks, pieces, strict=False)]
     ran_B = torch.cat(ran) if pieces else torch.cat([torch.zeros_like(mask[:, 0]) for mask in masks])
@@ -94,7 +94,7 @@ def rows_for_record(
 
 
 def _ratios_to(batches: Sequence[TrainBatch]) -> tuple[str, dict[str, list[Tensor]]]:
-    """What the ratios of these rows are to, and the log-probs of that which no other file has."""
+    """The source of the old log-probs in the ratios of these rows, and those log-probs if no other file has them."""
     if all(batch.old_per_token_logps is not None for batch in batches):
         sampled = [batch.engine_logps for batch in batches]
         old = [required(batch.old_per_token_logps) for batch in batches]
@@ -107,7 +107,7 @@ def _ratios_to(batches: Sequence[TrainBatch]) -> tuple[str, dict[str, list[Tenso
 def _ragged(
     of_tokens: dict[str, list[Tensor]], masks: Sequence[Tensor], lengths: Sequence[int]
 ) -> dict[str, list[np.ndarray | None]]:
-    """One array for each row, None where no token counts; all of them in one copy from the device."""
+    """One array for each row, None for a row without completion tokens; copied from the device all at once."""
     if not of_tokens:
         return {}
     # A piece may be wider than its micro-batch: packed rows are as wide as the widest of the update.

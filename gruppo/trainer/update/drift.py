@@ -16,11 +16,12 @@ _RATIO = "_sampling_ratio"  # not logged
 def drift_stats(
     batch: TrainBatch, logps_BT: Tensor, old_BT: Tensor | None, ran_B: Tensor | None, now: int
 ) -> dict[str, Stat]:
-    """Of one micro-batch: |ℓ_trainer − ℓ_sampler| and exp(ℓ_trainer − ℓ_sampler), where both are known.
+    """Statistics of one micro-batch: |ℓ_trainer − ℓ_sampler| and exp(ℓ_trainer − ℓ_sampler), where both are known.
 
-    The trainer's are `old_BT` if there are any, else `logps_BT`: those of the rows that were run (`ran_B`), as long as
-    the policy has seen as many updates (`now`) as when the sampler had it. A process that knows nothing of its sampler
-    has the same keys: another one may, and they gather as many numbers each.
+    The trainer's log-probs are `old_BT` if given. Otherwise they are `logps_BT` of the rows that were run (`ran_B`)
+    and that were sampled from the current weights (`now` is the number of updates so far). A process without its
+    sampler's log-probs returns the same keys, because another process may have them and all must gather equally many
+    numbers.
     """
     sampled_BT = batch.engine_logps if batch.sampling_per_token_logps is None else batch.sampling_per_token_logps
     if sampled_BT is None:
@@ -31,11 +32,11 @@ def drift_stats(
     counts_BT = batch.loss_mask_BT.bool() & ~drift_BT.isnan()
     if old_BT is None and ran_B is not None:
         counts_BT &= ran_B[:, None]
-    if old_BT is None and batch.sampled_at is not None:  # since then the policy has moved, not the sampler
+    if old_BT is None and batch.sampled_at is not None:  # leave out rows sampled from earlier weights
         counts_BT &= (batch.sampled_at == now)[:, None]
     drift = torch.where(counts_BT, drift_BT, 0.0)
     tokens = counts_BT.sum().to(drift.dtype)
-    return {  # without a wait for the device: there may be many micro-batches
+    return {  # without a device sync, since there may be many micro-batches
         f"{DRIFT}/mean": Mean(drift.sum(), tokens),
         _RATIO: Mean(torch.where(counts_BT, signed_BT, -torch.inf).exp().sum(), tokens),
         f"{DRIFT}/max": Max(torch.where(counts_BT, drift, torch.nan)),
@@ -51,13 +52,13 @@ Sums = Mapping[str, Sequence[tuple[float, float]]]  # numerator and denominator 
 
 
 def mean_of(sums: Sums, key: str) -> float | None:
-    """The mean over the tokens of an update; None where there are none."""
+    """The mean over the tokens of an update; None if there are none."""
     total, tokens = (sum(part) for part in zip(*sums.get(key, [(0.0, 0.0)]), strict=True))
     return total / tokens if tokens else None
 
 
 def drift_of_update(sums: Sums, logged: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
-    """What audits judge a sampler by."""
+    """The statistics of an update by which the audits judge the sampler."""
     known = logged.get(f"{DRIFT}/max")
     return {
         "drift_mean": mean_of(sums, f"{DRIFT}/mean"),

@@ -14,7 +14,7 @@ STATE_FILE = "entropy_ctrl_state.json"
 
 @dataclass
 class EntropyControl:
-    """The bonus's coefficient, fixed or nudged after each update towards a target entropy."""
+    """The coefficient of the entropy bonus, fixed or adjusted after each update towards a target entropy."""
 
     coef: float = 0.0
     adaptive: bool = False
@@ -26,7 +26,7 @@ class EntropyControl:
 
     @classmethod
     def from_args(cls, args: Any) -> "EntropyControl":
-        """From the config; a config without an entropy bonus gives a controller that is off."""
+        """Create it from the config; without an entropy bonus in the config, it is disabled."""
         if not hasattr(args, "entropy_coef"):
             return cls()
         return cls(
@@ -63,7 +63,7 @@ class EntropyControl:
             self.coef, self.last_entropy = state["entropy_coef"], state["last_world_entropy"]
 
     def save(self, folder: Path) -> None:
-        """In the file where TRL looks for it."""
+        """Save the state in the file where TRL looks for it."""
         if self.adaptive:
             (folder / STATE_FILE).write_text(json.dumps(self.state_dict()), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""When the parity check runs, what it does where memory is short, and what follows from its verdict."""
+"""When the parity check runs, what it does if memory is short, and what follows from its result."""
 
 import logging
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from gruppo.types import TrainBatch
 
 logger = logging.getLogger(__name__)
 
-# Mean |difference| up to which the sampling engine's log-probs stand for the trainer's.
+# Mean |difference| up to which the sampling engine's log-probs may be used in place of the trainer's.
 _SAME_LOGPS = 1e-3
 
 _SHORT_PROMPTS = (
@@ -37,10 +37,10 @@ _NO_PARITY = (
 
 
 class ParityGuard:
-    """Compares packed rows with the padded reference path, before the first update or every so many.
+    """Compares packed rows with the padded reference path, before the first update only or at a fixed interval.
 
-    `packed` is how packed rows are run (None: there are none, and nothing is checked), `whole` returns the weights
-    that sharded ones are gathered into for a rollout. All processes call `check` together and act on all reports.
+    `packed` runs packed rows (None: rows are not packed, and nothing is checked). `whole` returns the full weights, as
+    gathered for a rollout if weights are sharded. All processes call `check` together and act on all reports.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class ParityGuard:
     ):
         self.args, self.accelerator, self.packed = args, accelerator, packed
         self.planner, self.presence, self.sharding, self.whole = planner, presence, sharding, whole
-        self.checked_at: int | None = None  # the update before which it last ran, or was found to be impossible
-        self.reuses_engine_logps = False  # they were found to agree with the trainer's
+        self.checked_at: int | None = None  # the update before which it last ran, or turned out to be impossible
+        self.reuses_engine_logps = False  # whether they agreed with the trainer's in the last check
 
     def check(self, policy: nn.Module, batch: TrainBatch, update: int, **options: Any) -> None:
         """Compare the two paths on some of these rows if a check is due; raise if they differ."""
@@ -70,16 +70,16 @@ class ParityGuard:
             if (why := why_no_parity_check(self.accelerator, whole)) is not None:
                 return self._go_without(why, update)
             assert whole is not None
-            policy = whole.module  # for the time of a rollout
+            policy = whole.module  # available during a rollout
         else:
-            self.planner.plan(batch)  # with gradient checkpointing, if the update needs it
+            self.planner.plan(batch)  # turns on gradient checkpointing if the update needs it
         report = self._report(policy, batch, options)
         if self.accelerator.is_main_process and report is not None and report.rows:
             rich.print(report.table())
         self.take_verdict(report, update)
 
     def _report(self, policy: nn.Module, batch: TrainBatch, options: dict[str, Any]) -> ParityReport | None:
-        """On this process's rows, with short prompts if memory is short; None if that does not help."""
+        """The report on this process's rows, with short prompts if memory is short; None if that does not help."""
         assert self.packed is not None
         for rows, remark in ((batch, _SHORT_PROMPTS), (with_short_prompts(batch), _NO_PARITY)):
             try:
@@ -92,20 +92,20 @@ class ParityGuard:
         return None
 
     def take_verdict(self, report: ParityReport | None, update: int) -> None:
-        """Act on the reports of all processes, of which some may have had no memory for one: all do the same."""
-        local = [1.0, torch.nan, 0.0, 0.0]  # without memory
+        """Act on the reports of all processes, in the same way on each; a process without memory has no report."""
+        local = [1.0, torch.nan, 0.0, 0.0]  # without memory for a check
         if report is not None:
             difference = torch.nan if report.engine_difference is None else report.engine_difference
             local = [float(report.ok), difference, float(report.rows), 1.0]
         gathered = self.accelerator.gather(torch.tensor([local], device=self.accelerator.device))
         all_ok, differences, rows, had_memory = gathered.unbind(1)
-        agree = bool((differences <= _SAME_LOGPS).all())  # not if one of them is unknown
+        agree = bool((differences <= _SAME_LOGPS).all())  # False if one of them is unknown
         self.reuses_engine_logps = self.args.reuse_sampling_logps and agree
         if report is not None:
             enforce(report)
         if not all_ok.all():
             raise ParityError("The parity check failed on another process; its message says where.")
-        # Where no row has a loss, as when all are cut off, nothing was compared: the next ones will be.
+        # If no row has a loss, as when all are truncated, nothing was compared: the next update is checked instead.
         if rows.any() or not had_memory.all():
             self.checked_at = update
 

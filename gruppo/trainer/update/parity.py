@@ -1,11 +1,11 @@
-"""The parity guard: a few real rows run fast and slowly, and a difference that is more than rounding stops the run.
+"""The parity check: runs a few real rows on a fast and a slow path, and stops the run if they differ beyond rounding.
 
-    fast path    packed rows with shared prompts, fused head, fused layers     what the update does
+    fast path    packed rows with shared prompts, fused head, fused layers     what the update runs
     slow twin    `score_tokens`, one row at a time                             the model's own forward pass
-    reference    the slow twin on a copy of the model in a wider type          what both should give
+    reference    the slow twin on a copy of the model in a wider dtype         what both should compute
 
-How far rounding takes a model from what it should give depends on the model, so no tolerance is fixed in advance: the
-fast path may be at most twice as far from the reference as the slow twin is.
+The size of rounding errors depends on the model, so there is no fixed tolerance: the fast path may be at most twice as
+far from the reference as the slow twin is, plus a small floor.
 """
 
 import copy
@@ -36,41 +36,41 @@ from gruppo.types import TrainBatch
 LOGPS, ENTROPIES, GRADIENTS, SAMPLING = "log-probs", "entropies", "gradients", "sampling log-probs"
 
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
-# The fast path's error may be so many times the slow twin's …
+# The fast path's error may be at most this multiple of the slow twin's …
 _TIMES = 2.0
-# … and this much more, where both are next to nothing: nats per token, and relative norms.
+# … plus this floor, for when both errors are tiny: in nats per token, and relative norms for gradients.
 _FLOOR = {
     torch.float32: {LOGPS: 1e-6, ENTROPIES: 1e-6, GRADIENTS: 1e-5, SAMPLING: 1e-5},
     torch.bfloat16: {LOGPS: 2e-3, ENTROPIES: 2e-3, GRADIENTS: 1e-2, SAMPLING: 0.02},
     torch.float16: {LOGPS: 5e-4, ENTROPIES: 5e-4, GRADIENTS: 2e-3, SAMPLING: 0.02},
 }
-# The floor of half precision in a mixture of experts: at a near tie rounding sends a token to another expert.
+# The floor for half precision in mixture-of-experts models: at a near tie, rounding sends a token to another expert.
 _ROUTED_FLOOR = {LOGPS: 0.1, ENTROPIES: 0.1, GRADIENTS: 0.5, SAMPLING: 0.2}
-# Without a reference: how far the fast path may be from the slow twin.
+# Without a reference: the largest allowed difference between the fast path and the slow twin.
 _DIRECT = {
     torch.float64: {LOGPS: 1e-6, ENTROPIES: 1e-6, GRADIENTS: 1e-6, SAMPLING: 1e-5},
     torch.float32: {LOGPS: 1e-4, ENTROPIES: 1e-4, GRADIENTS: 1e-3, SAMPLING: 1e-4},
     torch.bfloat16: {LOGPS: 0.1, ENTROPIES: 0.1, GRADIENTS: 0.2, SAMPLING: 0.1},
     torch.float16: {LOGPS: 0.02, ENTROPIES: 0.02, GRADIENTS: 0.05, SAMPLING: 0.04},
 }
-_PACK_TOKENS = 4096  # of two prompts' rows in one pack
-_CLASSES = 64  # numbers that the gradient of one parameter is reduced to
-_STRETCH = 1 << 22  # elements of a gradient that are worked on at once; whole classes
+_PACK_TOKENS = 4096  # tokens in one pack, which may hold rows of two prompts
+_CLASSES = 64  # the gradient of each parameter is reduced to this many numbers
+_STRETCH = 1 << 22  # elements of a gradient that are processed at once; a multiple of _CLASSES
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One line of the table: mean |error| in nats per token, or of gradients ‖error‖ / ‖gradient‖."""
+    """One line of the table: mean |error| in nats per token, or ‖error‖ / ‖gradient‖ for gradients."""
 
     what: str
     fast: float
     slow: float
     limit: float
-    where: str = ""  # of gradients: the parameter with the largest error
+    where: str = ""  # for gradients: the parameter with the largest error
 
     @property
     def ok(self) -> bool:
-        """NaN of the fast path is an error, unless the slow one has nothing better to give."""
+        """Whether the error is within its limit; NaN on the fast path fails unless the limit is not finite either."""
         return self.fast <= self.limit or not math.isfinite(self.limit)
 
     def __str__(self) -> str:
@@ -80,13 +80,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What was compared; `culprit` and `switch` are filled in if something is not ok."""
+    """The results of a check; `culprit` and `switch` are set if a comparison fails."""
 
     comparisons: tuple[Comparison, ...]
     rows: int
     tokens: int
     dtype: str
-    reference: str  # what errors are measured against: a type, or the padded reference path
+    reference: str  # what errors are measured against: a dtype, or the padded reference path
     culprit: str | None = None
     switch: str | None = None  # the config fields that turn the culprit off
     engine_difference: float | None = None  # mean |difference| of the engine's log-probs and the slow twin's
@@ -110,7 +110,7 @@ class ParityReport:
 
 
 def enforce(report: ParityReport) -> None:
-    """Raise if the fast path, or the sampling engine, is not what it claims to be."""
+    """Raise if the fast path or the sampling engine differs by more than rounding."""
     if report.ok:
         return
     found = "; ".join(str(comparison) for comparison in report.comparisons if not comparison.ok)
@@ -132,8 +132,8 @@ def check_parity(
 ) -> ParityReport:
     """Compare the two paths of the bare model, in values and gradients, on up to `rows` rows of the batch.
 
-    `batch.engine_logps` are compared too if they are there, so leave them out once the weights have moved on. Modes,
-    gradients and random states are afterwards what they were, also if memory runs out.
+    `batch.engine_logps` are compared too if present, so leave them out once the weights have changed. Modes, gradients
+    and random states are restored afterwards, even if memory runs out.
     """
     dtype = arithmetic_dtype(inner_model(model), packed.autocast_dtype)
     name = str(dtype).removeprefix("torch.") + (" autocast" if packed.autocast_dtype else "")
@@ -170,7 +170,7 @@ def check_parity(
 
 
 class _Case:
-    """What is run in every way: rows, and a sign for each of their log-probs and entropies, summed up for a loss."""
+    """The input of all paths: rows, and a loss that sums their log-probs and entropies with random signs."""
 
     def __init__(self, batch: TrainBatch, temperature: float, entropy_gradient: bool):
         self.batch, self.entropy_gradient = batch, entropy_gradient
@@ -186,7 +186,7 @@ class _Case:
 
 
 class _Found(NamedTuple):
-    """Scores of M tokens and the sketch of a gradient, in float64 on the host."""
+    """Scores of M tokens and the sketch of a gradient, as float64 on the host."""
 
     logps: Tensor
     entropies: Tensor
@@ -194,13 +194,13 @@ class _Found(NamedTuple):
 
 
 def _run_slowly(model: nn.Module, case: _Case, *, wide: bool = False) -> _Found:
-    """The slow twin. A row at a time: no more than its logits are in memory, and one gradient."""
+    """The slow twin. It runs one row at a time, so that only the logits of one row and one gradient are in memory."""
     batch, found = case.batch, []
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
     with swapped(_plain_modules(model, wide=wide)):
         for row in range(len(batch)):
-            # Padding may see nothing but padding, of which eager attention in float64 makes NaN.
+            # Cut off padding: it may attend to nothing but padding, which eager attention in float64 turns into NaN.
             first, *_, last = mask[row].nonzero()[:, 0].tolist()
             part, missing = (slice(row, row + 1), slice(first, last + 1)), mask.shape[1] - last - 1
             width = batch.completion_ids.shape[1] - missing
@@ -213,7 +213,7 @@ def _run_slowly(model: nn.Module, case: _Case, *, wide: bool = False) -> _Found:
 def _run_packed(model: nn.Module, packed: PackedPolicy, case: _Case, *, share: bool) -> _Found:
     """The fast path."""
     batch, found = case.batch, []
-    # Siblings stay together, however long their prompt is.
+    # Completions of one prompt stay in one pack, however long the prompt is.
     tokens = max(_PACK_TOKENS, int(batch.prompt_mask.sum(1).max() + batch.completion_mask.sum()))
     packs = Packer(batch, share=share).packs(range(len(batch)), tokens)
     with packed.active(model):
@@ -224,7 +224,7 @@ def _run_packed(model: nn.Module, packed: PackedPolicy, case: _Case, *, share: b
 
 
 def _run_reference(model: nn.Module, case: _Case, wide: torch.dtype) -> _Found | None:
-    """The slow twin in a wide type; None if there is no room for a copy, or none can be made."""
+    """The slow twin in a wider dtype; None if there is no memory for a copy, or the model cannot be copied or run."""
     parameters, twin = list(model.parameters()), None
     if all(p.dtype == wide for p in parameters if p.is_floating_point()):
         return _run_slowly(model, case, wide=True)
@@ -234,15 +234,15 @@ def _run_reference(model: nn.Module, case: _Case, wide: torch.dtype) -> _Found |
     try:
         twin = copy.deepcopy(model).to(wide)
         return _run_slowly(twin, case, wide=True)
-    except (TypeError, RuntimeError):  # something in it cannot be copied, or has no kernel for the type
+    except (TypeError, RuntimeError):  # some part cannot be copied, or has no kernel for the dtype
         return None
     finally:
         if twin is not None:
-            twin.to("meta")  # its memory is free now, whoever still refers to it
+            twin.to("meta")  # frees its memory even if something still refers to it
 
 
 def _keep(model: nn.Module, case: _Case, rows: Sequence[int], logps_bT: Tensor, entropy_bT: Tensor) -> _Found:
-    """Scores (b, T) of some rows and the sketch of their gradient. With its return graph and gradient are gone."""
+    """Scores (b, T) of some rows and the sketch of their gradient; graph and gradient are freed on return."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradient = torch.autograd.grad(case.loss(rows, logps_bT, entropy_bT), trained, allow_unused=True)
     sketches = [_sketch(part, seed) for seed, part in enumerate(gradient)]
@@ -250,17 +250,17 @@ def _keep(model: nn.Module, case: _Case, rows: Sequence[int], logps_bT: Tensor, 
 
 
 def _joined(found: Sequence[_Found], rows: Sequence[int], case: _Case) -> _Found:
-    """The scores of all rows, in their order, and the sum of the gradients' sketches, which is that of the sum."""
+    """The scores of all rows, in order, and the sum of the sketches, which is the sketch of the summed gradient."""
     order = torch.tensor(rows).argsort().to(case.scored.device)
     logps, entropies = (torch.cat([part[i] for part in found])[order][case.scored] for i in (0, 1))
     return _Found(logps.double().cpu(), entropies.double().cpu(), torch.stack([part.sketch for part in found]).sum(0))
 
 
 def _sketch(gradient: Tensor | None, seed: int) -> Tensor:
-    """A gradient in 64 numbers of float64, the sum of whose squares is on average that of the gradient.
+    """A gradient reduced to 64 float64 numbers whose sum of squares equals, in expectation, that of the gradient.
 
-    Each element gets a random sign, under one seed always the same, and those at every 64th place are added up. So the
-    difference of two sketches is the sketch of the difference: the gradients need not be in memory together.
+    Each element gets a random sign, which depends only on the seed, and every 64th element is added up. The difference
+    of two sketches is thus the sketch of the difference, and the gradients need not be in memory at the same time.
     """
     if gradient is None:
         return torch.zeros(_CLASSES, dtype=torch.float64)
@@ -277,13 +277,13 @@ def _sketch(gradient: Tensor | None, seed: int) -> Tensor:
 
 
 class _Judge:
-    """What errors a fast path makes and may make, by those of the slow twin if there is a reference."""
+    """Compares the errors of a fast path with limits, which depend on the slow twin's errors against the reference."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, slow: _Found, exact: _Found | None):
         self.slow, self.target = slow, exact or slow
         self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         routed = dtype.itemsize == 2 and any(name.endswith("experts") for name, _ in model.named_modules())
-        # What is allowed beside twice the slow twin's error; that is 0 where it is the reference itself.
+        # Allowed in addition to twice the slow twin's error, which is 0 if the slow twin is itself the reference.
         self.floor = _ROUTED_FLOOR if routed else (_FLOOR if exact else _DIRECT)[dtype]
 
     def __call__(self, fast: _Found) -> list[Comparison]:
@@ -302,7 +302,7 @@ def _error(what: str, values: Tensor, target: Tensor) -> float:
 
 
 def _find_culprit(model: nn.Module, packed: PackedPolicy, case: _Case, judge: _Judge) -> tuple[str, str]:
-    """The part of the fast path without which it agrees, and the switch that turns it off."""
+    """The part of the fast path that causes the difference, and the setting that turns it off."""
 
     def agrees(*, head: bool = packed.fused_head, layers: bool = packed.fused_layers, share: bool = True) -> bool:
         other = PackedPolicy(fused_head=head, fused_layers=layers, autocast_dtype=packed.autocast_dtype)
@@ -324,7 +324,10 @@ def _find_culprit(model: nn.Module, packed: PackedPolicy, case: _Case, judge: _J
 
 @contextmanager
 def _unnoticed(model: nn.Module) -> Iterator[None]:
-    """With gradients, in the model's mode unless that draws noise or has checkpoints that forbid `autograd.grad`."""
+    """Enable gradients; restore modes and random states afterwards.
+
+    The model is put in eval mode if it would draw noise or has reentrant checkpoints, which forbid `autograd.grad`.
+    """
     modes = [(module, module.training) for module in model.modules()]
     noise = RandomState.now()
     try:
@@ -339,7 +342,7 @@ def _unnoticed(model: nn.Module) -> Iterator[None]:
 
 
 def _autocast(model: nn.Module, dtype: torch.dtype | None) -> list[Swap]:
-    """The forward pass as accelerate prepares it, under autocast, for a model that it has not prepared."""
+    """Swaps that run the forward pass under autocast, as accelerate does, for a model that it has not prepared."""
     if dtype is None or "_original_forward" in vars(model):
         return []
     cast: Any = torch.autocast(next(model.parameters()).device.type, dtype)
@@ -347,7 +350,10 @@ def _autocast(model: nn.Module, dtype: torch.dtype | None) -> list[Swap]:
 
 
 def _plain_modules(model: nn.Module, *, wide: bool) -> list[Swap]:
-    """The model's own attention, unless it leaves something out. If wide: without autocast or kernels that lack it."""
+    """Swaps for the slow twin: the model's own attention, or eager where others would leave something out.
+
+    If wide, also without autocast and without kernels that do not support the wide dtype.
+    """
     inner = inner_model(model)
     text = inner.config.get_text_config()
     swaps = full_attention(inner)

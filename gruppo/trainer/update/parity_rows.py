@@ -1,4 +1,4 @@
-"""Which rows of a batch the parity check runs."""
+"""The choice of rows for the parity check."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from gruppo.types import TrainBatch
 
 
 def choose(batch: TrainBatch, count: int) -> TrainBatch | None:
-    """Rows of at most two prompts, siblings if there are any, short and long ones; None if no row has a loss."""
+    """Short and long rows of at most two prompts, if possible several per prompt; None if no row has a loss."""
     names = ("completion_ids", "completion_mask", "tool_mask", "engine_logps")
     cut = {name: value[:, :PARITY_TOKENS] for name, value in batch.to_dict().items() if name in names}
     batch = TrainBatch(batch.prompt_ids, batch.prompt_mask, **cut)
@@ -29,16 +29,16 @@ def choose(batch: TrainBatch, count: int) -> TrainBatch | None:
 
 
 def _from_longest(members: Sequence[int], lengths: Sequence[int], count: int) -> list[int]:
-    """So many of these rows, from the longest to the shortest."""
+    """Up to `count` of these rows, spread evenly from the longest to the shortest."""
     by_length = sorted(members, key=lambda row: lengths[row])
     count = min(count, len(by_length))
     return [by_length[-1 - i * (len(by_length) - 1) // max(count - 1, 1)] for i in range(count)]
 
 
 def with_short_prompts(batch: TrainBatch) -> TrainBatch:
-    """The ends of its prompts only, for when memory is short.
+    """The batch with only the ends of its prompts, for when memory is short.
 
-    Without the engine's log-probs, which are those after the whole prompt.
+    The engine's log-probs are left out, because they are conditioned on the whole prompt.
     """
     ids, mask = (tensor[:, -PARITY_TOKENS:] for tensor in (batch.prompt_ids, batch.prompt_mask))
     return replace(batch, prompt_ids=ids, prompt_mask=mask, engine_logps=None)

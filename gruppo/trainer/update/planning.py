@@ -1,4 +1,4 @@
-"""How many tokens of an update run at once, and what happens when that was too many."""
+"""How many tokens of an update run at once, and what happens if memory is not sufficient for them."""
 
 import logging
 from collections.abc import Callable
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class UpdatePlanner:
-    """Makes the plan with the first rows and keeps it; turns gradient checkpointing on if the plan says so.
+    """Makes a plan from the first rows and keeps it; turns on gradient checkpointing if the plan requires it.
 
-    `policy` returns the bare model, `packed` is how it runs packed rows, `autocast_dtype` is what accelerate computes
-    in, `release` frees what sampling holds between rollouts, and `agree` makes one plan of those of all processes,
-    where they must run their passes in step.
+    `policy` returns the bare model, `packed` runs packed rows, `autocast_dtype` is the dtype that accelerate computes
+    in, `release` frees the memory that sampling holds between rollouts, and `agree` combines the plans of all
+    processes into one if they must run their passes in lockstep.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class UpdatePlanner:
         self.agree = agree
         self.autocast_dtype = autocast_dtype
         self.in_force: UpdatePlan | None = None
-        self._longest: int | None = None  # tokens of the longest row that may come
+        self._longest: int | None = None  # tokens of the longest row to expect
 
     def plan(self, batch: TrainBatch) -> UpdatePlan:
         if self._longest is None:
@@ -91,16 +91,16 @@ class UpdatePlanner:
         enable_checkpointing(model, self.args)
 
     def free(self) -> None:
-        """After a failed allocation: give back what sampling holds, and what torch keeps for later.
+        """After a failed allocation, free the memory that sampling holds and the cache of torch's allocator.
 
-        Not to be called where the error is handled: its traceback keeps what must be freed.
+        Do not call this inside the `except` block: the traceback keeps references to the tensors that must be freed.
         """
         self.release()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def shrink(self) -> None:
-        """`free`, and half the tokens at once from now on."""
+        """Call `free`, and from now on run half as many tokens at once or turn on gradient checkpointing."""
         plan = self.in_force
         assert plan is not None
         self.free()
@@ -123,16 +123,16 @@ class UpdatePlanner:
         return [self.args.max_tokens_per_micro_batch, self.args.gradient_checkpointing]
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The plan in force: a resumed run cuts its updates as the straight one would, also if memory is short."""
+        """The current plan, so that a resumed run splits its updates as an uninterrupted one would."""
         if self.in_force is None:
             return None
         return {"plan": self.in_force.to_dict(), "asked": self._asked, "longest": self._longest}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         if state is None or state.get("asked") != self._asked:
-            return  # other settings now: another plan
-        self._longest = state.get("longest")  # older checkpoints have none: that of the next rows
+            return  # the settings have changed, so a new plan is made
+        self._longest = state.get("longest")  # missing in older checkpoints: then computed from the next rows
         try:
             self._apply(UpdatePlan(**state["plan"]))
-        except TypeError:  # of another version
+        except TypeError:  # a plan of another version
             logger.warning(f"The checkpoint's plan of updates {state} is not known here: it is made anew.")

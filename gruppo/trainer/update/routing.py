@@ -1,8 +1,8 @@
-"""The load-balancing loss of a mixture of experts, beside the loss of the policy.
+"""The load-balancing loss of a mixture-of-experts model, in addition to the policy loss.
 
-It is defined on a micro-batch, all of its tokens, prompts included once for every row. In packed rows a prompt stands
-for all rows that share it; where a micro-batch takes several packs, how often each expert was chosen must be known
-before the first backward pass, so its packs are run once without a gradient.
+It is defined on all tokens of a micro-batch, with the prompt counted once for every row. In packed rows a prompt is
+weighted by the number of rows that share it. If a micro-batch takes several packs, the number of times each expert was
+chosen must be known before the first backward pass, so its packs are first run once without gradients.
 """
 
 from torch import Tensor
@@ -13,11 +13,11 @@ from gruppo.trainer.update.rows import Update
 
 
 def share_of_micro_batch(router_loss: Tensor, coefficient: float, size: UpdateSize) -> Tensor:
-    """A micro-batch's load-balancing loss as a part of the loss of all processes' update."""
+    """A micro-batch's share of the load-balancing loss in the loss of the update over all processes."""
     return coefficient * router_loss / size.micro_batches
 
 
 def share_of_pack(routing: Routing, update: Update, micro_batch: int, coefficient: float) -> Tensor:
-    """A pack's part of it: where its own tokens went, given how often all of the micro-batch chose each expert."""
+    """A pack's share, from the routing of its own tokens and how often the whole micro-batch chose each expert."""
     whole = update.routing.setdefault(micro_batch, routing.detach())
     return share_of_micro_batch(whole.loss(routing), coefficient, update.size)

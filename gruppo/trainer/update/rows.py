@@ -1,4 +1,4 @@
-"""The rows of one optimizer update: which of them are run, in which packs, and what was found out about each."""
+"""The rows of one optimizer update: which of them are run, in which packs, and the scores of each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ from gruppo.types import TrainBatch
 class Update:
     """All rows that this process contributes to an update.
 
-    They come in nominal micro-batches (`per_device_train_batch_size` rows each), by which metrics and some losses are
-    defined, and are run in packs that have nothing to do with those. Scores are kept for the rows that were run; until
-    then a row has the log-probs it was sampled with, which makes its ratio 1.
+    They come in nominal micro-batches (`per_device_train_batch_size` rows each), on which metrics and some losses are
+    defined, and run in packs that are independent of these. A row that was run has its new scores; before that it has
+    its old log-probs, if they are known, which makes its ratio 1.
     """
 
     batch: TrainBatch
@@ -31,10 +31,10 @@ class Update:
     entropy_BT: Tensor
     ran_B: Tensor  # bool
     tokens_B1: Tensor  # (B, 1): the loss tokens of the micro-batch that each row belongs to
-    thresholds: list[Tensor | None] = field(default_factory=list)  # of entropy, per micro-batch
-    costs: list[int] = field(default_factory=list)  # tokens that each process had to run, before any were exchanged
-    routing: dict[int, Routing] = field(default_factory=dict)  # of a mixture of experts, by micro-batch
-    passes: list[tuple[PackedRows, bool]] = field(default_factory=list)  # packs that were run, and if with a backward
+    thresholds: list[Tensor | None] = field(default_factory=list)  # entropy thresholds, per micro-batch
+    costs: list[int] = field(default_factory=list)  # tokens of each process, before rows were exchanged
+    routing: dict[int, Routing] = field(default_factory=dict)  # of a mixture-of-experts model, by micro-batch
+    passes: list[tuple[PackedRows, bool]] = field(default_factory=list)  # packs that were run; True: with backward
 
     @classmethod
     def of(cls, batches: Sequence[TrainBatch], size: UpdateSize) -> "Update":
@@ -65,23 +65,23 @@ class Update:
         return Packer(self.batch, share=share, whole=whole)
 
     def add_routing(self, micro_batch: int | None, routing: Routing | None) -> None:
-        """Count where the router has sent the tokens of some rows of a micro-batch."""
+        """Add the routing of the tokens of some rows of a micro-batch."""
         if routing is not None and micro_batch is not None:
             known = self.routing.get(micro_batch)
             self.routing[micro_batch] = routing if known is None else known + routing
 
     def keep(self, pack: PackedRows, logps_bT: Tensor, entropy_bT: Tensor) -> None:
-        """Remember the scores of rows that were run."""
+        """Store the scores of rows that were run."""
         rows = pack.row_index
         self.logps_BT[rows] = logps_bT.detach().to(self.logps_BT.dtype)
         # Not rounded: one of them may be the threshold that the others are compared with.
         self.entropy_BT = self.entropy_BT.to(torch.promote_types(self.entropy_BT.dtype, entropy_bT.dtype))
         self.entropy_BT[rows] = entropy_bT.detach().to(self.entropy_BT.dtype)
-        self.ran_B.index_fill_(0, rows, True)  # not ran_B[rows] = True, which waits for the device
+        self.ran_B.index_fill_(0, rows, True)  # ran_B[rows] = True would wait for the device
         self.passes.append((pack, torch.is_grad_enabled()))
 
     def enter(self, ledger: Ledger, now: int) -> None:
-        """Put the passes of this update, before which there were `now`, into the ledger."""
+        """Record the passes of this update in the ledger; `now` is the number of updates before it."""
         batch = self.batch
         prompts, completions = batch.prompt_mask.sum(1).tolist(), batch.completion_mask.sum(1).tolist()
         still = batch.zero_advantage_B.tolist()
@@ -101,7 +101,7 @@ class Update:
 
 
 def enter_padded(batch: TrainBatch, ledger: Ledger, now: int) -> None:
-    """Put a micro-batch of padded rows, run in one pass before which there were `now` updates, into the ledger."""
+    """Record one pass over a micro-batch of padded rows in the ledger; `now` is the number of updates before it."""
     prompts, completions = (mask.sum(1).tolist() for mask in (batch.prompt_mask, batch.completion_mask))
     ledger.ran(
         prompts=prompts,
