@@ -46,7 +46,7 @@ PROBE = Problem("probe", "1 + 1 = ?", ("2",))  # its rendered prompt identifies 
 class Results:
     """The results of an evaluation.
 
-    `summary` is the content of results.json; `scored[benchmark][pass]` are the attempts of this call with their grades.
+    `summary` is the content of results.json; `scored[benchmark][pass]` are this call's attempts with their grades.
     """
 
     summary: dict[str, Any]

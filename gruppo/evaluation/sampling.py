@@ -69,7 +69,7 @@ class Evaluator:
         decoding: Decoding,
         prompts: Mapping[str, PromptText] | None = None,
     ) -> Iterator[list[GradedAttempt]]:
-        """Yield the graded attempts in chunks: all attempts at a few problems at a time, problems and samples in order.
+        """Yield the graded attempts in chunks: all attempts at a few problems at a time, both in order.
 
         `prompts`: already rendered prompts by problem id, if there are any.
         """
