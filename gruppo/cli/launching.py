@@ -111,7 +111,7 @@ _ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
 def check_launch(run: Run) -> tuple[str | None, Path | None]:
-    """The name of the launch method, or an accelerate config file; raises for launch options that conflict.
+    """The name of the launch method, or an accelerate config file; raises for invalid or conflicting options.
 
     Example:
         check_launch(Run.read(["run.yaml", "--launch", "fsdp2"], build=False)) == ("fsdp2", None)
