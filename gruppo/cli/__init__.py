@@ -1,7 +1,7 @@
-"""The command line: one table from a command's name to a plain function of its arguments.
+"""The command line: a table that maps each command's name to a plain function of its arguments.
 
-A new command is one function, whose docstring is its line in `gruppo --help`, and one row in COMMANDS. Functions
-import what they need when they run, so that `gruppo --help` stays instant.
+To add a command, add a function, whose docstring is its line in `gruppo --help`, and a row in COMMANDS. The functions
+import their dependencies when they run, so that `gruppo --help` stays instant.
 """
 
 import difflib
@@ -113,13 +113,13 @@ examples:
 
 
 def help_text() -> str:
-    """What `gruppo --help` shows: a screen, with a line for each command."""
+    """The text of `gruppo --help`: one screen, with a line for each command."""
     width = max(map(len, COMMANDS))
     rows = [f"  {name:<{width}}  {(function.__doc__ or '').strip()}" for name, function in COMMANDS.items()]
     return HELP.format(commands="\n".join(["commands:", *rows]))
 
 
-# Loggers of libraries, and what they say at every start on machines where nothing is wrong.
+# Library loggers, and the message that each logs at every start although nothing is wrong.
 NOISY = {
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
     "DeepSpeed": "Setting accelerator to CPU",
@@ -127,7 +127,7 @@ NOISY = {
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of such a logger is worth showing."""
+    """A filter for these loggers: False for their known message."""
     return NOISY[record.name] not in str(record.msg)
 
 
@@ -148,14 +148,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for library in NOISY:
         logging.getLogger(library).addFilter(is_news)
-    # Read by OpenMP when torch is loaded: threads wait asleep, not spinning. That costs a few per cent on an idle
-    # machine; beside other work a step takes a third of the time.
+    # Read by OpenMP when torch is loaded: idle threads sleep instead of spinning. This costs a few per cent on an idle
+    # machine, but on a machine that is also busy with other work a step takes a third of the time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from gruppo.errors import ConfigError, DataError, RewardError, RunLockedError, SandboxError
 
     try:
         return COMMANDS[command](arguments)
-    except (ConfigError, DataError, RewardError, RunLockedError, SandboxError) as error:  # it says what to do
+    except (ConfigError, DataError, RewardError, RunLockedError, SandboxError) as error:  # the message says what to do
         print(f"gruppo {command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
-"""What the training commands take beside the fields of GRPOConfig and RLOOConfig, on the line and in a file.
+"""Arguments of the training commands besides the fields of GRPOConfig and RLOOConfig, as flags or in a file.
 
 RunArguments      data, rewards, tools and environments: those of a TRL script, shorter names for them, and a few more
 ModelArguments    the model
-LaunchArguments   how many processes, and where to go on
+LaunchArguments   the processes to launch, and whether to resume
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ NAMED = "`module:name` or `file.py:name`"
 
 @dataclass
 class RunArguments(GRPOScriptArguments):
-    """What a run is about. In a file, `dataset` may also be a mapping or a list of them, and rewards have arguments.
+    """Data, rewards and tools of a run. In a file, `dataset` may be a mapping or a list, and rewards take arguments.
 
     Example:
         RunArguments(dataset_name="prompts.jsonl", reward_funcs=["accuracy_reward", "my_rewards.py:brevity"])
@@ -58,7 +58,7 @@ class ModelArguments(ModelConfig):
 
 @dataclass
 class LaunchArguments:
-    """Whether this process trains, or starts others that do.
+    """Whether this process trains itself or launches processes that do.
 
     Example:
         LaunchArguments(launch="fsdp2", nproc=8)

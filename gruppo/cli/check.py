@@ -1,7 +1,7 @@
-"""`gruppo check`: what is wrong with a run, before a GPU is paid for.
+"""`gruppo check`: reports what is wrong with a run, before a GPU is paid for.
 
-Each part is looked at by itself, with the functions that the trainer uses: one that fails is a line of the report, and
-those that do not need it are still looked at.
+Each part is checked separately, with the functions that the trainer uses. A part that fails becomes a line of the
+report, and the parts that do not depend on it are still checked.
 """
 
 import shlex
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "main"]
 
-# What the report calls a step whose name is another.
+# The label of a step in the report, if it is not the step's own name.
 WHAT = {"rewards": "reward", "reward_calls": "reward", "reward_scores": "reward", "prompts": "model"}
 
 HELP = """\
@@ -42,7 +42,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; 1 if there are errors."""
+    """Print the report; returns 1 if there are errors."""
     asks_for_help, argv = take_help(sys.argv[1:] if argv is None else argv, "check")
     if not argv or asks_for_help:
         print(HELP, end="")
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     quiet_bars()
     findings = check(argv, Console())
-    argv, _ = _take_template(argv)  # which `gruppo train` does not know
+    argv, _ = _take_template(argv)  # `gruppo train` has no such option
     if findings.errors:
         print(f"{findings.summary}: this run would not work. Fix it and check again.")
         return 1
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(argv: Sequence[str], console: "Console | None" = None) -> Findings:
-    """Look at everything, and show each finding as it comes.
+    """Check all parts, and print each finding as it comes.
 
     Example:
         check(["recipes/grpo.yaml", "--model", "./model"]).errors == []
@@ -80,7 +80,7 @@ def check(argv: Sequence[str], console: "Console | None" = None) -> Findings:
     for step in steps:
         try:
             step(parts, findings)
-        except Exception as error:  # the policy here: no trouble, foreseen or not, may hide the next one
+        except Exception as error:  # by policy no failure, expected or not, may hide the next one
             findings.error(
                 WHAT.get(step.__name__, step.__name__), f"{type(error).__name__}: {error}{raised_at(error)}"
             )
@@ -92,7 +92,7 @@ def check(argv: Sequence[str], console: "Console | None" = None) -> Findings:
 
 
 def _take_template(argv: Sequence[str]) -> tuple[list[str], str | None]:
-    """The one option that is not the run's."""
+    """Split off --answer_template, the only option that is not part of the run."""
     rest, template, strings = [], None, iter(argv)
     for string in strings:
         flag, sign, value = string.partition("=")
@@ -106,7 +106,7 @@ def _take_template(argv: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def _read(argv: Sequence[str], findings: Findings) -> tuple[Run | None, bool]:
-    """The run and whether its config could be built; without it, what else the words say."""
+    """The run and whether its config could be built; if not, the rest of the arguments without it."""
     with findings.about("fields", Exception):
         run = Run.of_another_machine(argv)
         check_parts.fields(run, findings)

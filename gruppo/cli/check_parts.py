@@ -1,4 +1,4 @@
-"""The parts of `gruppo check`, each a function of what is known so far and of the report."""
+"""The parts of `gruppo check`. Each is a function of the parts loaded so far and of the report."""
 
 import statistics
 from copy import copy
@@ -15,13 +15,13 @@ from gruppo.cli.recipe import Run
 
 REWARD_ROWS, LENGTH_ROWS, PARITY_ROWS = 3, 1000, 2
 PARITY_TOKENS = 32  # of a completion
-PARITY_COPIES = 4.5  # in float32: the weights, their gradient, and a wider copy with half of it for activations
+PARITY_COPIES = 4.5  # of the model in float32: weights, gradient, and 2.5 for the copy in a wider type
 SLOW_ON_CPU = 2e9  # weights
 
 
 @dataclass
 class Parts:
-    """What was found so far; what could not be had stays None or empty.
+    """The parts loaded so far; those that could not be loaded stay None or empty.
 
     Example:
         parts = Parts(Run.read(["recipes/grpo.yaml"]))
@@ -35,7 +35,7 @@ class Parts:
     rewards: dict[str, Any] = field(default_factory=dict)
     toolset: Any = None
     train: Any = None
-    rows: list[Any] = field(default_factory=list)  # the first few to train on
+    rows: list[Any] = field(default_factory=list)  # the first few training rows
     model: Any = None  # without weights
     processing: Any = None
     encoder: Any = None
@@ -47,11 +47,11 @@ class Parts:
         return self.run.script.rollout_func is not None or self.run.script.environment_factory is not None
 
 
-# ---- words
+# ---- settings
 
 
 def fields(run: Run, findings: Findings) -> None:
-    """The settings fit together."""
+    """Check that the settings are consistent."""
     from gruppo.trainer.construct import checks
 
     config = run.config
@@ -67,7 +67,7 @@ def fields(run: Run, findings: Findings) -> None:
 
 
 def rewards(parts: Parts, findings: Findings) -> None:
-    """Each reward is there."""
+    """Check that each reward can be loaded."""
     from gruppo.rewards.resolve import function_name, unique_names
 
     found = []
@@ -86,7 +86,7 @@ def rewards(parts: Parts, findings: Findings) -> None:
 
 
 def tools(parts: Parts, findings: Findings) -> None:
-    """Tools and environments can be made, and described to a model."""
+    """Check that tools and environments can be created, and described to a model."""
     from gruppo.trainer.construct import tooling
 
     with findings.about("tools"):
@@ -104,7 +104,7 @@ def tools(parts: Parts, findings: Findings) -> None:
 
 
 def dataset(parts: Parts, findings: Findings) -> None:
-    """The rows can be loaded and hold prompts."""
+    """Check that the datasets can be loaded and hold prompts."""
     from gruppo.trainer.construct import checks, tooling
     from gruppo.trainer.construct.benchmarks import load_benchmarks
 
@@ -136,7 +136,7 @@ def _also_evaluated(evaluation: Any) -> str:
 
 
 def reward_calls(parts: Parts, findings: Findings) -> None:
-    """The columns that each reward names are there."""
+    """Check that the dataset has the columns that each reward names."""
     from gruppo.rewards.calling import check_arguments
     from gruppo.rewards.runner import OWN_COLUMNS
 
@@ -150,11 +150,11 @@ def reward_calls(parts: Parts, findings: Findings) -> None:
             if callable(reward):
                 check_arguments(reward, name, given)
             continue
-        del parts.rewards[name]  # there is no use in trying it
+        del parts.rewards[name]  # it failed, so `reward_scores` does not try it
 
 
 def reward_scores(parts: Parts, findings: Findings) -> None:
-    """Each reward, on right, wrong, odd and hostile completions of real rows."""
+    """Try each reward on right, wrong, odd and hostile completions of real rows."""
     from gruppo.rewards.check import check_reward
     from gruppo.rewards.marks import names_environments
     from gruppo.rewards.resolve import is_reward_model
@@ -194,7 +194,7 @@ def _judge(name: str, tried: Any, findings: Findings) -> None:
 
 
 def prompts(parts: Parts, findings: Findings) -> None:
-    """The model and its tokenizer are there, and the template shows the prompts."""
+    """Check that the model and its tokenizer can be loaded, and that the template renders the prompts."""
     from gruppo.data.probing import inner_tokenizer
     from gruppo.policy.loading import load_processing_class
     from gruppo.trainer.construct import preparing
@@ -226,7 +226,7 @@ def prompts(parts: Parts, findings: Findings) -> None:
 
 
 def _outline(run: Run, described: Any) -> Any:
-    """The model without its weights, which takes no memory."""
+    """The model on the meta device, without weights, so that it takes no memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -244,7 +244,7 @@ def _outline(run: Run, described: Any) -> Any:
 
 
 def lengths(parts: Parts, findings: Findings) -> None:
-    """Prompts against max_prompt_length, and both with max_completion_length against the model's context."""
+    """Check prompts against max_prompt_length, and prompt plus completion against the model's context length."""
     from datasets import Dataset
 
     from gruppo.data.lengths import check_every_prompt
@@ -268,7 +268,7 @@ def lengths(parts: Parts, findings: Findings) -> None:
                 "lengths", f"max_prompt_length={limit} cuts {cut} of {len(counts)} prompts: their beginning is lost."
             )
         if isinstance(parts.train, Dataset) and not parts.encoder.takes_images:
-            check_every_prompt(parts.train, parts.encoder)  # the trainer does it, too
+            check_every_prompt(parts.train, parts.encoder)  # as the trainer does
         parts.encoder(rows)  # raises for prompts that leave no room
         parts.longest = longest = counts[-1] if limit is None else min(counts[-1], limit)
         if context is not None and longest + config.max_completion_length > context:
@@ -291,7 +291,7 @@ def _sample(parts: Parts) -> list[Any]:
 
 
 def parity(parts: Parts, findings: Findings) -> None:
-    """The parity guard of the trainer: two prompts, two rows of each, with the weights that training begins with."""
+    """Run the trainer's parity guard on two prompts, two rows each, with the initial weights."""
     config = parts.run.config
     if parts.encoder is None or not parts.rows or parts.run.script.rollout_func is not None:
         return
@@ -306,7 +306,7 @@ def parity(parts: Parts, findings: Findings) -> None:
 
 
 def _too_large(parts: Parts) -> str | None:
-    """Why the weights are better not loaded here."""
+    """Why the weights should not be loaded on this machine; None if they can be."""
     import torch
 
     from gruppo.plan import free_memory
@@ -343,7 +343,7 @@ def _compare(parts: Parts, findings: Findings) -> None:
         findings.warning("parity", f"rows will be padded, which is slow: {'; '.join(reasons)}")
         return
     ids = [prompt.ids for prompt in parts.encoder(parts.rows[:PARITY_ROWS])]
-    # Tokens of the prompts themselves stand in for completions: two of each prompt, which they share.
+    # Tokens of the prompts serve as completions: two rows per prompt, so that rows share their prompt.
     rows = [(own, other[-PARITY_TOKENS:]) for own in ids for other in reversed(ids)]
     batch = batch_of(rows, next(policy.parameters()).device)
     entropy = EntropyControl.from_args(config).enabled
@@ -355,7 +355,7 @@ def _compare(parts: Parts, findings: Findings) -> None:
 
 
 def plan(parts: Parts, findings: Findings) -> None:
-    """What memory and time it takes on the device that is here, as `gruppo plan` says it."""
+    """Report memory and time of the run on this machine's device, as `gruppo plan` does."""
     from gruppo.cli.plan import forecast_here
 
     if parts.model is None:
@@ -370,7 +370,7 @@ def plan(parts: Parts, findings: Findings) -> None:
 
 
 def folder(parts: Parts, findings: Findings) -> None:
-    """What is where the run will write."""
+    """Check the folder that the run will write to."""
     from gruppo.runs.identity import recorded_run
 
     config = parts.run.config

@@ -28,14 +28,14 @@ MACHINE = (
     "batch_size",
     "trust_remote_code",
     "allow_unconfined",
-)  # arguments of evaluate, not settings
+)  # arguments of `evaluate` that are not fields of `Settings`
 
 
-LONGEST_NAME = 150  # characters of a default folder's name; a file system has room for 255 bytes
+LONGEST_NAME = 150  # characters of a default folder's name; file systems allow 255 bytes
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; their defaults are those of `gruppo.evaluate`."""
+    """The options, with the same defaults as `gruppo.evaluate`."""
     parser = CommandParser(prog="gruppo eval", description=DESCRIPTION)
     parser.add_argument("model", nargs="?", help="a model's name, its folder, or the folder of a training run")
     parser.add_argument("--benchmarks", nargs="+", metavar="NAME", help=f"{BENCHMARKS} (default: gsm8k)")
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of `Settings`; what is left out here keeps its default there."""
+    """Add one option per field of `Settings`; an option not given keeps the default of its field."""
     asked = parser.add_argument_group("how it is asked")
 
     def number(name: str, kind: type, help: str) -> None:
@@ -99,7 +99,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if all went well."""
+    """Run the command and return its exit status."""
     arguments = parser()
     options = arguments.parse_args(argv)
     given = {name for name, value in vars(options).items() if value != arguments.get_default(name)}
@@ -155,9 +155,9 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def default_folder(model: str, mode: str) -> Path:
-    """Where an evaluation goes that was not told: a folder of its own for each model, the same one every time.
+    """The default output folder of an evaluation: a separate one for each model, the same one every time.
 
-    All of the path is in its name, as checkpoints of many runs have one name. Names on the hub have an owner.
+    Its name holds the whole path, since checkpoints of different runs often share a name. Hub ids include the owner.
 
     Example, in the folder that has `runs`:
         default_folder("runs/mine/checkpoint-40", "cot") == Path("evaluations/runs--mine--checkpoint-40-cot")
@@ -173,7 +173,7 @@ def default_folder(model: str, mode: str) -> Path:
 
 
 def _sentences(summary: Mapping[str, Any]) -> list[str]:
-    """The numbers of a benchmark in a line."""
+    """The results of a benchmark as phrases for one line."""
     said = []
     if (greedy := summary.get("greedy")) is not None:
         low, high = greedy["interval"]
@@ -200,7 +200,7 @@ def _compare(first: Path, second: Path) -> int:
     if not shared:
         raise ConfigError(f"{first} and {second} have no benchmark and pass in common.")
     names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
-    for each in shared:  # all of them, before anything is said
+    for each in shared:  # all of them, before anything is printed
         check_same_problems(folders[0].problems(*each), folders[1].problems(*each), names=names)
     for benchmark, decoding in shared:
         print(f"{benchmark}, {decoding}: {_differences([each.identity(benchmark, decoding) for each in folders])}")
@@ -211,7 +211,7 @@ def _compare(first: Path, second: Path) -> int:
 
 
 def _differences(identities: Sequence[Mapping[str, Any]]) -> str:
-    """What two passes differ in besides their weights."""
+    """The settings in which two passes differ, except their weights."""
     first, second = identities
     other = [key for key in {**first, **second} if first.get(key) != second.get(key) and key != "weights"]
     said = [f"{key} {first.get(key)} and {second.get(key)}" for key in other]
@@ -219,7 +219,7 @@ def _differences(identities: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _metrics(folders: Sequence[Any], benchmark: str, decoding: str) -> Iterator[tuple[str, list[Any]]]:
-    """What can be compared of one pass, and the scores of both by problem."""
+    """The metrics to compare for one pass, each with the per-problem scores of both folders."""
     from gruppo.evaluation.summary import problem_scores
 
     scored = [folder.attempts(benchmark, decoding) for folder in folders]
@@ -234,7 +234,7 @@ def _metrics(folders: Sequence[Any], benchmark: str, decoding: str) -> Iterator[
 
 
 def _check_gold(names: Sequence[str] | None, data_dir: Path | None, paper: bool) -> int:
-    """Grade the reference answers; without names, those of every set that the folder has."""
+    """Grade the reference answers of the named benchmarks; by default of all that the data folder has."""
     from gruppo.errors import ConfigError
     from gruppo.evaluation.benchmarks import BENCHMARKS, find_benchmark
     from gruppo.evaluation.data import file_in, load_problems

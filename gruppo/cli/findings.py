@@ -1,4 +1,4 @@
-"""What `gruppo check` found: a line for each thing that was looked at."""
+"""The findings of `gruppo check`: one line for each thing that was checked."""
 
 import logging
 import traceback
@@ -18,7 +18,7 @@ __all__ = ["Finding", "Findings", "raised_at"]
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
-# Their messages say what is wrong and what to do. NotImplementedError names the field that is not there yet.
+# Their messages say what is wrong and what to do. NotImplementedError names the field that is not implemented yet.
 TOLD: tuple[type[Exception], ...] = (
     *(ConfigError, DataError, PackingError, ParityError, RewardError, RolloutError, SandboxError),
     *(NotImplementedError, ImportError),
@@ -50,7 +50,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """All lines, in the order in which they were found.
+    """All findings, in the order in which they were added.
 
     Example:
         findings = Findings()
@@ -60,7 +60,7 @@ class Findings:
     """
 
     found: list[Finding] = field(default_factory=list)
-    console: "Console | None" = None  # where each is shown as it is found
+    console: "Console | None" = None  # prints each finding as it is added
 
     def ok(self, what: str, text: str) -> None:
         self._add(Finding(OK, what, text))
@@ -80,7 +80,7 @@ class Findings:
 
     @contextmanager
     def about(self, what: str, *others: type[Exception]) -> Iterator[None]:
-        """What is raised in here with a message for the user, or is one of `others`, becomes an error."""
+        """Turn exceptions in TOLD and `others` into errors, and the library's logged warnings into warnings."""
         expected: tuple[type[Exception], ...] = (*TOLD, *others)
         with _listening() as said:
             try:
@@ -109,14 +109,14 @@ def _worded(error: Exception) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Where an error that nobody foresaw was raised, as ' (file:line)'."""
+    """Where an unexpected error was raised, as ' (file:line)'."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 @contextmanager
 def _listening() -> Iterator[list[str]]:
-    """What the library warns about meanwhile, which is not shown elsewhere."""
+    """Collect the warnings that the library logs in this block; they are not shown elsewhere."""
     said: list[str] = []
 
     class Ear(logging.Handler):

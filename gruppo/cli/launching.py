@@ -1,4 +1,4 @@
-"""Several processes: how they are started, and how a signal reaches them."""
+"""Launch several processes, and forward signals to them."""
 
 import math
 import os
@@ -20,7 +20,7 @@ from gruppo.errors import ConfigError
 
 __all__ = ["LAUNCHES", "check_launch", "last_words", "launch", "launch_command", "launch_config", "run_command"]
 
-WORDS = "GRUPPO_LAST_WORDS"  # the file of last_words, in the environment
+WORDS = "GRUPPO_LAST_WORDS"  # environment variable with the path of the file of `last_words`
 
 # The names of TRL's `--accelerate_config`; single_gpu is one process.
 ACCELERATE_NAMES = {"single_gpu": "ddp", "multi_gpu": "ddp"}
@@ -52,7 +52,7 @@ def _deepspeed(stage: int) -> dict[str, Any]:
     return {"distributed_type": "DEEPSPEED", "deepspeed_config": config | (offload if stage > 1 else {})}
 
 
-# What recipes/accelerate/<name>.yaml say; `--launch` does not need the files.
+# The contents of recipes/accelerate/<name>.yaml, so that `--launch` does not need the files.
 LAUNCHES: dict[str, dict[str, Any]] = {
     "ddp": {"distributed_type": "MULTI_GPU", "gpu_ids": "all"},
     "fsdp2": {
@@ -72,7 +72,7 @@ LAUNCHES: dict[str, dict[str, Any]] = {
 
 
 def launch_config(name: str, processes: int = 8) -> dict[str, Any]:
-    """The accelerate config of a way to launch.
+    """The accelerate config of a launch method.
 
     Example:
         launch_config("fsdp2", 4)["fsdp_config"]["fsdp_version"] == 2
@@ -81,7 +81,7 @@ def launch_config(name: str, processes: int = 8) -> dict[str, Any]:
 
 
 def launch(run: Run, command: str, argv: Sequence[str]) -> int:
-    """Start the processes that the run asks for, with this command; their exit code.
+    """Launch the processes that the run asks for, with this command; returns the launcher's exit code.
 
     Example:
         launch(Run.read(["run.yaml", "--launch", "fsdp2"], build=False), "train", ["run.yaml", "--launch", "fsdp2"])
@@ -111,7 +111,7 @@ _ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
 def check_launch(run: Run) -> tuple[str | None, Path | None]:
-    """The name of a way to launch, or a file of accelerate's; raise for words about launching that cannot be meant.
+    """The name of the launch method, or an accelerate config file; raises for invalid or conflicting options.
 
     Example:
         check_launch(Run.read(["run.yaml", "--launch", "fsdp2"], build=False)) == ("fsdp2", None)
@@ -129,13 +129,13 @@ def check_launch(run: Run) -> tuple[str | None, Path | None]:
 
 
 def _refuse_shards(name: str) -> None:
-    """What accelerate shares out over CPUs is the batch, never the weights."""
+    """Raise for sharded weights on CPUs: accelerate supports only data parallelism there."""
     if name != "ddp":
         raise ConfigError(f"--launch {name} needs GPUs; with use_cpu: true there is --launch ddp.")
 
 
 def way_to_launch(launching: LaunchArguments) -> tuple[str | None, Path | None]:
-    """The name of a way to launch, or a file of accelerate's."""
+    """The name of the launch method, or an accelerate config file."""
     asked, config = launching.launch, launching.accelerate_config
     if asked is not None and config is not None:
         raise ConfigError(f"--launch {asked} and --accelerate_config {config} both say how to launch; keep one.")
@@ -151,7 +151,7 @@ def way_to_launch(launching: LaunchArguments) -> tuple[str | None, Path | None]:
 
 
 def _on_cpu(processes: int | None, further: Sequence[str]) -> tuple[int | None, list[str]]:
-    """torchrun starts them, which takes their number only."""
+    """The number of processes and the other options, of which none is allowed: torchrun launches on CPUs."""
     processes, rest, strings = processes or named_processes(further), [], iter(further)
     for string in strings:
         if string == "--num_processes":
@@ -177,7 +177,7 @@ def launch_command(
     Example:
         launch_command("ddp", 2, ["-m", "gruppo", "train", "run.yaml"], on_cpu=True, folder=folder)
     """
-    if on_cpu:  # accelerate starts several processes on CPUs through MPI only
+    if on_cpu:  # accelerate starts several processes on CPUs only through MPI
         _refuse_shards(name)
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         return [sys.executable, "-m", *torchrun, *program]
@@ -188,10 +188,10 @@ def launch_command(
 
 
 def _without_launching(argv: Sequence[str]) -> list[str]:
-    """The arguments for a process that is started: without those that start it."""
+    """The arguments for a launched process: those of the command without the launch options."""
     flags = {f"--{name}": False for name in ("launch", "nproc", "accelerate_config")}
     known = flags | {f"--{name}": bare for name, bare in accelerate_options().items()}
-    for own in ("--debug", "--gradient_accumulation_steps", "--env"):  # names that are ours as well
+    for own in ("--debug", "--gradient_accumulation_steps", "--env"):  # also options of the training commands
         known.pop(own, None)
     rest, strings = [], iter(argv)
     for string in strings:
@@ -204,10 +204,10 @@ def _without_launching(argv: Sequence[str]) -> list[str]:
 
 
 def run_command(command: Sequence[str], patience: float | None = None) -> int:
-    """Run a launcher to its end, and give it the SIGTERM that is meant for it; its exit code.
+    """Run a launcher to its end, and forward SIGTERM to it; returns its exit code.
 
-    It kills processes that have not ended soon after the signal, but not before `patience` seconds are over. SIGINT
-    comes from a terminal, which sends it to the command as well.
+    After the signal the launcher kills processes that do not end, but not before `patience` seconds have passed.
+    SIGINT comes from a terminal, which sends it to the launcher as well, so it is ignored here.
     """
     process: subprocess.Popen[bytes] | None = None
 
@@ -231,7 +231,7 @@ def run_command(command: Sequence[str], patience: float | None = None) -> int:
 
 @contextmanager
 def last_words() -> Iterator[Path]:
-    """A file for what the first process that fails says, which is far above the lines of its launcher.
+    """A file for the error message of the first process that fails; the launcher's own output would bury it.
 
     Example:
         with last_words() as path:
@@ -248,7 +248,7 @@ def last_words() -> Iterator[Path]:
 
 
 def keep_words(text: str) -> None:
-    """In a process that was launched: leave what it says to the one that launched it, unless another came first."""
+    """In a launched process: store its error message for the launching process, unless another was first."""
     path = os.environ.get(WORDS)
     if path is not None and Path(path).parent.is_dir():
         with suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:

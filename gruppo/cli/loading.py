@@ -1,4 +1,4 @@
-"""From the words of a run to the objects they name: rewards, tools, data, adapters and, at last, the trainer."""
+"""Load the objects that a run names: rewards, tools, data, adapters and finally the trainer."""
 
 import dataclasses
 import glob
@@ -22,17 +22,17 @@ __all__ = ["load_datasets", "load_named", "load_reward", "load_rows", "make_trai
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-# TRL's command line gives this one, which has to be made, by its name alone.
+# A reward factory that TRL's command line accepts by its name alone, with these arguments.
 READY_MADE = {"get_soft_overlong_punishment": {"max_completion_len": 1280, "soft_punish_cache": 256}}
 
 
-# ---- what has a name
+# ---- named objects
 
 
 def load_named(entry: Any, folder: Path, what: str = "the entry") -> Any:
-    """What `module:name`, `file.py:name` or a dotted path names; a mapping from one to arguments calls it.
+    """Load the object at `module:name`, `file.py:name` or a dotted path; a mapping of one to arguments calls it.
 
-    Files and modules are looked for in the working folder, then in `folder`.
+    Files and modules are searched in the working folder, then in `folder`.
 
     Example:
         load_named("gruppo.demo:exact_match", Path.cwd())
@@ -66,7 +66,7 @@ def _made(factory: Any, name: str, arguments: Any) -> Any:
         raise ConfigError(f"{name}: {arguments!r} must be a mapping of arguments.")
     try:
         return factory(**(arguments or {}))
-    except TypeError as error:  # an argument that it does not have, most of the time
+    except TypeError as error:  # usually an argument that it does not have
         raise ConfigError(f"{name} cannot be made: {error}.") from error
 
 
@@ -80,7 +80,7 @@ def _module(home: str, folder: Path) -> Any:
         return importlib.import_module(home) if file is None else _module_of_file(file)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # the user's code runs here, and may raise whatever it likes
+    except (Exception, SystemExit) as error:  # the user's code runs here and may raise anything
         raise ConfigError(f"{home} cannot be imported: {_worded(error)}.{_place(error)}") from error
 
 
@@ -92,7 +92,7 @@ def _worded(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where in the user's code it was raised, as ' See file:line.'; nothing if no line of it was reached."""
+    """Where in the user's code the error was raised, as ' See file:line.'; empty if none of it was reached."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f" See {error.filename}:{error.lineno}."
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
@@ -101,7 +101,7 @@ def _place(error: BaseException) -> str:
 
 
 def _module_of_file(path: Path) -> Any:
-    """The module of a file, run once however often it is named."""
+    """The module of a file, executed only once however often it is named."""
     if not path.is_file():
         raise ConfigError(f"There is no file {path}.")
     known = sys.modules.get(path.stem)
@@ -116,13 +116,13 @@ def _module_of_file(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # half of a module is not to be found by whoever asks next
+        del sys.modules[name]  # later imports must not find a half-executed module
         raise
     return module
 
 
 def located(name: str, folder: Path) -> Path:
-    """A file in the working folder or, if it is not there, beside the recipe."""
+    """The path of a file in the working folder or, if it is not there, in the recipe's folder."""
     path = Path(name).expanduser()
     return folder / path if not path.is_absolute() and not path.exists() else path
 
@@ -160,12 +160,12 @@ def load_reward(entry: Any, folder: Path) -> Any:
 
 
 def load_rewards(run: Run) -> list[Any]:
-    """All of them, the reward model first."""
+    """All rewards of a run, the reward model first."""
     return [load_reward(entry, run.folder) for entry in run.rewards]
 
 
 def load_tools(run: Run) -> dict[str, Any]:
-    """The trainer's arguments about several turns; those that are not asked for are left out."""
+    """The trainer's arguments for tools, environments and rollout_func; those not set are left out."""
     script = run.script
     found: dict[str, Any] = {}
     if script.tools:
@@ -185,7 +185,7 @@ def load_tools(run: Run) -> dict[str, Any]:
 
 
 def load_datasets(run: Run) -> tuple[Any, Any]:
-    """The rows to train on and to evaluate on; None for those that there are none of."""
+    """The training and the evaluation dataset; None for a dataset that the run does not have."""
     script, evaluates = run.script, str(getattr(run.config.eval_strategy, "value", run.config.eval_strategy)) != "no"
     if script.eval_dataset is not None and not evaluates:
         raise ConfigError("eval_dataset is set, but nothing is evaluated: set eval_strategy to steps or epoch.")
@@ -204,7 +204,7 @@ def load_datasets(run: Run) -> tuple[Any, Any]:
 
 
 def load_rows(entry: str, folder: Path) -> Any:
-    """A dataset by itself: a file, several of them, a folder, or the train split of a name on the hub.
+    """Load a single dataset: a file, several files, a folder, or the train split of a hub dataset.
 
     Example:
         load_rows("prompts.jsonl", Path.cwd())
@@ -214,7 +214,7 @@ def load_rows(entry: str, folder: Path) -> Any:
 
 
 def _mixture(run: Run) -> DatasetMixtureConfig:
-    """The datasets to train on as a mixture, which may be one of one."""
+    """The training datasets as a mixture, possibly of a single dataset."""
     if run.mixture.datasets:
         listed = [_with_files(entry, run.folder) for entry in run.mixture.datasets]
         return dataclasses.replace(run.mixture, datasets=listed)
@@ -223,7 +223,7 @@ def _mixture(run: Run) -> DatasetMixtureConfig:
 
 
 def _test_split(run: Run) -> DatasetMixtureConfig:
-    """Another split of the dataset to train on."""
+    """The test split of the training dataset."""
     named = run.script.dataset_name
     mixture = _of_entry(run, named, run.script.dataset_test_split, "test")
     if mixture.datasets[0].data_files is not None:
@@ -243,9 +243,9 @@ def _of_entry(run: Run, entry: Any, split: str, usual: str = "train") -> Dataset
 
 
 def _with_files(config: DatasetConfig, folder: Path, usual: str = "train") -> DatasetConfig:
-    """Files as `datasets` wants them: the format, and their paths. All of their rows are one split, `train`.
+    """Convert file names to what `datasets` expects: format and paths. All rows of files are one split, `train`.
 
-    `usual` is another name for it, where a split to evaluate on is asked for.
+    `usual` is a second accepted name for that split, for evaluation datasets.
     """
     suffix = _suffix(config.path)
     if config.data_files is not None:
@@ -284,9 +284,9 @@ def _load(mixture: DatasetMixtureConfig) -> Any:
         return found
     except (ConfigError, DataError):
         raise
-    except StopIteration as error:  # what `datasets` makes of a file without a line
+    except StopIteration as error:  # `datasets` raises this for an empty file
         raise DataError(f"The dataset {named} has no rows.") from error
-    except (OSError, ValueError, DatasetsError) as error:  # not there, not reachable, no such split, not readable
+    except (OSError, ValueError, DatasetsError) as error:  # missing, unreachable, no such split, unreadable
         if "corresponds to no data" in str(error):
             raise DataError(f"The dataset {named} has no rows.") from error
         where = (
@@ -307,7 +307,7 @@ def _named(entry: DatasetConfig) -> str:
 
 
 def load_adapter(run: Run) -> Any:
-    """The LoraConfig that the run asks for, in either way; None for all weights."""
+    """The LoraConfig of the run, from `peft` or from use_peft; None trains all weights."""
     wanted: Any = run.script.peft
     if wanted is None:
         try:
@@ -330,7 +330,7 @@ def load_adapter(run: Run) -> Any:
 
 
 def check_model_is_there(run: Run) -> Any:
-    """The model's config; raise if it cannot be had, before anything else is loaded."""
+    """Load the model's config; raises if it is not available, before the trainer loads the weights."""
     from transformers import AutoConfig
 
     given = run.config.model_init_kwargs or {}

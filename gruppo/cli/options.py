@@ -1,4 +1,4 @@
-"""The argument parser of commands that have options of their own: examples in --help, hints about unknown flags."""
+"""The argument parser of commands with their own options: examples in --help, hints about unknown flags."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ __all__ = ["CommandParser"]
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser that keeps the lines of its texts as they are and names the flag that was probably meant.
+    """An argument parser that keeps the line breaks of its texts and suggests the flag that was probably meant.
 
     Example:
         parser = CommandParser(prog="gruppo demo", description="…", epilog="examples:\\n  gruppo demo --steps 10")
@@ -19,18 +19,18 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        # Abbreviations would make a new option break a script that used the beginning of an older one.
+        # With abbreviations, a new option could break scripts that abbreviate an older one.
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """argparse's, but what it does not know comes with a hint."""
+        """Parse as argparse does, but with a hint for unknown options."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown)
         return options
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """End with a message about strings that no option takes."""
+        """Exit with an error about strings that no option takes."""
         flags = [string.partition("=")[0] for string in unknown if string.startswith("-")]
         if not flags:
             self.error(f"unexpected argument {unknown[0]!r}")

@@ -1,4 +1,4 @@
-"""Packages that a run needs beside those that are always there."""
+"""Optional packages that a run needs."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gruppo.cli.recipe import Run
 
-# Names of `report_to` that are not those of a package, which one of these modules is of, and how that is called.
+# Names of `report_to` that are not package names -> the modules of which one must exist, and the package to install.
 TRACKERS = {
     "azure_ml": (("azureml",), "azureml-sdk"),
     "comet_ml": (("comet_ml",), "comet-ml"),
@@ -14,11 +14,11 @@ TRACKERS = {
     "tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"),
 }
 ALSO = {"dagshub": ("mlflow",)}
-WITHOUT_PACKAGE = ("none", "all", "kubeflow")  # "all" are those that are there; kubeflow is asked over HTTP
+WITHOUT_PACKAGE = ("none", "all", "kubeflow")  # "all" means all that are installed; kubeflow is used over HTTP
 
 
 class Need(NamedTuple):
-    """What needs a package, the modules of which one must be there, and the name under which it is installed."""
+    """What needs a package, the modules of which one must be importable, and the name to install it by."""
 
     what: str
     modules: tuple[str, ...]
@@ -34,7 +34,7 @@ class Need(NamedTuple):
 
 
 def needs(run: Run) -> Iterator[Need]:
-    """All that the run asks for, installed or not."""
+    """All packages that the run needs, installed or not."""
     if run.config.samples_with_vllm and run.config.vllm_mode == "colocate":
         yield Need("use_vllm", ("vllm",), "'gruppo[vllm]'")
     if str(run.launching.launch or run.launching.accelerate_config).startswith("zero"):

@@ -1,4 +1,4 @@
-"""Command-line arguments and YAML files into config dataclasses."""
+"""Parse command-line arguments and YAML files into config dataclasses."""
 
 import argparse
 import dataclasses
@@ -27,8 +27,8 @@ class TrlParser(HfArgumentParser):
     """An argument parser over dataclasses that also reads a YAML file.
 
     `--config file.yaml` holds a flat mapping of the same names. Its values replace the defaults, and the command line
-    wins over both. A mapping under `env` is exported to the environment. A name that no dataclass has is an error
-    that says which one is nearest. Other names of a field (`aliases` in its metadata) are known in files too.
+    overrides both. A mapping under `env` is exported to the environment. A name that no dataclass has is an error that
+    suggests the nearest known name. Aliases of a field (`aliases` in its metadata) are accepted in files too.
 
     Example:
         parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
@@ -50,11 +50,11 @@ class TrlParser(HfArgumentParser):
 
     @staticmethod
     def _parse_dataclass_field(parser: Any, field: Any) -> None:
-        annotation = field.type  # the base class replaces it by the type of one value
+        annotation = field.type  # saved first: the base class replaces it with the type of one value
         HfArgumentParser._parse_dataclass_field(parser, field)
         _adapt(parser._option_string_actions[f"--{field.name}"], annotation)
         if field.name == "gradient_checkpointing" and field.default is None:
-            # The base class makes this flag where the default is True, which scripts rely on.
+            # The base class adds this flag only if the default is True; scripts rely on it.
             flags = ("--no_gradient_checkpointing", "--no-gradient-checkpointing")
             parser.add_argument(*flags, action="store_false", dest=field.name, default=None)
 
@@ -67,7 +67,7 @@ class TrlParser(HfArgumentParser):
     ) -> tuple[Any, ...]:
         """Parse arguments (default: the command line) and the file of `--config` into dataclass instances.
 
-        With `return_remaining_strings`, what is unknown comes back as a list of strings after the instances
+        With `return_remaining_strings`, unknown arguments are returned as a list of strings after the instances
         (`--name value …`, the file's before the command line's; with `separate_remaining_strings`, as two lists).
         Otherwise an unknown argument is an error, and so is an unknown key of the file unless
         `fail_with_unknown_args` is False.
@@ -97,17 +97,17 @@ class TrlParser(HfArgumentParser):
         return (*parsed, from_file + unknown)
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        """Make the values the defaults of this parser and its subparsers; no option stays required that has one.
+        """Make the values the defaults of this parser and its subparsers; options that get one are no longer required.
 
-        Returns what no option takes, as strings: `["--name", "value", …]`.
+        Returns the values that no option takes, as strings: `["--name", "value", …]`.
         """
         taken = _set_known_defaults(self, kwargs)
         return [s for key, value in kwargs.items() if key not in taken for s in (f"--{key}", str(value))]
 
     def explain_unknown(self, names: Iterable[str]) -> str:
-        """A sentence about each of these names, with the one that was probably meant."""
+        """A sentence about each unknown name, with a suggestion of the name that was probably meant."""
         known = {name for action in self._actions for name in _names(action)} | {"config", "env"}
-        renamed = RENAMED if "num_generations" in known else {}  # the names are those of our own configs
+        renamed = RENAMED if "num_generations" in known else {}  # RENAMED is about fields of our own configs
         said = []
         for name in names:
             plain = name.replace("-", "_")
@@ -132,13 +132,13 @@ def _set_known_defaults(parser: argparse.ArgumentParser, values: Mapping[str, An
 
 
 def _names(action: argparse.Action) -> list[str]:
-    """Under which names a file may set an option: that of its field, and its other ones."""
+    """The names by which a file may set an option: its field's name and its aliases."""
     spelled = (string.lstrip("-").replace("-", "_") for string in action.option_strings)
     return list(dict.fromkeys([action.dest, *spelled]))
 
 
 def _is_negation(action: argparse.Action) -> bool:
-    """`--no_x` shares its destination with `--x`, which takes the value."""
+    """Whether this is `--no_x`: it shares its destination with `--x`, and the file's value goes to `--x`."""
     return isinstance(action, argparse._StoreFalseAction)
 
 
@@ -161,7 +161,7 @@ def take_config_option(strings: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a file holds."""
+    """Read a file that holds a mapping."""
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file.")
     try:
@@ -185,7 +185,7 @@ def _export(env: Any, path: Path) -> None:
 
 
 def _adapt(action: argparse.Action, annotation: Any) -> None:
-    """Teach an option what the base class does not: None for optional values, and dicts as JSON."""
+    """Add what the base class does not support: None for optional values, and dicts as JSON."""
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     members = typing.get_args(annotation) if union else (annotation,)
     origins = [typing.get_origin(member) or member for member in members]
@@ -217,7 +217,7 @@ def _or_none(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _checked(action: argparse.Action, value: Any) -> Any:
-    """A value of the file as the option would have produced it; argparse itself converts defaults that are strings."""
+    """Convert a file's value to what the option would produce; argparse itself converts defaults that are strings."""
     if value is None:
         return None
     if action.nargs != "+":

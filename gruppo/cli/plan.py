@@ -34,7 +34,7 @@ USAGE = "gruppo plan [RUN.YAML] [--model MODEL] [--device NAME] [--gpus N] [--ke
 
 
 class PlanParser(CommandParser):
-    """One whose options may be written with dashes and with underscores."""
+    """A parser whose options can be written with dashes or underscores."""
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:  # type: ignore[override]
         spelled = [f"--{name[2:].replace('-', '_')}" for name in names if name.startswith("--")]
@@ -69,7 +69,7 @@ def parser() -> PlanParser:
 
 
 def find_one(options: argparse.Namespace, *, on_cpu: bool) -> Device:
-    """The device that was named, or the one that is here; with what was said over the table."""
+    """The named device, or this machine's; options such as --memory override the values of the table."""
     name = "cpu" if options.device is None and on_cpu else options.device or _device_here()
     given = {"halves": options.tflops, "singles": options.tflops, "bandwidth": options.bandwidth}
     given |= {"memory": options.memory}
@@ -86,7 +86,7 @@ def find_one(options: argparse.Namespace, *, on_cpu: bool) -> Device:
 
 
 def cpu(memory: float | None = None) -> Device:
-    """One thread of a CPU as it was measured, with the main memory that is free here."""
+    """A CPU device with the measured speed of one thread, and the free main memory of this machine."""
     import torch
 
     speed, free = MEASURED["cpu"]["tflops_per_thread"], free_memory(torch.device("cpu")) / 2**30
@@ -105,7 +105,7 @@ def _device_here() -> str:
 
 
 def forecast_here(run: Run, prompt_tokens: int | None = None) -> Forecast | None:
-    """The forecast of a run on the device that is here; None if it wants a GPU and none, or an unknown one, is."""
+    """The forecast of a run on this machine; None if it needs a GPU and there is no GPU, or an unknown one."""
     asked = Asked.of_run(run)
     if asked.on_cpu:
         return forecast_on(cpu(), run, prompt_tokens)
@@ -116,7 +116,7 @@ def forecast_here(run: Run, prompt_tokens: int | None = None) -> Forecast | None
 
 
 def forecast_on(device: Device, run: Run, prompt_tokens: int | None = None) -> Forecast:
-    """The forecast of a run that was read.
+    """The forecast of a run on a device.
 
     Example:
         run = Run.of_another_machine(["recipes/grpo.yaml"])
@@ -128,7 +128,7 @@ def forecast_on(device: Device, run: Run, prompt_tokens: int | None = None) -> F
 
 
 def _read(options: argparse.Namespace, fields: Sequence[str]) -> Run:
-    """The run of a file, or of fields alone, as it will be where it is started."""
+    """Read the run from a file or from fields alone, as it will be on the machine where it is launched."""
     strings = list(fields)
     if options.config is not None:
         strings = [options.config, *strings]
@@ -149,7 +149,7 @@ def _plain(string: str) -> str:
 
 
 def _refuse_unknown(fields: Sequence[str], own: CommandParser) -> None:
-    """Raise for a flag that neither this command nor a run has, with the nearest of both."""
+    """Raise for a flag that neither this command nor a run has, and suggest the nearest of both."""
     given = [string.partition("=")[0] for string in fields if string.startswith("--")]
     if not given:
         return
@@ -161,7 +161,7 @@ def _refuse_unknown(fields: Sequence[str], own: CommandParser) -> None:
 
 
 def _check(options: argparse.Namespace, fields: Sequence[str]) -> None:
-    """Raise for what is wrong with this command's own options, before anything large is imported."""
+    """Validate this command's own options, before any slow import."""
     sizes = ("gpus", "prompt_tokens", "mean_completion_length", "lora_r")
     for name in (*sizes, "tflops", "bandwidth", "memory", "threads"):
         if (value := getattr(options, name)) is not None and value <= 0:
@@ -173,7 +173,7 @@ def _check(options: argparse.Namespace, fields: Sequence[str]) -> None:
 
 
 def _speaks_of_cpu(options: argparse.Namespace, fields: Sequence[str]) -> bool:
-    """Whether the device may turn out to be a CPU, which only the run itself can tell."""
+    """Whether the device may turn out to be a CPU, which is known only once the run is read."""
     if options.device is not None:
         return False
     in_file = {} if options.config is None else read_yaml(Path(options.config))
@@ -181,7 +181,7 @@ def _speaks_of_cpu(options: argparse.Namespace, fields: Sequence[str]) -> bool:
 
 
 def _with_options(asked: Asked, options: argparse.Namespace) -> Asked:
-    """What the run says of itself, with what the options say over it."""
+    """The run's settings, overridden by the options of this command."""
     loading = dict(asked.loading)
     if options.dtype:
         loading["dtype"] = options.dtype
@@ -201,7 +201,7 @@ def _with_options(asked: Asked, options: argparse.Namespace) -> Asked:
 
 
 def read_job(options: argparse.Namespace, fields: Sequence[str] = ()) -> Job:
-    """The job that a command line describes: options of this command, and strings that are a run's.
+    """The job that a command line describes: options of this command, and strings for the run.
 
     Example:
         read_job(*parser().parse_known_args(["--model", "qwen2-1.5b", "--device", "H200", "--beta", "0.04"]))

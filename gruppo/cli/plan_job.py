@@ -1,4 +1,4 @@
-"""From what a run says of itself to the job of a forecast."""
+"""Convert the settings of a run to the job of a forecast."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ from gruppo.plan import Device
 from gruppo.plan.job import Adapter, Job, Model
 from gruppo.plan.presets import PRESETS, preset
 
-PROMPT_TOKENS = 256  # where nobody says
+PROMPT_TOKENS = 256  # if neither an option nor max_prompt_length gives it
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-# What peft adapts of the usual decoders if a config names no targets.
+# The modules that peft adapts in common decoders if a config names no targets.
 _USUAL_TARGETS = ("q_proj", "v_proj")
 
 
 def find_model(name: str, *, trust_remote_code: bool = False) -> tuple[Model, Any]:
-    """A model's numbers by the name of a shape, a folder or a hub id, and its config (None for a shape).
+    """The model for the name of a preset shape, a folder or a hub id, and its config (None for a shape).
 
     Example:
         find_model("qwen2-1.5b")[0].weights == 1_543_714_304
@@ -59,9 +59,9 @@ def make_job(
     sharding: str = "none",
     threads: int = 1,
 ) -> Job:
-    """What a forecast needs to know of a run.
+    """The job of a forecast, from the settings of a run.
 
-    `args` is the config of one of the processes, which knows how many there are.
+    `args` is the config of one process of the run, so its world_size is the number of processes.
     """
     sampler = "transformers" if args.rollout_backend == "transformers" else "builtin"
     if args.samples_with_vllm:
@@ -101,7 +101,7 @@ def make_job(
 
 
 def find_adapter(peft: Mapping[str, Any] | None, model: Model) -> Adapter | None:
-    """LoRA of a file's `peft`."""
+    """The LoRA adapter that a file's `peft` describes."""
     if peft is None:
         return None
     targets = peft.get("target_modules") or _USUAL_TARGETS
@@ -130,7 +130,7 @@ def _dtype(loading: Mapping[str, Any], config: Any) -> str:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a run says of itself that a forecast needs."""
+    """The settings of a run that a forecast needs."""
 
     model: str
     args: Any  # its config
@@ -146,7 +146,7 @@ class Asked:
     def of_config(
         cls, model: str, args: Any, *, peft: Mapping[str, Any] | None = None, launch: str | None = None
     ) -> "Asked":
-        """From the config of one of a run's processes, which knows how many there are.
+        """From the config of one process of a run; its world_size is the number of processes.
 
         Example:
             Asked.of_config("qwen2-1.5b", GRPOConfig("run")).job(DEVICES["H100"])
@@ -165,7 +165,7 @@ class Asked:
 
     @classmethod
     def of_run(cls, run: Run) -> "Asked":
-        """From a run that was read for all its processes: the one place that knows what a file becomes."""
+        """From a run that was read with its number of processes, so that a file is interpreted in one place only."""
         model, how = run.model_args, sharing_of(run.launching, run.accelerate)
         lora = {"r": model.lora_r, "target_modules": model.lora_target_modules} if model.use_peft else None
         asked = cls.of_config(run.model, run.config, peft=run.script.peft or lora, launch=how.launch)

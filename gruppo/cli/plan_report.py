@@ -1,4 +1,4 @@
-"""A forecast as tables, as a few lines, and as numbers."""
+"""A forecast as tables, as a few lines of text, and as JSON."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from gruppo.plan.terms import GIB
 
 @dataclass(frozen=True)
 class Forecast:
-    """A job with all that is predicted of it.
+    """A job with its predicted memory, time and largest settings.
 
     Example:
         forecast = Forecast(make_job(preset("qwen2-1.5b"), DEVICES["H200"], config))
@@ -22,7 +22,7 @@ class Forecast:
     """
 
     job: Job
-    assumed: tuple[str, ...] = ()  # what nobody has said
+    assumed: tuple[str, ...] = ()  # assumptions about values that were not given
 
     @cached_property
     def memory(self) -> Memory:
@@ -37,7 +37,7 @@ class Forecast:
         return largest_settings(self.job)
 
     def lines(self) -> list[str]:
-        """The plan in a few lines of text, for a check of a recipe."""
+        """The plan in a few lines of text, as `gruppo check` prints it."""
         memory, job = self.memory, self.job
         peak = memory.peak
         most = max(peak.terms, key=lambda term: term.bytes)
@@ -57,7 +57,7 @@ class Forecast:
         return said + self.warnings()
 
     def warnings(self) -> list[str]:
-        """What a reader should know of these numbers."""
+        """Caveats about these numbers."""
         job, found = self.job, list(self.assumed)
         if not job.knows_optimizer:
             found.append(f"optim={job.optimizer!r} is not known here: two values per trained weight are assumed")
@@ -93,7 +93,7 @@ class Forecast:
 
 
 def print_forecast(forecast: Forecast) -> None:
-    """The verdict, and then where it comes from: tables of memory, of seconds and of the largest settings."""
+    """Print the verdict, then the tables behind it: memory, seconds and the largest settings."""
     from rich.console import Console
     from rich.table import Table
 
@@ -120,9 +120,9 @@ def print_forecast(forecast: Forecast) -> None:
 
 
 def _memory_rows(memory: Memory) -> Iterator[tuple[str, str, str, str]]:
-    """What stays between phases, once; each phase with what it has beside that; and the peak as a device shows it.
+    """What stays allocated between phases, once; what each phase adds to it; and the peak as the device reports it.
 
-    The last entry is the style.
+    The last element of each row is its style.
     """
     for phase in (memory.between, *memory.phases):
         stays = () if phase is memory.between else memory.between.terms

@@ -1,4 +1,4 @@
-"""A run as a file and a command line describe it.
+"""A run as described by a file and a command line.
 
     model: Qwen/Qwen2.5-0.5B-Instruct               # model_name_or_path
     dataset: prompts.jsonl                          # dataset_name; or a hub id, or {path: …, name: …, split: …}
@@ -6,7 +6,7 @@
     output_dir: run                                 # this and everything else: fields of GRPOConfig or RLOOConfig
     learning_rate: 1e-6
 
-A file of TRL's command line is such a file. docs/cli.md has all keys.
+Files for TRL's command line work too. docs/cli.md lists all keys.
 """
 
 import copy
@@ -34,7 +34,7 @@ USAGE = "gruppo %s [RECIPE.yaml] [--key value …]"
 
 @dataclass(frozen=True)
 class Run:
-    """What is to be trained, on what and how.
+    """What to train, on which data and how.
 
     Example:
         run = Run.read(["recipes/grpo.yaml", "--model", "./model", "--max_steps", "2"])
@@ -43,11 +43,11 @@ class Run:
 
     trainer: str
     script: RunArguments
-    config: Any  # GRPOConfig or RLOOConfig; unless it was built, a namespace of their fields
+    config: Any  # GRPOConfig or RLOOConfig; with build=False, a namespace of their fields
     model_args: ModelArguments
     mixture: DatasetMixtureConfig
     launching: LaunchArguments
-    accelerate: tuple[str, ...] = ()  # for accelerate's launcher
+    accelerate: tuple[str, ...] = ()  # options for accelerate's launcher
     path: Path | None = None  # the file
 
     @classmethod
@@ -62,16 +62,16 @@ class Run:
     ) -> "Run":
         """From the arguments of a command, or from a file alone.
 
-        Without `build` the config is not made: the process that launches others must not touch a GPU, and would count
-        one process. Without `strict` what is unknown or missing is passed over, for a report on the rest. With
-        `processes` the config is that of a process among so many.
+        Without `build` the config is not constructed: a process that launches others must not initialise a GPU, and
+        its world size would be 1. Without `strict`, unknown or missing settings are ignored, so that the rest can be
+        checked. With `processes` the config is that of one process among that many.
         """
         strings = with_recipe([str(argv)] if isinstance(argv, Path) else argv)
         path, _ = take_config_option(list(strings))
         trainer, strings = _take_trainer(strings, {} if path is None else read_yaml(path), command)
         parser = make_parser(trainer, command, processes)
         if not build:
-            parser.dataclass_types.pop()  # what is left comes back as a namespace
+            parser.dataclass_types.pop()  # the remaining arguments are returned as a namespace
         _refuse_repetitions(parser, strings)
         try:
             *parsed, of_file, of_line = parser.parse_args_and_config(
@@ -79,7 +79,7 @@ class Run:
             )
         except ConfigError:
             raise
-        except ValueError as error:  # of transformers, about its own fields
+        except ValueError as error:  # raised by transformers about its own fields
             raise ConfigError(str(error)) from error
         script, model_args, mixture, launching, config = parsed
         if build:
@@ -94,7 +94,7 @@ class Run:
 
     @classmethod
     def of_another_machine(cls, argv: Sequence[str] | Path, command: str = "train") -> "Run":
-        """The run as it will be where it is started: with all its processes, and on GPUs though there are none here.
+        """The run as it will be where it is launched: with all its processes, and on GPUs even if there are none here.
 
         Example:
             Run.of_another_machine(["recipes/multi_node.yaml"]).config.world_size == 16
@@ -103,7 +103,7 @@ class Run:
 
         strings = [str(argv)] if isinstance(argv, Path) else list(argv)
         asked = cls.read(strings, command, build=False)
-        # Half precision is refused where there is nothing to run it on.
+        # Without a GPU the config rejects half precision, so it is built with --use_cpu, which is then reset.
         pretend = not torch.accelerator.is_available() and not asked.config.use_cpu
         run = cls.read([*strings, *(["--use_cpu"] * pretend)], command, processes=asked.processes)
         if pretend:
@@ -117,24 +117,24 @@ class Run:
 
     @property
     def processes(self) -> int:
-        """How many the run asks for, where that is said; GPUs are not counted."""
+        """The number of processes that the run specifies, else 1; the GPUs of this machine are not counted."""
         from gruppo.cli.sharing import sharing_of
 
         return sharing_of(self.launching, self.accelerate).processes or 1
 
     @property
     def folder(self) -> Path:
-        """Where the file is: what it names is looked for here, if it is not in the working folder."""
+        """The folder of the file; files that it names are searched here if they are not in the working folder."""
         return Path.cwd() if self.path is None else self.path.parent
 
     @property
     def rewards(self) -> list[Any]:
-        """The entries, the reward model first."""
+        """The reward entries, the reward model first."""
         model = self.script.reward_model_name_or_path
         return [*([model] if model else []), *(self.script.reward_funcs or [])]
 
     def check_complete(self) -> None:
-        """Raise for a run that lacks something that nothing else can stand in for."""
+        """Raise if a required part is missing and nothing else provides it."""
         has_environment = self.script.environment_factory is not None
         missing = {
             "model": not self.model_args.model_name_or_path,
@@ -149,14 +149,14 @@ class Run:
 
 
 class RunParser(TrlParser):
-    """TrlParser for a program that says what is wrong in one line, not with the names of all its options."""
+    """A TrlParser that raises a one-line error instead of printing the usage with all option names."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message[:1].upper()}{message[1:]}.")
 
 
 def make_parser(trainer: str, command: str = "train", processes: int | None = None) -> RunParser:
-    """The parser of all that a run may say; the config comes last."""
+    """The parser of all arguments of a run; the config is its last dataclass."""
     import gruppo
 
     config: Any = gruppo.GRPOConfig if trainer == "grpo" else gruppo.RLOOConfig
@@ -167,7 +167,7 @@ def make_parser(trainer: str, command: str = "train", processes: int | None = No
 
 
 def take_help(argv: Sequence[str], command: str) -> tuple[bool, list[str]]:
-    """Whether `-h` or `--help` asks for help; and the arguments, with a `-h` that is an option's value tied to it.
+    """Whether help is requested; and the arguments, where a `-h` that is the value of an option is joined to it.
 
     Example:
         take_help(["run.yaml", "-h"], "train") == (True, ["run.yaml", "-h"])
@@ -183,7 +183,7 @@ def take_help(argv: Sequence[str], command: str) -> tuple[bool, list[str]]:
 
 
 def _waits_for_value(string: str, command: str) -> bool:
-    """Whether what follows this string can only be its value."""
+    """Whether the next string can only be the value of this one."""
     if not string.startswith("--") or "=" in string:
         return False
     own = ("--config", "--trainer", "--answer_template", "--answer-template")
@@ -200,7 +200,7 @@ def with_recipe(argv: Sequence[str]) -> list[str]:
 
 
 def _refuse_repetitions(parser: RunParser, strings: Sequence[str]) -> None:
-    """Raise for a list that is given twice, of which the first half would be lost."""
+    """Raise for a list option given twice, since argparse would drop the first values."""
     given = [parser._option_string_actions.get(string.partition("=")[0]) for string in strings]
     for action in given:
         if action is not None and action.nargs == "+" and given.count(action) > 1:
@@ -209,7 +209,7 @@ def _refuse_repetitions(parser: RunParser, strings: Sequence[str]) -> None:
 
 
 def _take_trainer(strings: list[str], values: Mapping[str, Any], command: str) -> tuple[str, list[str]]:
-    """Which algorithm: the command's own, or that of `trainer`, on the line or in the file; and the other strings."""
+    """The algorithm, from the command or from `trainer` on the line or in the file; and the other strings."""
     named, where, rest, remaining = values.get("trainer"), "The file says trainer:", [], iter(strings)
     for string in remaining:
         flag, sign, value = string.partition("=")
@@ -228,7 +228,7 @@ def _take_trainer(strings: list[str], values: Mapping[str, Any], command: str) -
 
 
 def trainer_of(argv: Sequence[str], command: str) -> str:
-    """Which algorithm a command line and its file ask for.
+    """The algorithm that a command line and its file select.
 
     Example:
         trainer_of(["recipes/rloo.yaml"], "train") == "rloo"
@@ -238,11 +238,11 @@ def trainer_of(argv: Sequence[str], command: str) -> str:
     return _take_trainer(strings, {} if path is None else read_yaml(path), command)[0]
 
 
-# ---- what goes to accelerate
+# ---- options for accelerate
 
 
 def named_processes(accelerate: Sequence[str]) -> int | None:
-    """The number of --num_processes among the words for accelerate; None without it."""
+    """The value of --num_processes among accelerate's options; None without it."""
     if "--num_processes" not in accelerate:
         return None
     place = accelerate.index("--num_processes") + 1
@@ -253,7 +253,7 @@ def named_processes(accelerate: Sequence[str]) -> int | None:
 
 
 def accelerate_options() -> dict[str, bool]:
-    """The options of `accelerate launch`, and whether they are flags without a value."""
+    """The options of `accelerate launch`, each with whether it is a flag without a value."""
     from accelerate.commands.launch import launch_command_parser
 
     own = ("help", "config_file", "module", "no_python", "training_script", "training_script_args")
@@ -263,7 +263,7 @@ def accelerate_options() -> dict[str, bool]:
 
 
 def _for_accelerate(parser: TrlParser, path: Path | None, of_file: list[str], of_line: list[str]) -> tuple[str, ...]:
-    """What the parser does not know, for the launcher; raise for what that does not know either."""
+    """The options that the parser does not know, for the launcher; raises if accelerate has no such option either."""
     of_file = _without_trainer(of_file)
     if not of_file and not of_line:
         return ()
@@ -276,12 +276,12 @@ def _for_accelerate(parser: TrlParser, path: Path | None, of_file: list[str], of
         if wrong := [name for name in names if name.replace("-", "_") not in known]:
             raise ConfigError(where + parser.explain_unknown(wrong))
     for flag, value in zip(of_file[::2], of_file[1::2], strict=True):
-        if known[flag.lstrip("-").replace("-", "_")]:  # it is there or it is not
+        if known[flag.lstrip("-").replace("-", "_")]:  # a flag without a value
             found += [flag] * (value == "True")
         else:
             found += [flag, value]
     for string in of_line:
-        if string.startswith("--"):  # one spelling for --num-processes=8 and --num_processes 8
+        if string.startswith("--"):  # normalise --num-processes=8 to --num_processes 8
             flag, *given = string[2:].split("=", 1)
             found += [f"--{flag.replace('-', '_')}", *given]
         else:
@@ -295,15 +295,15 @@ def _without_trainer(of_file: list[str]) -> list[str]:
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process, so that what is said about launching has been heard."""
+    """Whether a launcher started this process, so that launch options have already taken effect."""
     return "LOCAL_RANK" in os.environ or "GRUPPO_LAUNCHED" in os.environ
 
 
-# ---- from what was said to what is meant
+# ---- settings after parsing
 
 
 def _with_mixture(script: RunArguments, mixture: DatasetMixtureConfig) -> tuple[RunArguments, DatasetMixtureConfig]:
-    """A `dataset` that is more than a name is a mixture."""
+    """Turn a `dataset` that is a mapping or a list into a mixture."""
     named: Any = script.dataset_name
     if named is None or isinstance(named, str):
         return script, mixture
@@ -312,7 +312,7 @@ def _with_mixture(script: RunArguments, mixture: DatasetMixtureConfig) -> tuple[
 
 
 def _warn(script: RunArguments, mixture: DatasetMixtureConfig, model: ModelArguments) -> None:
-    """About words that change nothing; TRL takes them as well."""
+    """Warn about settings without effect; TRL accepts them as well."""
     if script.dataset_name is not None and mixture.datasets:
         logger.warning(f"`datasets` is given, so dataset_name={script.dataset_name!r} is not used.")
     about_adapters = [f.name for f in fields(ModelConfig) if f.name.startswith(("lora_", "use_rslora", "use_dora"))]
@@ -322,7 +322,7 @@ def _warn(script: RunArguments, mixture: DatasetMixtureConfig, model: ModelArgum
 
 
 def _with_model(config: Any, model: ModelArguments) -> Any:
-    """The config, with what ModelConfig says about loading in its model_init_kwargs."""
+    """The config, with ModelConfig's loading settings added to its model_init_kwargs."""
     words = {"model_revision": "revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
     said = {
         word: getattr(model, name)

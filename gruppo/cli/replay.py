@@ -1,4 +1,4 @@
-"""`gruppo replay`: a recorded run, computed again with other rewards or another recipe."""
+"""`gruppo replay`: recompute a recorded run with other rewards or another recipe."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables; 0 if all went well."""
+    """Print the tables; returns 0 on success."""
     options = parser().parse_args(argv)
     chosen = _range(options.updates)
     changes, against = _changes(options.set, "--set"), _changes(options.against, "--against")
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _range(text: str | None) -> range | None:
-    """Updates from A:B, both included."""
+    """The range of updates from A:B, both inclusive."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d*)(:?)(\d*)", text.strip())
@@ -113,7 +113,7 @@ def _range(text: str | None) -> range | None:
 
 
 def _changes(given: Sequence[str], option: str) -> dict[str, Any]:
-    """Settings from field=value; values are YAML, so that 1e-5, none and [1, 2] are what they look like."""
+    """Settings from field=value. Values are parsed as YAML; numbers such as 1e-5, a string in YAML, become floats."""
     changes = {}
     for change in given:
         name, sign, value = change.partition("=")
@@ -129,7 +129,7 @@ def _changes(given: Sequence[str], option: str) -> dict[str, Any]:
 
 
 def _loaded(rewards: Sequence[str], dataset: str | None) -> tuple[Mapping[str, Any] | list[Any] | None, Any]:
-    """Reward functions, by the recorded names that they take the place of if those are given, and the dataset."""
+    """The reward functions, keyed by the recorded rewards they replace if any is named, and the dataset."""
     if not rewards:
         return None, None
     from gruppo.cli.loading import load_reward, load_rows

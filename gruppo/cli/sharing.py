@@ -1,4 +1,4 @@
-"""How the processes of a run share the work, and how many there are: from all places where a run may say it."""
+"""How the processes of a run share the work and how many there are, from every place that can specify it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,21 +16,21 @@ _TRUE = ("true", "1", "yes")
 
 
 class Sharing(NamedTuple):
-    """What a run says of its processes; None where it says nothing."""
+    """What a run specifies about its processes; None for what it does not specify."""
 
     launch: str | None  # ddp, fsdp2, zero1, zero2 or zero3
-    processes: int | None  # of all machines; GPUs are not counted
+    processes: int | None  # on all machines; the GPUs of this machine are not counted
 
 
 def sharing_of(launching: LaunchArguments, accelerate: Sequence[str] = ()) -> Sharing:
     """From `launch` and `nproc`, from `accelerate_config`, which is a name or a file, and from accelerate's options.
 
-    An option counts more than a file, as it does for accelerate.
+    Options override the file, as in accelerate.
 
     Example:
         sharing_of(LaunchArguments(accelerate_config="zero3"), ["--num_processes", "8"]) == Sharing("zero3", 8)
     """
-    from gruppo.cli.launching import way_to_launch  # which needs runs, as this does not
+    from gruppo.cli.launching import way_to_launch
 
     name, file = way_to_launch(launching)
     said = {} if file is None else _of_file(file)
@@ -43,7 +43,7 @@ def sharing_of(launching: LaunchArguments, accelerate: Sequence[str] = ()) -> Sh
 
 
 def _of_file(path: Path) -> dict[str, Any]:
-    """What a config file of accelerate says, under the names of its options."""
+    """The settings of an accelerate config file, under the names of accelerate's options."""
     values = read_yaml(path)
     parts = [values.get(name) for name in ("fsdp_config", "deepspeed_config")]
     kind = str(values.get("distributed_type", "NO")).upper()
@@ -63,12 +63,12 @@ def _of_options(strings: Sequence[str]) -> dict[str, Any]:
 
 
 def _launch(said: Mapping[str, Any]) -> str | None:
-    """The way to share that accelerate's words describe."""
+    """The launch method that accelerate's settings describe."""
     if _is_true(said.get("use_deepspeed")):
         stage = _number("zero_stage", said.get("zero_stage"))
         if said.get("deepspeed_config_file"):
             stage = _stage_of_file(Path(said["deepspeed_config_file"]))
-        stage = 2 if stage is None else stage  # as accelerate has it
+        stage = 2 if stage is None else stage  # accelerate's default
         return f"zero{stage}" if stage in (1, 2, 3) else "ddp"
     if _is_true(said.get("use_fsdp")):
         if _number("fsdp_version", said.get("fsdp_version", 1)) != 2:
@@ -78,7 +78,7 @@ def _launch(said: Mapping[str, Any]) -> str | None:
 
 
 def _stage_of_file(path: Path) -> int | None:
-    """The stage of a config of DeepSpeed's own."""
+    """The ZeRO stage of a DeepSpeed config file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         return _number("stage", values.get("zero_optimization", {}).get("stage", 0))

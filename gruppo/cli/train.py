@@ -1,4 +1,4 @@
-"""`gruppo train`, `gruppo grpo` and `gruppo rloo`: a run from a file, from flags, or from both."""
+"""`gruppo train`, `gruppo grpo` and `gruppo rloo`: train a run given by a file, by flags, or by both."""
 
 import os
 import shlex
@@ -31,12 +31,12 @@ from gruppo.trainer.processes.stopping import STOPPED, STOPPED_UNSAVED
 
 __all__ = ["main"]
 
-# The message of these says what is wrong and what to do; where in the code they were raised does not help.
+# Their messages say what is wrong and what to do, so no traceback is printed.
 TOLD = (AuditError, CheckpointError, ConfigError, DataError, ParityError, ProcessLostError, RewardError, RolloutError)
 TOLD_AT_ONCE = (*TOLD, RunLockedError, SandboxError)
 INTERRUPTED, TERMINATED = 130, 143
-RESUMES = ("__resume", "__resume_from_checkpoint")  # flags with one spelling for - and _
-OUTPUT = "trainer_output"  # what transformers makes of no output_dir
+RESUMES = ("__resume", "__resume_from_checkpoint")  # flags with every - replaced by _
+OUTPUT = "trainer_output"  # the default output_dir of transformers
 
 HELP = {
     "train": """\
@@ -97,7 +97,7 @@ COMMON_HELP = """
 
 
 def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
-    """Run the command; its exit status."""
+    """Run the command and return its exit status."""
     asks_for_help, argv = take_help(sys.argv[1:] if argv is None else argv, command)
     if not argv or asks_for_help:
         print(HELP[command] + COMMON_HELP, end="")
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
         with last_words() as path:
             code = launch(asked, command, argv)
             words = path.read_text(encoding="utf-8") if path.exists() else ""
-        if code:  # a launcher has a code of its own, whatever that of its processes was
+        if code:  # the launcher's exit code says nothing about those of its processes
             newest = _newest(Path(asked.config.output_dir or OUTPUT))
             _say(command, ended(code, words, newest, f"gruppo {command} {shlex.join(argv)}"))
         return code
@@ -119,13 +119,13 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
 
 
 def asks_for_processes(run: Run) -> bool:
-    """Whether others are to be started; raise if it is not said how."""
+    """Whether to launch other processes; raises if the launch options are inconsistent."""
     check_launch(run)
     return bool(run.launching.launch or run.launching.accelerate_config or run.accelerate)
 
 
 def train(argv: Sequence[str], command: str) -> int:
-    """Train in this process, with a last line that says how it ended and how to go on."""
+    """Train in this process; the last line of output says how the run ended and how to continue it."""
     begun = time.monotonic()
     again = f"gruppo {command} {shlex.join(argv)}"
     trainer: Any = None
@@ -139,7 +139,7 @@ def train(argv: Sequence[str], command: str) -> int:
         trainer.train(resume_from_checkpoint=wanted or None)
         _finish(trainer)
     except Terminated:
-        if not has_words():  # else a launcher ends this process, as another one has failed
+        if not has_words():  # otherwise the launcher ends this process because another one failed
             _say(command, f"Stopped while loading; nothing was trained. The same command begins again: {again}")
         return TERMINATED
     except SystemExit as end:
@@ -156,7 +156,7 @@ def train(argv: Sequence[str], command: str) -> int:
         keep_words(named(error))
         _say(command, failed(trainer, error, again))
         return 2 if trainer is None else 1
-    except Exception as error:  # the end of the program: the traceback, and then what to do
+    except Exception as error:  # top level: print the traceback, then what to do
         traceback.print_exc()
         keep_words(named(error))
         _say(command, failed(trainer, error, again))
@@ -167,12 +167,12 @@ def train(argv: Sequence[str], command: str) -> int:
 
 
 class Terminated(BaseException):
-    """SIGTERM before there was anything to save. Not an Exception: nothing that mends failures may catch it."""
+    """SIGTERM before there was anything to save. A BaseException, so that no error recovery catches it."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """In here SIGTERM ends the command with a word; later the trainer hears it."""
+    """In this block SIGTERM raises `Terminated`; later the trainer handles it."""
 
     def stop(number: int, frame: Any) -> None:
         raise Terminated
@@ -211,7 +211,7 @@ def _made(run: Run, progress: Any) -> Any:
 
 
 def quiet_bars() -> None:
-    """Bars of files that are read are for people who watch."""
+    """Disable the progress bars of `datasets` and `transformers`, which are useful only on a terminal."""
     from datasets import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
@@ -220,7 +220,7 @@ def quiet_bars() -> None:
 
 
 def _finish(trainer: Any) -> None:
-    """What TRL's scripts do after training."""
+    """Save and publish the model, as TRL's scripts do after training."""
     trainer.save_model()
     if trainer.args.push_to_hub:
         trainer.push_to_hub()
@@ -228,11 +228,11 @@ def _finish(trainer: Any) -> None:
         trainer.end()
 
 
-# ---- last words
+# ---- final messages
 
 
 def finished(trainer: Any, seconds: float, made: int) -> str:
-    """The end of a run that made so many updates since it was started or went on."""
+    """The message for a finished run; `made` counts the updates since it was started or resumed."""
     from gruppo.trainer.display.progress import duration
 
     folder, step = trainer.args.output_dir, trainer.state.global_step
@@ -254,20 +254,20 @@ def stopped(trainer: Any, code: Any, again: str) -> str:
 
 
 def ended(code: int, words: str, newest: Path | None, again: str) -> str:
-    """The end of processes that were launched, with the words of the first that failed."""
+    """The message for launched processes that ended, with the error message of the first that failed."""
     why = f": {words}\n" if words else "; their lines say why. "
     left = "There is no checkpoint." if newest is None else f"Go on with: {with_resume(again)}"
     return f"The processes ended, the launcher with code {code}{why}{left}"
 
 
 def named(error: BaseException) -> str:
-    """The words of an error, after its name unless they were written for the user."""
+    """The message of an error, with the name of its type unless the message was written for the user."""
     words = str(error).strip() or type(error).__name__
     return words if isinstance(error, TOLD_AT_ONCE) else f"{type(error).__name__}: {words}"
 
 
 def failed(trainer: Any, error: BaseException, again: str) -> str:
-    """What went wrong, in the words of the error, and what is left."""
+    """The message for a failed run: the error, and the checkpoint to continue from."""
     if trainer is None:
         return named(error)
     newest = _newest(Path(trainer.args.output_dir))
@@ -278,7 +278,7 @@ def failed(trainer: Any, error: BaseException, again: str) -> str:
 
 
 def with_resume(command: str) -> str:
-    """The command that goes on from the newest checkpoint, wherever it began.
+    """The command that resumes from the newest checkpoint, with any other resume flag removed.
 
     Example:
         with_resume("gruppo train run.yaml") == "gruppo train run.yaml --resume"
@@ -288,7 +288,7 @@ def with_resume(command: str) -> str:
     strings = shlex.split(command)
     for place, string in enumerate(strings):
         flag = string.partition("=")[0].replace("-", "_")
-        # After a flag comes another one or its value: `--resume` may have one, `true`.
+        # A resume flag may be followed by a value; even `--resume` may be: `true`.
         is_value = place > 0 and strings[place - 1].replace("-", "_") in RESUMES and not string.startswith("--")
         if flag not in RESUMES and not is_value:
             kept.append(string)
@@ -303,7 +303,7 @@ def _newest(output: Path) -> Path | None:
 
 
 def _say(command: str, text: str) -> None:
-    """To people, who have read the rest of the output on the other stream or in a file."""
+    """Print a message to stderr, which the user sees even if stdout goes elsewhere; with the rank if it is not 0."""
     rank = os.environ.get("RANK", "0")
     process = "" if rank == "0" else f"process {rank}: "
     print(f"gruppo {command}: {process}{text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`gruppo view`: a local page over run folders, or a report of them in one file."""
+"""`gruppo view`: a local web page for run folders, or a report on them in one HTML file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ def parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if all went well."""
+    """Run the command; returns 0 on success."""
     from gruppo.view.folders import find_folders
     from gruppo.view.queries import Desk
 

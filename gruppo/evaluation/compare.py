@@ -1,7 +1,7 @@
-"""Two models on the same problems: is one better, or is it chance?
+"""Compare two models on the same problems: is one better, or could the difference be chance?
 
-The scores are paired by problem. Much of what makes one accuracy differ from another is which problems are hard, and
-that is the same for both, so a paired test sees differences that two separate intervals hide.
+The scores are paired by problem. Much of the variance of an accuracy comes from which problems are hard, and that is
+the same for both models, so a paired test detects differences that two separate intervals hide.
 """
 
 import math
@@ -15,18 +15,18 @@ from gruppo.evaluation.types import Problem
 
 __all__ = ["Comparison", "McNemar", "check_same_problems", "compare"]
 
-Scores = Mapping[str, Sequence[float]]  # of each problem: one score for each attempt
+Scores = Mapping[str, Sequence[float]]  # problem id -> one score per attempt
 
 LEVEL = 1 - statistics.CONFIDENCE
-# Five coins fall on the same side with p = 0.0625: with fewer problems that differ nothing can be told at 95 %, but a
-# bootstrap of five equal differences has an interval that excludes 0.
+# Five fair coins all land on the same side with p = 0.0625, so five differing problems can never be significant at
+# 95 %. The bootstrap does not see this: five equal differences give it an interval that excludes 0.
 FEWEST = 6
 SHOWN = 80  # characters of a question in a message
 
 
 @dataclass(frozen=True)
 class McNemar:
-    """Problems that only one of two models has right, and the exact p-value."""
+    """The numbers of problems that only one of the two models solves, and the exact p-value."""
 
     only_first: int
     only_second: int
@@ -35,13 +35,13 @@ class McNemar:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found. Accuracies are from 0 to 1; the difference is second less first, in percentage points."""
+    """The result of `compare`. Accuracies are 0 to 1; the difference is second minus first, in percentage points."""
 
     names: tuple[str, str]
-    problems: int  # that both have
-    only_first: int  # problems that were left out because the second has no score for them
+    problems: int  # that both models have scores for
+    only_first: int  # problems left out because the second model has no score for them
     only_second: int
-    attempts: tuple[int, int]  # at the problems that both have
+    attempts: tuple[int, int]  # at the shared problems
     accuracies: tuple[float, float]
     difference: float
     interval: tuple[float, float]  # of the difference, 95 %
@@ -96,7 +96,7 @@ class Comparison:
 def check_same_problems(
     first: Mapping[str, Problem], second: Mapping[str, Problem], *, names: tuple[str, str] = ("first", "second")
 ) -> None:
-    """Raise `ConfigError` where an id that both have is of another question or answer: a pair of those says nothing.
+    """Raise `ConfigError` if an id stands for different questions or answers in the two sets.
 
     Example:
         check_same_problems(before.problems("gsm8k", "greedy"), after.problems("gsm8k", "greedy"))
@@ -130,14 +130,14 @@ def compare(
     draws: int = statistics.DRAWS,
     seed: int = statistics.SEED,
 ) -> Comparison:
-    """Compare the scores of two models, problem by problem: the ids that both have.
+    """Compare the scores of two models, problem by problem, on the ids that both have.
 
-    Scores are from 0 to 1: right or wrong for each attempt, or what `problem_scores` gives for pass@k and maj@k.
-    Several attempts at a problem are averaged, so the runs of several training seeds may be put together; how much
-    such runs vary among each other is not in the interval.
+    Scores are from 0 to 1: right or wrong for each attempt, or what `problem_scores` returns for pass@k and maj@k.
+    Several attempts at a problem are averaged, so runs with several training seeds can be pooled; the interval does
+    not include the variance between such runs.
 
-    `significant` wants the 95 % interval of the difference to exclude 0 and at least six problems that differ; where
-    every problem was right or wrong once with each model, also p < 0.05 by McNemar's exact test.
+    `significant` requires that the 95 % interval of the difference excludes 0 and that at least six problems differ;
+    if each model has exactly one right-or-wrong attempt at every problem, also p < 0.05 by McNemar's exact test.
 
     Example, two problems more right and none less:
         compare({"a": [0], "b": [0], "c": [1]}, {"a": [1], "b": [1], "c": [1]}).difference == 100 * 2 / 3

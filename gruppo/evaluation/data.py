@@ -1,6 +1,6 @@
-"""The problems of a benchmark, from a JSONL file or from the hub; every row is checked before anything is sampled.
+"""Load the problems of a benchmark from a JSONL file or the hub; every row is checked before anything is sampled.
 
-A data folder has one folder for each set and one file for each split, plain or gzipped:
+A data folder has one folder per data set and one file per split, plain or gzipped:
 
     gsm8k/test.jsonl      mgsm_zh/test.jsonl      cmath/test.jsonl
     math/test.jsonl       math500/test.jsonl      cmath/validation.jsonl
@@ -9,11 +9,11 @@ One JSON object on each line:
 
     question       the problem, without an instruction
     answer         the gold answer, or a worked solution with its answer in a box or after ####
-    id             where absent: <benchmark>/<name of the file that is read>/<row>, counted from 0
-    level, subject         where there are any
-    answers, answers_mode  where a problem has several answers: "all" of the list are wanted, or "any"
+    id             optional; default: <benchmark>/<name of the file that is read>/<row>, counted from 0
+    level, subject         optional
+    answers, answers_mode  for several answers: "all" of the list are required, or "any" one of them
 
-A row without `question` may also be as the hub's copy has it. Other keys are not looked at.
+A row without `question` may also have the hub copy's own keys. Other keys are ignored.
 """
 
 import gzip
@@ -30,16 +30,16 @@ from gruppo.grading import AnswersMode, Ladder, extract_gold, last_box
 __all__ = ["file_in", "load_problems", "spread"]
 
 T = TypeVar("T")
-Rows = Iterator[tuple[str, Mapping[str, Any]]]  # where a row stands, for messages, and the row
+Rows = Iterator[tuple[str, Mapping[str, Any]]]  # (location for error messages, row)
 
 DAMAGED = (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error)
 
 
 def load_problems(benchmark: Benchmark, data_dir: str | Path | None = None, limit: int | None = None) -> list[Problem]:
-    """The problems of a benchmark in the order of its file, or `limit` of them, spread evenly.
+    """Load the problems of a benchmark in the order of its file, or `limit` of them, spread evenly.
 
     `data_dir` is a data folder (see above) or one JSONL file. Without it the problems come from the hub or, if the
-    benchmark names no copy there, from its file in the current folder.
+    benchmark has no hub source, from its file in the current folder.
 
     Example:
         load_problems(BENCHMARKS["gsm8k"], "data", limit=200)[1].id == "gsm8k/test/6"
@@ -62,7 +62,7 @@ def load_problems(benchmark: Benchmark, data_dir: str | Path | None = None, limi
 
 
 def spread(rows: Sequence[T], limit: int | None) -> list[T]:
-    """`limit` rows at even distances, always the same ones: row `i * len(rows) // limit` for each i.
+    """Select `limit` evenly spaced rows, always the same ones: row `i * len(rows) // limit` for each i.
 
     Example:
         spread("abcdefgh", 3) == ["a", "c", "f"]
@@ -76,13 +76,13 @@ def spread(rows: Sequence[T], limit: int | None) -> list[T]:
 
 
 def file_in(benchmark: Benchmark, folder: str | Path) -> Path | None:
-    """The benchmark's file in a data folder, plain or gzipped, if it is there."""
+    """The benchmark's file in a data folder, plain or gzipped; None if there is none."""
     path = Path(folder) / benchmark.file
     return next((each for each in (path, path.with_name(f"{path.name}.gz")) if each.is_file()), None)
 
 
 def _split(benchmark: Benchmark, path: Path | None) -> str:
-    """The name of the file that is read, without its ending; that of the benchmark's own file for the hub's rows."""
+    """The stem of the file that is read; for rows from the hub, the stem of the benchmark's own file name."""
     return Path(path or benchmark.file).name.partition(".")[0]
 
 
@@ -130,13 +130,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _in_our_keys(benchmark: Benchmark, row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row of a file; one that was saved from the hub as it is gets our keys."""
+    """Return a file's row with our keys; a row saved unchanged from the hub is converted."""
     if "question" in row or benchmark.hub is None:
         return row
     try:
         return benchmark.hub.row(row)
     except KeyError:
-        return row  # neither: what it lacks is said later
+        return row  # neither format: a later check reports the missing key
 
 
 def _rows_of_hub(benchmark: Benchmark) -> Rows:
@@ -149,7 +149,7 @@ def _rows_of_hub(benchmark: Benchmark) -> Rows:
     )
     try:
         rows = datasets.load_dataset(source.path, source.name, split=source.split)
-    # What the library raises for a missing set, split or network: one message for all of them.
+    # The errors that `datasets` raises for a missing set, split or network get one common message.
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{benchmark.name}: the split {source.split!r} of {source.path} could not be loaded from the hub "
@@ -189,7 +189,7 @@ def _question(row: Mapping[str, Any], where: str) -> str:
 
 
 def _encodable(text: str, key: str, where: str) -> str:
-    """JSON can hold half of a character, which can be neither sampled from nor stored."""
+    """Check that a text encodes as UTF-8: JSON can hold lone surrogates, which can be neither prompted nor stored."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -207,7 +207,7 @@ def _text_or_none(row: Mapping[str, Any], key: str, where: str) -> str | None:
 
 
 def _level(row: Mapping[str, Any], where: str) -> str | None:
-    """MATH has "Level 3" where other sets have 3."""
+    """Normalise the level: MATH has "Level 3" where other sets have 3."""
     level = _text_or_none(row, "level", where)
     return None if level is None else level.removeprefix("Level ")
 
@@ -228,7 +228,7 @@ def _read_answers(row: Mapping[str, Any], where: str, ladder: Ladder) -> tuple[t
 
 
 def _gold(answer: object, where: str, ladder: Ladder) -> str:
-    """A gold answer that the ladder can grade against; a worked solution is cut down to it."""
+    """Return a gold answer that the ladder can grade against, extracted from a worked solution if need be."""
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():

@@ -1,9 +1,9 @@
-"""Check the gold answers of a benchmark against its grading, before a model is blamed for either.
+"""Check the gold answers of a benchmark against its grader, so that flaws of either are not blamed on a model.
 
     check_gold(benchmark, problems).describe()
 
 Every gold answer, written as a model would write it, must be accepted. After a shuffle that gives every problem the
-answer of another one, with another value, every answer must be rejected.
+answer of another problem, with a different value, every answer must be rejected.
 """
 
 import random
@@ -20,7 +20,7 @@ from gruppo.types import StopReason
 __all__ = ["GoldFailure", "GoldReport", "check_gold"]
 
 SHOWN = 10  # failures that a report lists
-# What counts as another value does not depend on the ladder: one that is too tolerant must be found out.
+# What counts as a different value does not depend on the ladder, so that a too tolerant ladder is detected.
 APART = Fraction(1, 1000)
 
 Kind = Literal["gold rejected", "other accepted", "gold rejected by the paper's rules"]
@@ -43,12 +43,12 @@ class GoldFailure:
 
 @dataclass(frozen=True)
 class GoldReport:
-    """How many gold answers are accepted in their place, and rejected in another's."""
+    """How many gold answers are accepted for their own problem, and rejected for another one."""
 
     benchmark: str
     problems: int
     accepted: int  # problems whose gold answers are all accepted
-    shuffled: int  # problems that were given the answer of another; fewer where all answers are much the same
+    shuffled: int  # problems given the answer of another; fewer than `problems` if many answers have equal values
     rejected_shuffled: int
     failures: tuple[GoldFailure, ...] = ()
 
@@ -86,10 +86,10 @@ def check_gold(
     paper: bool = False,
     workers: Graders | None = None,
 ) -> GoldReport:
-    """Grade the gold answers in their own places and, shuffled, in those of others.
+    """Grade the gold answers for their own problems and, shuffled, for other problems.
 
-    `paper` also wants them accepted by the rules of the DeepSeekMath paper. Of a formula it is not known beforehand
-    whether another has the same value; a failure "other accepted" among formulas may be two ways to write one answer.
+    `paper` also requires that the DeepSeekMath paper's rules accept them. Whether two formulas have the same value is
+    not known beforehand, so a failure "other accepted" among formulas may be two ways to write one answer.
 
     Example:
         check_gold(benchmark, load_problems(benchmark)).ok is True
@@ -128,7 +128,7 @@ def check_gold(
 
 
 def _written(problem: Problem, benchmark: Benchmark) -> list[str]:
-    """The gold answer as a completion gives it; several texts where each of several answers will do."""
+    """The gold answer as a completion would state it; one text per answer if any of several answers is accepted."""
     boxes = [f"\\boxed{{{extract_gold(answer, benchmark.ladder) or answer}}}" for answer in problem.answers]
     return boxes if problem.answers_mode == "any" else [" and ".join(boxes)]
 
@@ -147,7 +147,7 @@ def _failure(row: GradedAttempt, known: dict[str, Problem], kind: Kind) -> GoldF
 
 @dataclass(frozen=True)
 class _Values:
-    """What the answers of a problem may mean."""
+    """The values that the answers of a problem may stand for."""
 
     numbers: tuple[Fraction, ...]
     texts: frozenset[str]
@@ -169,9 +169,9 @@ def _values(problem: Problem, benchmark: Benchmark) -> _Values:
 
 
 def _exchanged(problems: Sequence[Problem], benchmark: Benchmark, seed: int) -> list[int | None]:
-    """For each problem the index of one whose answer it gets, which has another value; None if that cannot be.
+    """For each problem, the index of the problem whose answer it gets, with a different value; None if impossible.
 
-    A random order, in which those that met their own value change places with others that can take it.
+    Starts from a random permutation. A problem that got its own value swaps with another one if that suits both.
     """
     values = [_values(problem, benchmark) for problem in problems]
     rng = random.Random(seed)

@@ -1,13 +1,13 @@
-"""Worker processes for comparisons that may take long: symbolic algebra on whatever a model wrote.
+"""Worker processes for comparisons that may take long: symbolic algebra on arbitrary model output.
 
     with Graders() as graders:
         graders.run([Call(compare, (gold, answer, ladder), seconds=10.0), …])      [Outcome(value=…), …], in order
 
-A comparison has a time limit of its own, which cannot interrupt a single long call into C. Here the limit is kept from
-outside: a worker that overruns is killed, what it did is lost, and the others go on.
+A comparison has its own time limit, but that cannot interrupt a single long call into C. Here the limit is enforced
+from outside: a worker that overruns is killed, its current call is lost, and the other workers continue.
 
-Workers are plain subprocesses, not those of `multiprocessing`: these are copies of a process that may hold a GPU, or
-run the user's script once more.
+Workers are plain subprocesses instead of `multiprocessing` processes, which either fork a process that may hold a GPU
+or run the user's script again.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from gruppo.sandbox.variables import environment
 __all__ = ["Call", "Graders", "Lost", "Outcome", "cores", "run_calls"]
 
 MODULE = "gruppo.evaluation.worker"
-MOST = 16  # processes, unless told; each takes about 100 MB
+MOST = 16  # processes by default; each takes about 100 MB
 START_SECONDS = 120.0  # to import SymPy, on a busy machine
 
 
@@ -45,7 +45,7 @@ class Lost(StrEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """A function of an importable module, what it is called with, and the seconds that it may take.
+    """A function of an importable module, its arguments, and its time limit in seconds.
 
     Example:
         Call(grade, (completion, "18", LADDERS["math"]), seconds=10.0)
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def run_calls(calls: Sequence[Call], workers: "Graders | None") -> list[Outcome]:
-    """The outcomes of calls, in order: from workers, or worked out here where there are none.
+    """The outcomes of calls, in order: computed by the workers, or in this process if there are none.
 
     Example:
         run_calls([Call(max, (3, 5), seconds=1.0)], None) == [Outcome(value=5)]
@@ -76,18 +76,18 @@ def run_calls(calls: Sequence[Call], workers: "Graders | None") -> list[Outcome]
 
 
 class _Worker:
-    """One process, and what it is doing."""
+    """One worker process and its current task."""
 
     def __init__(self) -> None:
         self.pipe, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
-                # -P: the working folder is searched for modules only if this process does so.
+                # -P: do not add the working folder to the module search path; PYTHONPATH below copies this process's.
                 [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the process that asks; it ends this one itself
+                start_new_session=True,  # Ctrl-C goes to the parent process only, which ends this one itself
                 env={**environment(), "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             )
         self.ready = False
@@ -96,7 +96,7 @@ class _Worker:
         weakref.finalize(self, _dispose, self.process, self.pipe, os.getpid())
 
     def give(self, task: int, call: Call) -> bool:
-        """Ask it; False if it is gone, through no fault of the call."""
+        """Send it a call; False if the process is already gone, which is not the call's fault."""
         try:
             self.pipe.send((call.function, call.arguments, call.seconds))
         except OSError:
@@ -109,7 +109,7 @@ class _Worker:
 
 
 def _dispose(process: "subprocess.Popen[bytes]", pipe: "Connection[Any, Any]", owner: int) -> None:
-    if os.getpid() != owner:  # a fork of this process that ends has no say in it
+    if os.getpid() != owner:  # a forked child that exits must not kill its parent's workers
         return
     pipe.close()
     with contextlib.suppress(ProcessLookupError):
@@ -118,9 +118,9 @@ def _dispose(process: "subprocess.Popen[bytes]", pipe: "Connection[Any, Any]", o
 
 
 class Graders:
-    """A pool of worker processes, started when there is something to do.
+    """A pool of worker processes, started when there is work.
 
-    `processes`: how many; None takes one for each core that this process may use.
+    `processes`: how many; None means one for each core that this process may use, at most 16.
 
     Example:
         with Graders() as graders:
@@ -154,13 +154,13 @@ class Graders:
         self._workers = []
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """What came of the calls, in order. An exception in a worker is raised here."""
+        """Run the calls and return their outcomes, in order. An exception in a worker is raised here."""
         if self._closed:
             raise RuntimeError("These graders are closed; make new ones.")
         with self._lock:
             try:
                 return self._run(calls)
-            except BaseException:  # also Ctrl-C: a reply that comes later would be taken for one to the next call
+            except BaseException:  # also Ctrl-C: a late reply would be mistaken for the reply to the next call
                 self._end_all()
                 raise
 
@@ -188,7 +188,7 @@ class Graders:
                     self._remove(worker)
 
     def _those_with_news(self) -> list[_Worker]:
-        """Workers that said something, ended or overran; waits until there is one."""
+        """Wait until at least one worker has replied, exited or overrun its deadline; return all such workers."""
         at_work = [worker for worker in self._workers if worker.task is not None or not worker.ready]
         if not at_work:
             return []

@@ -1,11 +1,11 @@
-"""Grade attempts: right or wrong, by the paper's rules as well if asked, and which answers are the same.
+"""Grade attempts: right or wrong, optionally by the paper's rules too, and which answers are equal (votes).
 
     grade_attempts(problems, attempts, ladder)    [GradedAttempt, …], in the order of the attempts
-                        (…, workers=graders)      the same; what may take long is done by worker processes
-    require(ladders, paper)                       refuse early what could not be graded later
+                        (…, workers=graders)      the same; slow comparisons run in worker processes
+    require(ladders, paper)                       fail early if grading would fail later
 
-Answers that must be literal numbers are compared here, thousands of them a second. Formulas go to the workers. What a
-program printed is known from running it, and never read out of a transcript: a model can write anything there.
+Answers that must be literal numbers are compared in this process, thousands per second. Formulas go to the workers. A
+program's output comes from running it and is never parsed from a transcript, where a model can write anything.
 """
 
 from collections import Counter
@@ -28,14 +28,14 @@ from gruppo.grading.symbolic import load_math_verify
 
 __all__ = ["Graders", "grade_attempts", "grader_version", "require"]
 
-GRACE = 5.0  # seconds beyond the limits that comparisons keep themselves, before a worker is killed
-MOST_TIMEOUTS = 2  # an answer that ran out of time so often is not compared with further ones
+GRACE = 5.0  # seconds beyond a comparison's own time limit before its worker is killed
+MOST_TIMEOUTS = 2  # after this many timeouts an answer is not compared with further ones
 
 
 def require(ladders: Iterable[Ladder], paper: bool = False) -> None:
-    """Raise `ConfigError` where answers will be compared as formulas and the package for that is missing.
+    """Raise `ConfigError` if answers will be compared as formulas and the package for that is missing.
 
-    The paper's rules compare all answers so.
+    The paper's rules compare all answers as formulas.
 
     Example:
         require([LADDERS["math"]])      before a model is loaded
@@ -49,7 +49,7 @@ def require(ladders: Iterable[Ladder], paper: bool = False) -> None:
 
 
 def grader_version(ladder: Ladder, paper: bool = False) -> str:
-    """What grades answers by this ladder: another version may grade the same answer in another way.
+    """The version of the grader for this ladder: another version may grade the same answer differently.
 
     Example:
         grader_version(LADDERS["gsm8k"]) == "gruppo 0.1.0-3f2a91c4"
@@ -61,7 +61,7 @@ def grader_version(ladder: Ladder, paper: bool = False) -> str:
 
 @cache
 def _code() -> str:
-    """A short name of the code that grades: between two releases their number does not tell its versions apart."""
+    """A short hash of the grading source: between releases the version number does not identify the code."""
     rules = sorted(files("gruppo.grading").iterdir(), key=lambda each: each.name)
     sources = [each for each in rules if each.name.endswith(".py")]
     sources += [files("gruppo.evaluation") / name for name in ("grading.py", "paper_grader.py")]
@@ -84,10 +84,11 @@ def grade_attempts(
     few_shot: bool = False,
     workers: Graders | None = None,
 ) -> list[GradedAttempt]:
-    """The attempts with their grades, in the same order.
+    """Grade the attempts; the result is in the same order.
 
-    All attempts at a problem come in one call, because they vote. `paper` grades by the rules of the DeepSeekMath
-    paper too; `few_shot` tells it that the prompts held exemplars, which changes where it looks for the answer.
+    All attempts at a problem must be passed in one call, because they vote. `paper` also grades by the rules of the
+    DeepSeekMath paper; `few_shot` says that the prompts held exemplars, which changes where those rules look for the
+    answer.
 
     Example:
         problem = Problem("p1", "3 + 4 = ?", ("7",))
@@ -120,12 +121,12 @@ def _written(attempt: Attempt) -> str:
 
 
 def _output(attempt: Attempt) -> str | None:
-    """What the last program printed, whole; None: there is none, or it failed."""
+    """The complete output of the last program; None: there is none, or it failed."""
     return None if attempt.tools is None else attempt.tools.output
 
 
 def _last_result(attempt: Attempt) -> str | None:
-    """What the model read of its last program; "" if there was none, None where programs are not run."""
+    """The last program result shown to the model; "" if there was none, None if programs are not run."""
     if attempt.tools is None:
         return None
     return next((inside_block(text) for kind, text in reversed(attempt.segments) if kind == "output"), "")
@@ -145,7 +146,7 @@ def _grades(pairs: Pairs, ladder: Ladder, workers: Graders | None) -> list[Grade
 
 
 def _program_grades(pairs: Pairs, ladder: Ladder, workers: Graders | None) -> list[bool | None]:
-    """Whether what the last program printed is right, as if it were all that there is."""
+    """Whether the output of the last program is right, graded as if there were no other text."""
     rows = [
         (problem, find_answer("", ladder, problem.answers_mode, output))
         for problem, attempt in pairs
@@ -156,7 +157,7 @@ def _program_grades(pairs: Pairs, ladder: Ladder, workers: Graders | None) -> li
 
 
 def _compared(rows: Sequence[tuple[Problem, Answer | None]], ladder: Ladder, workers: Graders | None) -> list[Grade]:
-    # Many samples give the same answer; each is compared with the gold one once.
+    # Many samples give the same answer; each distinct answer is compared with the gold answer once.
     keys = [(problem.id, None if answer is None else answer.text) for problem, answer in rows]
     calls = {key: _call(problem, answer, ladder) for key, (problem, answer) in zip(keys, rows, strict=True)}
     found = run_calls(list(calls.values()), None if ladder.literal else workers)
@@ -167,7 +168,7 @@ def _compared(rows: Sequence[tuple[Problem, Answer | None]], ladder: Ladder, wor
 def _call(problem: Problem, answer: Answer | None, ladder: Ladder) -> Call:
     golds = problem.answers
     comparisons = len(golds) if problem.answers_mode == "any" else 1
-    # One gold is passed as a text: several need a mode that says what they mean.
+    # A single gold answer is passed as a string: a list needs a mode that says what it means.
     gold = golds[0] if len(golds) == 1 else golds
     arguments = (answer, gold, ladder, problem.answers_mode)
     return Call(grade_answer, arguments, seconds=comparisons * ladder.seconds + GRACE)
@@ -186,14 +187,14 @@ def _grade(problem: Problem, answer: Answer | None, outcome: Outcome) -> Grade:
 
 def _paper_grades(pairs: Pairs, ladder: Ladder, few_shot: bool, workers: Graders | None) -> list[bool | None]:
     found = [
-        # Where programs run there is no few-shot rule: the answer is in the transcript.
+        # With programs the few-shot rule does not apply: the answer is in the transcript.
         paper_answers(
             attempt.text, problem.question, ladder, few_shot and attempt.tools is None, _last_result(attempt)
         )
         for problem, attempt in pairs
     ]
     keys = [(problem.id, answers) for (problem, _), answers in zip(pairs, found, strict=True)]
-    # The limit of the ladder holds for all that is compared for one completion.
+    # The ladder's time limit covers all comparisons of one completion together.
     calls = {
         key: Call(paper_match, (answers, problem, ladder), seconds=ladder.seconds + GRACE)
         for key, (problem, _), answers in zip(keys, pairs, found, strict=True)
@@ -206,11 +207,12 @@ def _paper_grades(pairs: Pairs, ladder: Ladder, few_shot: bool, workers: Graders
 
 
 def _alike(texts: Mapping[str, str], numbers: Mapping[str, Number | None], tolerance: Fraction) -> dict[str, str]:
-    """For each answer the first one that is plainly the same: the same number, or the same text.
+    """Map each answer to the first one that is plainly equal: the same number, or the same text.
 
-    Which ones are together does not depend on their order. Numbers join from the smallest on, while they are within
-    the tolerance of the one that began. A percent sign of an answer is a unit, as in `same_number`: 40 % votes with 40
-    and never with 0.4, whether the gold answer is 40, 0.4 or 40 %, and so with none that is graded otherwise.
+    The grouping does not depend on the order of the answers. Numbers are grouped in ascending order: a number joins
+    while it is within the tolerance of the smallest number of its group. A percent sign of an answer is a unit, as in
+    `same_number`: 40 % votes with 40 and never with 0.4, whether the gold answer is 40, 0.4 or 40 %. So an answer
+    never votes with one that is graded differently.
 
     Example, for 40%, 0.4 and 40.0:
         _alike(texts, numbers, tolerance) == {"40%": "40%", "0.4": "0.4", "40.0": "40%"}
@@ -237,11 +239,11 @@ class _Ballot:
     timeouts: Counter[str]
     founder: str = ""  # the first answer of the newest group
     groups: int = 0
-    waiting: list[str] = field(init=False)  # those without a group, one of each kind
+    waiting: list[str] = field(init=False)  # answers without a group, one per kind (see `_alike`)
     _kind: dict[str, str] = field(init=False)
     _numbers: dict[str, Number | None] = field(init=False)
     _texts: dict[str, str] = field(init=False)
-    _group: dict[str, int] = field(default_factory=dict)  # of each kind
+    _group: dict[str, int] = field(default_factory=dict)  # by kind
 
     def __post_init__(self) -> None:
         units, algebra = self.ladder.units, not self.ladder.literal
@@ -251,14 +253,14 @@ class _Ballot:
         self.waiting = list(dict.fromkeys(self._kind.values()))
 
     def open_group(self) -> list[str]:
-        """The next answer founds a group; those that only algebra can compare with it."""
+        """Let the next answer found a group; returns the answers that only algebra can compare with it."""
         self.founder, *self.waiting = self.waiting
         self._group[self.founder] = self.groups
         self.groups += 1
         return [other for other in self.waiting if self._needs_algebra(other)]
 
     def join(self, answer: str) -> None:
-        """The newest group gets one more."""
+        """Add an answer to the newest group."""
         self._group[answer] = self._group[self.founder]
         self.waiting.remove(answer)
 
@@ -276,10 +278,10 @@ class _Ballot:
 def _votes(
     attempts: Sequence[Attempt], grades: Sequence[Grade], ladder: Ladder, workers: Graders | None
 ) -> list[int | None]:
-    """For each attempt its group of equal answers, numbered in order of first appearance; None without an answer.
+    """The group of equal answers of each attempt, numbered in order of first appearance; None without an answer.
 
-    A formula joins the first group whose founder it equals. So all answers can be compared with one founder at a time,
-    for all problems at once.
+    A formula joins the first group whose founder it equals. This allows comparing all answers with one founder at a
+    time, for all problems at once.
     """
     answers: dict[str, list[str]] = {}
     timeouts: dict[str, Counter[str]] = {}

@@ -1,4 +1,4 @@
-"""The model to evaluate: a name, a folder, an adapter, or what a training run left."""
+"""Load the model to evaluate: a name, a folder, an adapter, or the output of a training run."""
 
 import copy
 import json
@@ -26,22 +26,22 @@ __all__ = ["Backend", "Subject", "load_subject", "make_backend", "weights_finger
 Backend = Literal["auto", "builtin", "transformers", "vllm"]
 
 VALUES_AT_ONCE = 1 << 24
-VLLM_ROWS, VLLM_MEMORY = 512, 0.5  # sequences at once; share of the GPU, on which the model itself lies as well
+VLLM_ROWS, VLLM_MEMORY = 512, 0.5  # sequences at once; share of the GPU memory, which the model itself uses as well
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated: a model in evaluation mode with its tokenizer."""
+    """The model under evaluation, with its tokenizer."""
 
     name: str  # for tables and folders
-    source: str  # the name or folder that it was loaded from; empty for an object
+    source: str  # the name or folder it was loaded from; empty for an object
     model: Any
     tokenizer: Any
     dtype: str
 
     @property
     def size(self) -> str:
-        """As tables write it: 135M, 1.5B."""
+        """The number of parameters as tables print it: 135M, 1.5B."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
         return f"{count / 1e9:.1f}".removesuffix(".0") + "B" if count >= 0.95e9 else f"{count / 1e6:.0f}M"
 
@@ -54,10 +54,10 @@ def load_subject(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> Subject:
-    """Load a model by name or folder, or take an object as it is.
+    """Load a model by name or folder, or use an object as it is.
 
-    A folder may hold a model, an adapter, or a training run: then its final model is taken, else its newest checkpoint
-    that is whole (`find_weights`). `dtype="auto"` is bfloat16 on a GPU and float32 on a CPU.
+    A folder may hold a model, an adapter, or a training run. Of a run, the final model is used, otherwise its newest
+    complete checkpoint (`find_weights`). `dtype="auto"` is bfloat16 on a GPU and float32 on a CPU.
     """
     if not isinstance(model, str | Path):
         if tokenizer is None:
@@ -91,13 +91,13 @@ def _load(source: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         raise ImportError(
             f"{source} holds an adapter, which needs the package peft: pip install 'gruppo[peft]'"
         ) from error
-    # Merged, an adapter costs nothing at each token.
+    # A merged adapter adds no cost per token.
     adapted = AutoPeftModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)
     return adapted.merge_and_unload()
 
 
 def _tokenizer_source(source: str) -> str:
-    """An adapter without a tokenizer of its own has that of its base."""
+    """An adapter folder without a tokenizer uses that of its base model."""
     adapter = Path(source) / "adapter_config.json"
     if adapter.exists() and not (Path(source) / "tokenizer_config.json").exists():
         return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
@@ -129,9 +129,10 @@ def _checked(tokenizer: Any, model: Any) -> Any:
 
 
 def weights_fingerprint(model: Any, *, adapters: bool = True) -> str:
-    """A short name of the weights: another one if any bit of them differs, whatever folder they came from.
+    """A short hash of the weights, independent of the folder they came from; any changed bit changes it.
 
-    Without `adapters`, of the weights under them: what training began with. Of a model that has none, the same.
+    Without `adapters`, only the base weights are hashed, i.e. what training started from. For a model that has no
+    adapters both hashes are equal.
     """
     inner = inner_model(model)
     state = inner.state_dict()
@@ -147,7 +148,7 @@ def weights_fingerprint(model: Any, *, adapters: bool = True) -> str:
 
 
 def _adapters_in_use(inner: Any) -> list[str]:
-    """How much each adapter counts, and which ones do: the same tensors compute something else with another scale."""
+    """The active adapters and their scales: with another scale the same tensors compute something else."""
     return [
         f"{name} {layer.active_adapters} {layer.disable_adapters} {sorted(getattr(layer, 'scaling', {}).items())}"
         for name, layer in inner.named_modules()
@@ -156,7 +157,7 @@ def _adapters_in_use(inner: Any) -> list[str]:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of all values, each times its place, summed modulo 2^64; on the device, as a copy would take long."""
+    """Sum the bit patterns of all values, each times its position, modulo 2^64; on the device, as copying is slow."""
     flat = tensor.detach().reshape(-1)
     bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -170,7 +171,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_backend(subject: Subject, backend: Backend = "auto") -> RolloutBackend:
-    """The sampler of a model: the built-in engine where it can, else transformers' own `generate`; or vLLM."""
+    """The sampler of a model: "auto" is the built-in engine if it can run the model, else transformers' `generate`."""
     stop_ids = loading.stop_token_ids(inner_model(subject.model), subject.tokenizer)
     config = decoding_config(subject.tokenizer, stop_ids, max_new_tokens=1)
     if backend not in ("auto", "builtin", "transformers", "vllm"):
@@ -188,7 +189,7 @@ def make_backend(subject: Subject, backend: Backend = "auto") -> RolloutBackend:
 
 
 def _vllm(subject: Subject, config: GenerationConfig, stop_ids: Sequence[int]) -> RolloutBackend:
-    """vLLM in this process, with the weights of the model at hand: those of a merged adapter, say."""
+    """vLLM in this process, with the weights of the loaded model, including a merged adapter."""
     from gruppo.rollout.vllm.colocate import EngineSettings, VLLMColocateBackend
 
     settings = EngineSettings(rows=VLLM_ROWS, dtype=getattr(torch, subject.dtype), memory_share=VLLM_MEMORY)
@@ -197,9 +198,9 @@ def _vllm(subject: Subject, config: GenerationConfig, stop_ids: Sequence[int]) -
 
 @contextmanager
 def bare_generation_config(model: Any) -> Iterator[None]:
-    """The model without a generation config of its own, which samplers would fill the gaps of ours from.
+    """Remove the model's own generation config, from which samplers would fill fields that ours leaves unset.
 
-    A model that comes with beams, penalties or banned words would not be asked as others are.
+    Beams, penalties or banned words in it would make the evaluation differ from that of other models.
     """
     inner = inner_model(model)
     own = inner.generation_config
@@ -219,7 +220,7 @@ def decoding_config(
     top_p: float = 1.0,
     stop_strings: Sequence[str] = (),
 ) -> GenerationConfig:
-    """The settings of a pass; `bare_generation_config` keeps the model's own from filling what is not said here."""
+    """The generation config of a pass; `bare_generation_config` keeps the model's own from filling unset fields."""
     shape = dict(temperature=temperature, top_p=top_p, top_k=0) if temperature else {}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,

@@ -1,15 +1,15 @@
-"""Grading by the looser rules of the DeepSeekMath paper, for numbers that are set beside the paper's.
+"""Grading by the looser rules of the DeepSeekMath paper, for results that are compared with the paper's.
 
     paper_answers(completion, question, ladder)     the answers of a completion
-    paper_match(answers, problem, ladder)           whether they are those of a problem
+    paper_match(answers, problem, ladder)           whether they match those of a problem
 
-What is looser: a factor of 100 is forgiven (0.5 for 50), commas vanish (`4,6` is 46), the kind of bracket does not
-matter, a ratio is a fraction, and sums left to the reader count. What is stricter: units, full-width signs, sets,
-mixed numbers and `x \\in …` are not understood.
+Looser than the ladder: a factor of 100 is ignored (0.5 for 50), commas are removed (`4,6` is 46), the kind of bracket
+does not matter, a ratio is a fraction, and sums that are not worked out count. Stricter: units, full-width
+characters, sets, mixed numbers and `x \\in …` are not understood.
 
-What differs from the released code: formulas are read by math-verify's parser instead of SymPy's, and never evaluated
-as Python; the limit for a completion is the ladder's (5 s), not 15 s; the gold answers are those of the data, and not
-looked for in the worked solution.
+Differences from the released code: math-verify's parser reads formulas instead of SymPy's, and formulas are never
+evaluated as Python; the time limit for a completion is the ladder's (5 s) instead of 15 s; gold answers come from the
+data and are not extracted from the worked solution.
 """
 
 import re
@@ -41,11 +41,11 @@ NUMBER = re.compile(r"-?[0-9]*\.?[0-9]+")
 def paper_answers(
     completion: str, question: str, ladder: Ladder, few_shot: bool = False, output: str | None = None
 ) -> tuple[str, ...]:
-    """The answers of a completion, normalised: all of them where formulas are asked for, else the last one.
+    """The normalised answers of a completion: all of them if the ladder grades formulas, else only the last one.
 
-    `few_shot`: the prompt held exemplars. `output` is the last result in a transcript with programs, an error or not,
-    and "" where there is none; so no fence that stands in the text is taken for one. Without programs (None) an output
-    block is text like any other, and the paper's rules look for it.
+    `few_shot`: the prompt held exemplars. `output` is the last program result in a transcript, an error or not, or ""
+    if there is none; then fences in the text are not searched for output. Without programs (None) an output block is
+    ordinary text, and the paper's rules search for it.
 
     Example:
         paper_answers("So \\\\boxed{\\\\frac12} or \\\\boxed{.5}", "…", LADDERS["math"]) == ("\\\\frac{1}{2}", "0.5")
@@ -82,7 +82,7 @@ def _boxed(text: str) -> list[str]:
 
 
 def _few_shot(text: str, ladder: Ladder) -> list[str] | None:
-    """As the exemplars end: with a number; None where the usual rules are to be used."""
+    """The last number, as the exemplars end with one; None if the usual rules apply."""
     if "zh" in ladder.languages:
         if "答案是" not in text:
             return None
@@ -91,7 +91,7 @@ def _few_shot(text: str, ladder: Ladder) -> list[str] | None:
 
 
 def _prepared(answers: Sequence[str], question: str, ladder: Ladder) -> list[str]:
-    """Answers cut to their first line, taken apart where one text holds several, and normalised."""
+    """Cut answers to their first line, split texts that hold several answers, and normalise them."""
     lines = [answer.strip().partition("\n")[0].lstrip(":").rstrip("./ ") for answer in answers]
     if not ladder.literal:
         lines = [part for line in lines for part in _taken_apart(line, question)]
@@ -113,7 +113,7 @@ WRAPPED = re.compile(r"\\text\{([^{}]*)\}")
 
 
 def paper_normalise(text: str) -> str:
-    """LaTeX in one way of writing.
+    """Bring LaTeX into one canonical form.
 
     Example:
         paper_normalise(r"\\left( \\dfrac12, \\sqrt3 \\right)") == r"(\\frac{1}{2},\\sqrt{3})"
@@ -141,12 +141,12 @@ PLAIN = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
 MATRIX = re.compile(r"\\begin\{[pb]matrix\}(.*)\\end\{[pb]matrix\}", re.DOTALL)
 TUPLE = re.compile(r"[\[(](.*)[\])]", re.DOTALL)
 ASSIGNED = re.compile(r"[^=]{1,2}=([^=]+)")
-# The parser used here knows thousands in LaTeX and numbers with a base; the paper's fails on them.
+# The parser used here reads LaTeX thousands separators and numbers with a base; the paper's parser fails on them.
 NOT_READ = re.compile(r"\{,\}|[0-9]_")
 
 
 def paper_match(answers: Sequence[str], problem: Problem, ladder: Ladder) -> bool:
-    """Whether answers are those of a problem: each of either side has its like on the other, in the ladder's time.
+    """Whether answers match a problem's: each on either side equals one on the other. A timeout counts as no match.
 
     Example:
         paper_match(("0.333",), Problem("p", "…", ("1/3",)), LADDERS["math"]) is True
@@ -157,7 +157,7 @@ def paper_match(answers: Sequence[str], problem: Problem, ladder: Ladder) -> boo
     golds = [list(dict.fromkeys(_prepared(reading, problem.question, ladder))) for reading in readings]
     if not answers:
         return False
-    if any(list(answers) == gold for gold in golds):  # the usual case of a right answer needs no time limit
+    if any(list(answers) == gold for gold in golds):  # identical text, the usual right answer, needs no time limit
         return True
     try:
         return run_within(ladder.seconds, lambda: any(_same_lists(gold, answers) for gold in golds))
@@ -175,7 +175,7 @@ def _same_lists(golds: Sequence[str], answers: Sequence[str]) -> bool:
 
 
 def paper_equal(gold: str, answer: str, depth: int = 0) -> bool:
-    """Whether two normalised answers are equal. There is no time limit in here.
+    """Whether two normalised answers are equal. The caller sets the time limit.
 
     Example:
         paper_equal("50", "0.5") and paper_equal("[2,5)", "(2,5)") and not paper_equal("18", "18dollars")
@@ -251,7 +251,7 @@ def _same_formula(gold: str, answer: str) -> bool:
 
 
 def _difference(text: str) -> Any:
-    """A formula, an equation as what is left of its sign less what is right of it; None for anything else."""
+    """A formula, or for an equation its left side minus its right side; None for anything else."""
     sides = [_formula(side) for side in text.split("=")]
     if None in sides or len(sides) > 2:
         return None
@@ -260,7 +260,7 @@ def _difference(text: str) -> Any:
 
 @lru_cache(maxsize=1)
 def _reader() -> Any:
-    load_math_verify()  # says what to install where it is missing
+    load_math_verify()  # raises with installation instructions if it is missing
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
     conversion = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
@@ -281,7 +281,7 @@ def _formula(text: str) -> Any:
         return None
     try:
         found = read(text)
-    except Exception:  # the parser raises all kinds on what it cannot read
+    except Exception:  # the parser raises many exception types on input it cannot read
         return None
     return found if isinstance(found, Expr) else None
 
@@ -293,5 +293,5 @@ def _vanishes(difference: Any) -> bool:
         if not difference.free_symbols:
             return bool(abs(complex(N(difference))) < TOLERANCE)
         return bool(simplify(difference) == 0)
-    except Exception:  # SymPy raises all kinds on formulas it cannot handle
+    except Exception:  # SymPy raises many exception types on formulas it cannot handle
         return False

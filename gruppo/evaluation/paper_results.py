@@ -1,7 +1,7 @@
-"""The results table of the DeepSeekMath paper (arXiv 2402.03300) as data: the rows beside which your own are set.
+"""The results table of the DeepSeekMath paper (arXiv 2402.03300) as data, for comparison with your own rows.
 
-`PAPER_RESULTS` has them in the paper's order, as printed there. A model without a size is one whose weights were not
-published.
+`PAPER_RESULTS` has the rows in the paper's order, as printed there. A model without a size is one whose weights were
+not published.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ class Cell:
     """
 
     value: float | None  # in percent; None: not known
-    majority: bool = False  # by a majority vote over 32 samples; else of one greedy attempt
-    note: str = ""  # what keeps it from being compared with its column; becomes a footnote
+    majority: bool = False  # True: majority vote over 32 samples; False: one greedy attempt
+    note: str = ""  # why it is not comparable with its column; becomes a footnote
     interval: tuple[float, float] | None = None  # 95 %, in percent
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class TableRow:
 
 
 def _row(mode: Mode, model: str, size: str | None, *printed: str) -> TableRow:
-    """A row from what is printed: `*` is a majority vote, `–` no value."""
+    """Build a row from the printed cells: `*` marks a majority vote, `–` is no value."""
     cells = {
         name: Cell(float(text.rstrip("*")), majority=text.endswith("*"))
         for name, text in zip(PAPER_BENCHMARKS, printed, strict=True)

@@ -1,10 +1,10 @@
-"""The programs of a transcript: finding them in its text, putting them together, running them.
+"""The programs of a transcript: extract them from the text, assemble them, and run them.
 
     text ─ python_blocks ─► blocks ─ program ─► code ─ run_program ─► result ─ output_block ─► what the model reads
 
-A program is everything the model has written so far. The blocks before the last one run again for the names that they
-define, without their own `print` lines. Comments and docstrings stay: what code may do is the sandbox's business, and
-nothing here searches the text for forbidden calls.
+A program is all code the model has written so far. The blocks before the last one run again for the names that they
+define, without their `print` lines. Comments and docstrings stay: the sandbox decides what code may do, and nothing
+here searches the text for forbidden calls.
 """
 
 import ast
@@ -36,21 +36,21 @@ __all__ = [
 
 LIMITS = Limits(seconds=10, cpu_seconds=10, memory=1 << 30, output=64 << 10)
 LONGEST_OUTPUT = 100  # characters of stdout that the model reads
-# Of an error message. The paper allows 100 tokens, which are about 400 characters; characters are the same for all
-# tokenizers, so that two models that make the same mistake read the same message.
+# Characters of an error message. The paper allows 100 tokens, about 400 characters; counting characters does not
+# depend on the tokenizer, so two models that make the same mistake read the same message.
 LONGEST_ERROR = 400
 OUTPUT_STOP = "```output"  # what a model writes where it expects an output
 CLOSING = "```"
 FAILED = "Runtime errors: "
 FENCE = re.compile(r"( {0,3})```([^`]*)")
-# Where a file lies says nothing to the model, and differs from machine to machine.
+# Package paths carry no information for the model and differ between machines.
 PACKAGE_PATH = re.compile(r'File "[^"\n]*/(?:(?:site|dist)-packages|lib/python3\.[0-9]+)/')
 CARETS = re.compile(r"\n[ ~^]+(?=\n)")  # the marks under a line of code
 
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """What came of a program.
+    """The result of a program.
 
     Example, of `print(6 * 7)`:
         ProgramResult("42", stdout="42\\n")
@@ -71,8 +71,8 @@ NO_PROGRAM = ProgramResult(f"{FAILED}there is no program to run", None, failed=T
 def python_blocks(text: str) -> list[str]:
     """The code of all complete ```python blocks.
 
-    A fence stands on a line of its own, with up to three blanks before it. A block that is not closed before the next
-    one begins, or before the text ends, is left out.
+    A fence is alone on its line, indented by at most three spaces. A block that is not closed before the next one
+    begins, or before the text ends, is left out.
 
     Example:
         python_blocks("So:\\n```python\\nx = 1\\n```\\nand\\n```python\\nx =") == ["x = 1"]
@@ -83,8 +83,8 @@ def python_blocks(text: str) -> list[str]:
 def program(text: str, earlier: Sequence[str] = ()) -> str | None:
     """The code to run for a text that ends with a python block; None for any other text.
 
-    `earlier` are blocks that come before those of the text. They are given apart where outputs stand between: an
-    output may hold a fence, and what follows that would be taken for code.
+    `earlier` are blocks that come before those of the text. They are passed separately if outputs lie between them
+    and the text: an output may contain a fence, and the text after that would be taken for code.
 
     Example:
         program("```python\\nx = 6\\nprint(x)\\n```\\nthen\\n```python\\nprint(x * 7)\\n```\\n")
@@ -119,10 +119,10 @@ def _scan(text: str) -> tuple[list[str], bool]:
 
 
 def without_prints(code: str) -> str:
-    """The code with `pass` in the place of each unindented call of print, over as many lines as it goes.
+    """Replace each unindented call of print, which may span several lines, by `pass`.
 
-    Prints inside functions, loops and conditions stay, as in the paper. What the arguments of a print would do beside
-    is not done. Code that does not parse loses its lines that begin with `print(`.
+    Prints inside functions, loops and conditions stay, as in the paper. Side effects in the arguments of a removed
+    print do not happen. Code that does not parse loses its lines that begin with `print(`.
 
     Example:
         without_prints("x = 1\\nprint(\\n    x,\\n)\\nfor i in range(3): print(i)") ==
@@ -131,11 +131,11 @@ def without_prints(code: str) -> str:
     code = code.replace("\r\n", "\n").replace("\r", "\n")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "\sqrt" in a string: the model's business
+            warnings.simplefilter("ignore")  # e.g. the invalid escape "\sqrt" in the model's strings
             statements = ast.parse(code).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: brackets in brackets in …
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: deeply nested brackets
         return "\n".join(line for line in code.split("\n") if not line.startswith("print("))
-    lines = code.encode().split(b"\n")  # positions in the tree count bytes
+    lines = code.encode().split(b"\n")  # column offsets in the AST count bytes
     for node in reversed(statements):
         if _is_print(node):
             assert node.end_lineno is not None
@@ -158,7 +158,7 @@ def _is_print(node: ast.stmt) -> bool:
 def make_sandbox(allow_unconfined: Collection[str] = ()) -> Sandbox:
     """The sandbox for programs: 10 seconds, 1 GiB, 64 KiB of output, no network, an empty folder.
 
-    On a machine that cannot confine code this raises `SandboxError`; see `Sandbox` for `allow_unconfined`.
+    Raises `SandboxError` on a machine that cannot confine code; see `Sandbox` for `allow_unconfined`.
 
     Example:
         run_program(make_sandbox(), "print(6 * 7)").text == "42"
@@ -167,10 +167,10 @@ def make_sandbox(allow_unconfined: Collection[str] = ()) -> Sandbox:
 
 
 def run_program(sandbox: Sandbox, code: str) -> ProgramResult:
-    """Run a program, and say what the model is to read of it.
+    """Run a program and return its result, including the text that the model reads.
 
-    Output of more than 100 characters loses its middle. A program that fails gives the end of its traceback instead of
-    what it printed before. Standard input is empty, so `input()` is such a failure.
+    Output of more than 100 characters loses its middle. For a program that fails the text is the end of the traceback
+    instead of what it printed before. Standard input is empty, so a call of `input()` fails.
 
     Example:
         run_program(sandbox, "print(1 / 0)").text ==
@@ -196,7 +196,7 @@ def _message(execution: Execution, limits: Limits) -> str:
 
 
 def _end_of_traceback(stderr: str) -> str:
-    """From the last line of the program itself on, without the marks under lines of code."""
+    """The traceback from the program's own last frame on, without the marks under lines of code."""
     start = max(stderr.rfind('File "<code>"'), 0)
     return PACKAGE_PATH.sub('File "', CARETS.sub("", stderr[start:])).strip()
 
@@ -211,7 +211,7 @@ def output_block(said: str) -> str:
 
 
 def inside_block(block: str) -> str:
-    """What a block says: the way back. A program may have printed fences of its own; they stay.
+    """The text inside a block, the inverse of `output_block`. Fences that the program itself printed stay.
 
     Example:
         inside_block("\\n```output\\n42\\n```\\n") == "42"
@@ -220,7 +220,7 @@ def inside_block(block: str) -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    """A text of more than `most` characters without its middle: half of `most` at each end, and dots between.
+    """Cut the middle out of a text of more than `most` characters: half of `most` at each end, dots in between.
 
     Example:
         shorten("0123456789", 4) == "01...89"
@@ -230,7 +230,7 @@ def shorten(text: str, most: int) -> str:
 
 
 def tool_versions() -> dict[str, str]:
-    """What programs run with: the interpreter and the packages that they mostly import.
+    """The versions that programs run with: the interpreter and the packages they import most often.
 
     Example:
         tool_versions() == {"python": "3.11.7", "numpy": "2.4.6", "sympy": "1.14.0"}

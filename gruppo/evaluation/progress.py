@@ -1,4 +1,4 @@
-"""A bar with the accuracy so far."""
+"""A progress bar that shows the accuracy so far."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ Advance = Callable[[Sequence[GradedAttempt]], None]
 
 
 class Progress:
-    """Bars of the passes over benchmarks; nothing is shown unless `show`.
+    """Progress bars of the passes over benchmarks; nothing is shown unless `show`.
 
     Example:
         with Progress(show=True) as bar, bar.over("GSM8K greedy", problems=1319, samples=1) as advance:
@@ -44,7 +44,7 @@ class Progress:
 
     @contextmanager
     def over(self, title: str, problems: int, samples: int) -> Iterator[Advance]:
-        """The bar of one pass; what it yields is told of every attempt."""
+        """The bar of one pass; yields a function to call with each batch of graded attempts."""
         task = self.bars.add_task(title, total=problems * samples, accuracy="")
         attempts = right = 0
 

@@ -1,8 +1,8 @@
-"""A problem as a prompt: with an instruction, for chat models, or behind solved problems, for base models.
+"""Render a problem as a prompt: with an instruction, for chat models, or after solved problems, for base models.
 
-    render            the prompt as text and as token ids, and the strings that end a completion
+    render            the prompt as text and as token ids, and its stop strings
     choose_rendering  chat or plain, for a tokenizer
-    cut               a completion up to the first of those strings
+    cut               a completion up to the first stop string
 
 The instructions are those of the DeepSeekMath paper, word for word: models were trained on them.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["INSTRUCTIONS", "PromptText", "choose_rendering", "cut", "load_exemplars", "render"]
 
-# What follows a question, a line break first.
+# The text after a question, starting with a line break.
 INSTRUCTIONS: Mapping[tuple[Mode, Language], str] = MappingProxyType(
     {
         ("cot", "en"): "\nPlease reason step by step, and put your final answer within \\boxed{}.",
@@ -50,13 +50,13 @@ class PromptText:
 
     text: str
     ids: list[int]
-    stop: tuple[str, ...]  # a completion ends before the first of these; empty: at the end of the text only
+    stop: tuple[str, ...]  # a completion is cut before the first of these strings; empty: not cut
 
 
 def choose_rendering(
     requested: Rendering | Literal["auto"], tokenizer: "PreTrainedTokenizerBase", *, shots: int = 0
 ) -> Rendering:
-    """How prompts are written: as asked or, for "auto", as a chat if the tokenizer has a template for one.
+    """Choose how prompts are written: as requested or, for "auto", as a chat if the tokenizer has a chat template.
 
     Few-shot prompts (`shots` above 0) are texts to be continued and always plain.
 
@@ -83,8 +83,8 @@ def render(
 ) -> PromptText:
     """The prompt of a problem.
 
-    Without shots the question is followed by the instruction of the mode, in the benchmark's language, as a user's
-    turn. With shots it stands behind that many solved problems, and there is no instruction.
+    Without shots, the prompt is a user turn: the question, then the instruction of the mode in the benchmark's
+    language. With shots, the question follows that many solved problems, without an instruction.
 
     Example:
         render(Problem("a", "3 + 4 = ?", ("7",)), GSM8K, "cot", rendering="plain", shots=0, tokenizer=tokenizer).text
@@ -121,11 +121,11 @@ def cut(text: str, stop: Sequence[str]) -> str:
 
 
 def _token_ids(prompt: str | list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """As in training: a text gets the tokenizer's own special tokens, a chat has those of its template.
+    """Tokenize as in training: the tokenizer adds special tokens to a text; the template adds those of a chat.
 
-    Some tokenizers end every text. What a model is to go on with has not ended.
+    Some tokenizers append EOS to every text. It is removed here, because the model has to continue the prompt.
     """
-    from gruppo.data.prompts import PromptEncoder  # it brings transformers, which takes seconds
+    from gruppo.data.prompts import PromptEncoder  # imports transformers, which takes seconds
 
     ids: list[int] = PromptEncoder(tokenizer).token_ids([prompt])[0]
     return ids[:-1] if isinstance(prompt, str) and ids and ids[-1] == tokenizer.eos_token_id else ids
@@ -146,7 +146,7 @@ def _require_chat(tokenizer: "PreTrainedTokenizerBase", shots: int) -> None:
 
 @functools.lru_cache(maxsize=32)
 def load_exemplars(file: str) -> tuple[Exemplar, ...]:
-    """The solved problems of a file: one of the library's, by its name, or one of your own, by its path.
+    """The solved problems of a file: one of the library's by name, or your own by path.
 
     Example:
         load_exemplars("gsm8k.jsonl")[0].cot.endswith("The answer is 48.")
@@ -178,7 +178,7 @@ def _exemplar(line: str, where: str) -> Exemplar:
 
 
 def _layout(benchmark: Benchmark) -> FewShot:
-    """How the few-shot prompt of a benchmark is laid out, checked: users write their own."""
+    """The few-shot layout of a benchmark, validated because users can define their own."""
     few_shot = benchmark.few_shot
     if few_shot is None:
         raise ConfigError(f"{benchmark.name} has no few-shot prompt; use shots=0, or give it a `few_shot`.")
@@ -207,5 +207,5 @@ def _few_shot_text(problem: Problem, name: str, few_shot: FewShot, mode: Mode, s
         solution = each.tir if mode == "tir" else each.cot
         parts.append(f"{few_shot.question.replace(HOLE, each.question)}\n{opening}{solution}{closing}")
     parts.append(f"{few_shot.question.replace(HOLE, problem.question)}\n{opening}")
-    # Without the blank at the end: a model's tokens carry the one in front of a word.
+    # No trailing space: in most tokenizers the space is part of the next word's token.
     return few_shot.separator.join(parts).rstrip()

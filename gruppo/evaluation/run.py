@@ -1,6 +1,6 @@
-"""`evaluate`: a model's accuracy on benchmarks, with everything it wrote on the way.
+"""`evaluate`: a model's accuracy on benchmarks, together with all of its completions.
 
-load ─► for each benchmark and pass: what is kept from before, then chunk by chunk the rest ─► summaries ─► files
+load ─► for each benchmark and pass: attempts kept from earlier calls, then the rest in chunks ─► summaries ─► files
 """
 
 import logging
@@ -39,14 +39,14 @@ __all__ = ["Results", "evaluate"]
 
 logger = logging.getLogger(__name__)
 
-PROBE = Problem("probe", "1 + 1 = ?", ("2",))  # how it is asked tells chat templates and exemplars apart
+PROBE = Problem("probe", "1 + 1 = ?", ("2",))  # its rendered prompt identifies the chat template and the exemplars
 
 
 @dataclass(frozen=True)
 class Results:
-    """What came out.
+    """The results of an evaluation.
 
-    `summary` is what results.json holds; `scored[benchmark][pass]` are the attempts of this call with their grades.
+    `summary` is the content of results.json; `scored[benchmark][pass]` are this call's attempts with their grades.
     """
 
     summary: dict[str, Any]
@@ -58,7 +58,7 @@ class Results:
         return float(self.summary["benchmarks"][benchmark][decoding]["accuracy"])
 
     def markdown(self, *, references: bool = True) -> str:
-        """The results table of the DeepSeekMath paper with these rows; without `references` these rows alone."""
+        """These rows in the results table of the DeepSeekMath paper; without `references`, these rows alone."""
         return self._table(markdown, references)
 
     def latex(self, *, references: bool = True) -> str:
@@ -66,7 +66,7 @@ class Results:
         return self._table(latex, references)
 
     def tables(self) -> dict[str, str]:
-        """By the name of the file."""
+        """The tables by file name."""
         return {"results.md": self.markdown(), "results.tex": self.latex()}
 
     def _table(self, layout: Callable[..., str], references: bool) -> str:
@@ -94,11 +94,11 @@ def evaluate(
     progress: bool = False,
     **settings: Any,
 ) -> Results:
-    """Accuracy of a model on GSM8K, MATH, MGSM-zh, CMATH or benchmarks of your own; see docs/evaluation.md.
+    """Accuracy of a model on GSM8K, MATH, MGSM-zh, CMATH or your own benchmarks; see docs/evaluation.md.
 
     `model` is a name, a folder (also of a training run) or an object, which needs its `tokenizer`. `benchmarks` are
     names, "gsm8k:200" for a part, or `Benchmark`s. `settings` are the fields of `Settings`. With `output_dir` every
-    completion is kept, and a call that was interrupted goes on where it stopped.
+    completion is kept, and repeating an interrupted call continues where it stopped.
 
     Example:
         evaluate("runs/demo", "gsm8k:200", data_dir="data", samples=8).accuracy("gsm8k")
@@ -138,7 +138,7 @@ def evaluate(
 
 
 def _take_in(results: Results, attempts: "Attempts", settings: Settings) -> None:
-    """Run one benchmark, and put what came of it beside the numbers of earlier calls."""
+    """Run one benchmark, and merge its results with those of earlier calls."""
     name = attempts.benchmark.name
     results.scored[name] = {each.name: attempts.collect(each) for each in settings.passes()}
     before = results.summary["benchmarks"].get(name, {})
@@ -160,7 +160,7 @@ class Clock:
 
 
 def _facts(subject: Subject, evaluator: Evaluator, settings: Settings, name: str | None) -> dict[str, Any]:
-    """What results.json says beside the numbers."""
+    """The fields of results.json other than the benchmark results."""
     device = next(subject.model.parameters()).device
     tools = {"tools": tool_versions()} if settings.mode == "tir" else {}
     return {
@@ -185,14 +185,14 @@ def _facts(subject: Subject, evaluator: Evaluator, settings: Settings, name: str
 
 
 def _earlier(folder: EvaluationFolder | None, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of earlier calls with the same model in this folder; each pass says what its settings were."""
+    """The results of earlier calls with the same model in this folder; each pass records its own settings."""
     found = None if folder is None else folder.results()
     same = found is not None and all(found.get(key) == facts[key] for key in ("weights", "dtype", "mode"))
     return dict(found["benchmarks"]) if found is not None and same else {}
 
 
 def warn_of_long_prompts(asked: Sequence["Attempts"], model: Any, new_tokens: int) -> None:
-    """Say how many prompts are too long for the model; they are asked nevertheless, as far as it can."""
+    """Warn how many prompts are too long for the model's context; they are sampled nevertheless."""
     limit = context_length(inner_model(model))
     if limit is None:
         return
@@ -206,7 +206,7 @@ def warn_of_long_prompts(asked: Sequence["Attempts"], model: Any, new_tokens: in
 
 
 class Attempts:
-    """The attempts at one benchmark: those that an earlier call has kept, and the others."""
+    """The attempts at one benchmark: those kept from an earlier call, and the new ones."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class Attempts:
         return sorted(scored, key=lambda each: (place[each.attempt.problem], each.attempt.sample))
 
     def summary(self, scored: Mapping[str, Sequence[GradedAttempt]], settings: Settings) -> dict[str, Any]:
-        """What results.json says about this benchmark."""
+        """The entry of this benchmark in results.json."""
         found: dict[str, Any] = {"title": self.benchmark.title}
         for decoding in settings.passes():
             ks = () if decoding.greedy else settings.ks
@@ -258,7 +258,7 @@ class Attempts:
         return found
 
     def identity(self, decoding: Decoding) -> dict[str, Any]:
-        """What must not change while attempts are added to a pass."""
+        """The settings that must stay the same while attempts are added to a pass."""
         (probe,) = self.evaluator.prompts(self.benchmark, [PROBE])
         settings, tir = self.facts["settings"], self.evaluator.tir
         return {

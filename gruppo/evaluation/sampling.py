@@ -20,7 +20,7 @@ from gruppo.types import SampleRequest
 
 __all__ = ["Evaluator"]
 
-# Completions that are sampled together. More keep a GPU busier; fewer show progress, and lose less when interrupted.
+# Completions sampled together. More keep a GPU busier; fewer show progress more often and lose less on interruption.
 ROWS = {name: {"cuda": 1024, "cpu": 64} for name in ("builtin", "vLLM")} | {"transformers": {"cuda": 128, "cpu": 16}}
 
 
@@ -52,13 +52,13 @@ class Evaluator:
         self.rendering = choose_rendering(rendering, tokenizer, shots=shots)
         self.shots = shots
         self.tir = tir  # None: chain of thought
-        self.sandbox = None if tir is None else tir.open_sandbox()  # refused before anything is sampled
+        self.sandbox = None if tir is None else tir.open_sandbox()  # raises before anything is sampled
         self.paper = paper
         self.graders = graders
         self.rows = rows
 
     def prompts(self, benchmark: Benchmark, problems: Sequence[Problem]) -> list[PromptText]:
-        """How the problems are asked."""
+        """The prompts of the problems."""
         ask = dict(rendering=self.rendering, shots=self.shots, tokenizer=self.tokenizer)
         return [render(problem, benchmark, self.mode, **ask) for problem in problems]
 
@@ -69,9 +69,9 @@ class Evaluator:
         decoding: Decoding,
         prompts: Mapping[str, PromptText] | None = None,
     ) -> Iterator[list[GradedAttempt]]:
-        """All attempts at a few problems at a time, graded; the problems in order, and each one's samples in order.
+        """Yield the graded attempts in chunks: all attempts at a few problems at a time, both in order.
 
-        `prompts`, by problem, if they have been rendered before.
+        `prompts`: already rendered prompts by problem id, if there are any.
         """
         known = {problem.id: problem for problem in problems}
         size = max(self._rows() // decoding.samples, 1)
@@ -83,7 +83,7 @@ class Evaluator:
     def grade(
         self, benchmark: Benchmark, problems: Mapping[str, Problem], attempts: Sequence[Attempt]
     ) -> list[GradedAttempt]:
-        """The attempts with their grades; all those at a problem come together, because they vote."""
+        """Grade attempts; all attempts at a problem must be passed together, because they vote."""
         few_shot = self.shots > 0
         return grade_attempts(
             problems, attempts, benchmark.ladder, paper=self.paper, few_shot=few_shot, workers=self.graders
@@ -96,7 +96,7 @@ class Evaluator:
         return ROWS.get(self.backend.name, ROWS["transformers"])["cuda" if device == "cuda" else "cpu"]
 
     def _sample(self, prompts: Sequence[PromptText], problems: Sequence[Problem], decoding: Decoding) -> list[Attempt]:
-        """All attempts at these problems. Those at one problem that are too many for a call are split over several."""
+        """All attempts at these problems; more samples per problem than fit in one call are split over several."""
         rows = self._rows()
         return [
             attempt
@@ -110,7 +110,7 @@ class Evaluator:
         self, prompts: Sequence[PromptText], problems: Sequence[Problem], decoding: Decoding, first: int
     ) -> list[Attempt]:
         """One call of the backend: samples `first`, `first` + 1, … of each problem."""
-        # A problem's random numbers do not depend on what else is asked.
+        # A problem's random numbers do not depend on which other problems are in the call.
         keys = [derive_key(decoding.seed % 2**64, crc32(problem.id.encode())) for problem in problems]
         stop = prompts[0].stop if prompts else ()
         with self._decoding(decoding, stop), _seeded([*keys, first] if first else keys):
@@ -165,7 +165,7 @@ class Evaluator:
 
     @contextmanager
     def _decoding(self, decoding: Decoding, stop: Sequence[str]) -> Iterator[None]:
-        """The backend with the settings of this pass; its own come back."""
+        """Give the backend the settings of this pass, and restore its own afterwards."""
         before = self.backend.config
         strings = [*stop, self.tir.output_stop] if self.tir is not None else stop
         self.backend.config = decoding_config(
@@ -184,13 +184,13 @@ class Evaluator:
 
 
 def _places(problems: Sequence[Problem], decoding: Decoding, first: int) -> list[tuple[str, int]]:
-    """The problem and the sample that each row of a call is of."""
+    """The (problem id, sample number) of each row of a call."""
     return [(problem.id, sample) for problem in problems for sample in range(first, first + decoding.samples)]
 
 
 @contextmanager
 def _seeded(keys: Sequence[int]) -> Iterator[None]:
-    """For samplers that draw from torch's own generators, which are as they were afterwards."""
+    """Seed torch's generators, for samplers that draw from them, and restore their state afterwards."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(derive_key(*keys) % 2**63)

@@ -1,4 +1,4 @@
-"""How a model is asked and graded, on the command line and during training."""
+"""Settings for prompting, sampling and grading, on the command line and during training."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
@@ -17,18 +17,18 @@ Own = TypeVar("Own", bound="Asking")
 
 @dataclass(frozen=True)
 class Asking:
-    """What every evaluation can be told."""
+    """The settings that all evaluations share."""
 
     mode: Mode = "cot"  # chain of thought, or "tir": reasoning with programs that are run
-    rendering: Rendering | Literal["auto"] = "auto"  # "chat", "plain" (User: … Assistant:), or what the model has
+    rendering: Rendering | Literal["auto"] = "auto"  # "chat", "plain" (User: … Assistant:); "auto": chat if possible
     shots: int = 0  # exemplars before each problem
     max_new_tokens: int = 1024  # of a completion; tir: of each round
     samples: int = 0  # sampled attempts at each problem
     temperature: float | None = None  # of samples; None: 0.7
     top_p: float | None = None  # of samples; None: 1
     seed: int | None = None  # of samples; None: 0
-    rounds: int | None = None  # tir: times that the model may speak; None: 4. The DeepSeekMath paper has 2
-    max_total_tokens: int | None = None  # tir: new tokens of all rounds; None: 2048
+    rounds: int | None = None  # tir: the most rounds of generation; None: 4. The DeepSeekMath paper has 2
+    max_total_tokens: int | None = None  # tir: new tokens of all rounds together; None: 2048
 
     def __post_init__(self) -> None:
         if self.mode not in ("cot", "tir"):
@@ -41,7 +41,7 @@ class Asking:
             raise ConfigError("temperature, top_p and seed are settings of samples: set how many, as in samples=8.")
         if self.samples and self.temperature == 0:
             raise ConfigError("temperature=0 makes all samples the same: leave samples out for a greedy attempt.")
-        self.passes()  # raises where a number cannot be
+        self.passes()  # raises for invalid numbers, as does `tir`
         self.tir()
 
     def greedy_pass(self) -> Decoding:
@@ -76,7 +76,7 @@ class Asking:
 
     @classmethod
     def of(cls: type[Own], given: Mapping[str, Any]) -> Own:
-        """From keyword arguments; a name that there is not is an error that says which one is near."""
+        """Build from keyword arguments; an unknown name raises an error that suggests the closest known one."""
         known = [each.name for each in fields(cls)]
         for name in given:
             if name not in known:
@@ -94,8 +94,8 @@ class Settings(Asking):
     """
 
     greedy: bool = True  # one greedy attempt at each problem: top-1
-    ks: tuple[int, ...] = ()  # for pass@k and maj@k, besides the powers of two
-    paper: bool = False  # also grade as the DeepSeekMath paper's code does, which is looser
+    ks: tuple[int, ...] = ()  # for pass@k and maj@k, in addition to the powers of two and `samples`
+    paper: bool = False  # also grade by the looser rules of the DeepSeekMath paper
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +114,7 @@ class Settings(Asking):
 
 @dataclass(frozen=True)
 class TrainingSettings(Asking):
-    """The keys of `eval_benchmarks_settings`: one pass at each evaluation, greedy unless samples are asked for.
+    """The keys of `eval_benchmarks_settings`: one pass at each evaluation, greedy unless `samples` is set.
 
     Example, four samples of each problem; accuracy is then their mean:
         TrainingSettings(samples=4, max_new_tokens=256)

@@ -1,13 +1,13 @@
-"""The arithmetic of results: intervals, pass@k, majority votes and paired tests. Numbers in, numbers out.
+"""Pure functions for result statistics: intervals, pass@k, majority votes and paired tests.
 
-    wilson                   the interval of a proportion: right answers out of problems
-    pass_at_k                the chance that one of k samples is right, without bias
-    majority_at_k            what a vote among k samples scores
-    mcnemar                  two models on the same problems, each right or wrong once
-    paired_bootstrap         the same for any scores of problems; `bootstrap` is the interval of one mean
+    wilson                   the interval of a proportion, such as problems solved
+    pass_at_k                the unbiased estimate of the chance that one of k samples is right
+    majority_at_k            the score of a majority vote among k samples
+    mcnemar                  compares two models on the same problems, with one right-or-wrong attempt each
+    paired_bootstrap         the same for any per-problem scores; `bootstrap` is the interval of one mean
 
-Chance is used in two places, majority votes among some of the samples and the bootstrap. Both draw from a fixed seed:
-the same numbers give the same result.
+Only majority votes among a subset of the samples and the bootstrap are random. Both use a fixed seed, so the same
+input gives the same result.
 """
 
 import math
@@ -37,17 +37,17 @@ __all__ = [
 ]
 
 CONFIDENCE = 0.95
-DRAWS = 10_000  # of a bootstrap
-SUBSETS = 200  # of the samples of a problem, where k of them vote
+DRAWS = 10_000  # resamples of a bootstrap
+SUBSETS = 200  # subsets of k samples per problem over which a vote is averaged
 SEED = 0
-_AT_ONCE = 4_000_000  # counts of a bootstrap in memory
+_AT_ONCE = 4_000_000  # counts that a bootstrap holds in memory at a time
 
 
 # ---- one model
 
 
 def wilson(correct: int, total: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """The Wilson interval of a proportion. It stays within 0 and 1 and has a width at 0 and at 1 too.
+    """The Wilson interval of a proportion. It stays within [0, 1] and has a nonzero width at 0 and at 1 too.
 
     Example, 8 of 10:
         wilson(8, 10) == (0.4902, 0.9433)  # rounded
@@ -67,7 +67,7 @@ def wilson(correct: int, total: int, confidence: float = CONFIDENCE) -> tuple[fl
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k samples is right, if c of n are: 1 − C(n−c, k) / C(n, k), without bias.
+    """The unbiased estimate of pass@k from n samples of which c are right: 1 − C(n−c, k) / C(n, k).
 
     Example, two of four samples are right and two are looked at:
         pass_at_k(4, 2, 2) == 5 / 6  # only one pair of the six has none
@@ -76,19 +76,20 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise ConfigError(f"pass_at_k(n={n}, c={c}): right samples are at least 0 and at most all of them.")
     _check_k(k, n)
     every = math.comb(n, k)
-    # Whole numbers up to the one division: nothing cancels, however large n is.
+    # Integer arithmetic up to the single division: no cancellation error, however large n is.
     return (every - math.comb(n - c, k)) / every
 
 
 def majority_at_k(
     votes: Sequence[int | None], correct: Sequence[bool], k: int, *, subsets: int = SUBSETS, seed: int = SEED
 ) -> float:
-    """What a vote among k samples of one problem scores, given the groups of equal answers, in the order of samples.
+    """The score of a majority vote among k samples of one problem; `votes` has each sample's group of equal answers.
 
-    The largest group wins, and scores 1 if its first sample is right. Groups that tie share: the score is the share of
-    them that is right. None is no answer and no vote; without any vote the score is 0. With more than k samples it is
-    the mean over subsets of k: all of them where there are at most `subsets`, else that many at random, the same ones
-    for every problem. The first sample of a group is the first within the subset, as if only those had been drawn.
+    The largest group wins, and scores 1 if its first sample is right. If groups tie, the score is the fraction of them
+    that is right. None means no answer and casts no vote; without any vote the score is 0. With more than k samples
+    the score is the mean over subsets of k: all subsets if there are at most `subsets`, otherwise `subsets` random
+    ones, the same for every problem. The first sample of a group is the first within the subset, as if only those k
+    had been drawn.
 
     Example, 18 twice and 20 once, 18 being right; and the same if only two vote:
         majority_at_k([0, 1, 0], [True, False, True], 3) == 1.0
@@ -114,23 +115,23 @@ def majority_at_k(
 
 @lru_cache(maxsize=64)
 def _subsets(n: int, k: int, most: int, seed: int) -> NDArray[np.float32]:
-    """Subsets of k of n samples, a row each, with a 1 for those that are in it."""
+    """Subsets of k of n samples: one row per subset, with a 1 for each sample in it."""
     if math.comb(n, k) <= most:
         picks = np.array(list(combinations(range(n), k)))
     else:
         picks = np.random.default_rng([seed, n, k]).random((most, n)).argsort(axis=1)[:, :k]
     rows = np.zeros((len(picks), n), dtype=np.float32)
     np.put_along_axis(rows, picks, 1.0, axis=1)
-    rows.setflags(write=False)  # it is shared by all problems
+    rows.setflags(write=False)  # the cached array is shared by all problems
     return rows
 
 
 def _first_is_right(
     chosen: NDArray[np.float32], belongs: NDArray[np.bool_], correct: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """For each subset and group whether the group's first sample in it is right."""
+    """For each subset and group, whether the group's first sample in the subset is right."""
     right, size = (belongs & correct[:, None]).sum(axis=0), belongs.sum(axis=0)
-    if np.all((right == 0) | (right == size)):  # nearly always, and cheaper
+    if np.all((right == 0) | (right == size)):  # the common case, and cheaper
         return np.broadcast_to(right > 0, (len(chosen), len(size)))
     first = (chosen[:, :, None] * belongs[None]).argmax(axis=1)
     return np.asarray(correct[first], dtype=bool)
@@ -140,10 +141,10 @@ def _first_is_right(
 
 
 def mcnemar(b: int, c: int) -> float:
-    """McNemar's exact p-value, two-sided: b problems only the first model has right, c only the second.
+    """McNemar's exact two-sided p-value: b problems are solved only by the first model, c only by the second.
 
-    Each of the b + c is a fair coin if the models are equally good. Problems that both have right, or both wrong, say
-    nothing.
+    If the models are equally good, each of the b + c problems is a fair coin toss. Problems that both models solve, or
+    both fail, carry no information.
 
     Example, 1 against 5:
         mcnemar(1, 5) == 2 * (1 + 6) / 64
@@ -159,7 +160,7 @@ def mcnemar(b: int, c: int) -> float:
 
 
 class Estimate(NamedTuple):
-    """A mean with its interval, and the p-value of its being 0."""
+    """A mean with its interval, and the p-value of the hypothesis that it is 0."""
 
     mean: float
     low: float
@@ -172,11 +173,11 @@ class Estimate(NamedTuple):
 def paired_bootstrap(
     differences: Sequence[float], draws: int = DRAWS, seed: int = SEED, confidence: float = CONFIDENCE
 ) -> Estimate:
-    """The mean of the problems' differences, its percentile interval and a two-sided p-value.
+    """The mean of the per-problem differences, its percentile interval and a two-sided p-value.
 
-    A difference is one problem's score with the second model less that with the first: right or wrong, a mean over
-    samples (avg@k) or over training seeds, pass@k, a vote. Problems are drawn with replacement; their order does not
-    matter. The p-value is twice the share of draws on the other side of 0, or on it; the smallest is 2 / (draws + 1).
+    A difference is one problem's score with the second model minus its score with the first: right or wrong, a mean
+    over samples (avg@k) or over training seeds, pass@k, a vote. Problems are drawn with replacement; their order does
+    not matter. The p-value is twice the fraction of draws at 0 or on its other side; the smallest is 2 / (draws + 1).
 
     Example:
         paired_bootstrap([1.0, 0.0, 0.0, 1.0, 0.0, -1.0]).mean == 1 / 6
@@ -191,7 +192,7 @@ def paired_bootstrap(
 def bootstrap(
     scores: Sequence[float], draws: int = DRAWS, seed: int = SEED, confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """The percentile interval of the mean of scores of problems. Equal scores have an interval without width.
+    """The percentile interval of the mean of per-problem scores. If all scores are equal, its width is 0.
 
     Example:
         low, high = bootstrap([0.25, 1.0, 0.5, 0.0])
@@ -206,10 +207,10 @@ def _percentiles(means: NDArray[np.float64], confidence: float) -> tuple[float, 
 
 
 def _resampled_means(scores: Sequence[float], draws: int, seed: int) -> NDArray[np.float64]:
-    """Means of as many scores, drawn with replacement.
+    """The means of `draws` bootstrap resamples of the scores.
 
-    Scores have few values (0 and 1, or eighths), so how often each value comes is drawn, not each problem: the same
-    distribution, much faster.
+    Scores have few distinct values (0 and 1, or eighths), so the count of each value is drawn from a multinomial
+    instead of drawing each problem: the same distribution, much faster.
     """
     if draws < 1:
         raise ConfigError(f"draws={draws} must be at least 1.")
@@ -222,7 +223,7 @@ def _resampled_means(scores: Sequence[float], draws: int, seed: int) -> NDArray[
         generator.multinomial(array.size, counts / array.size, size=min(step, draws - start)) @ values / array.size
         for start in range(0, draws, step)
     ]
-    # Thirds and the like do not cancel exactly; a mean of 0 has to be 0 to be counted on both sides.
+    # Fractions such as 1/3 do not cancel exactly, but a mean of 0 must be exactly 0 to be counted on both sides.
     return np.asarray(np.round(np.concatenate(means), 12) + 0.0, dtype=np.float64)  # + 0: no −0
 
 

@@ -1,11 +1,11 @@
-"""What an evaluation leaves on disk, and how an interrupted one goes on.
+"""The files that an evaluation writes, and how an interrupted evaluation continues.
 
     results.json   results.md   results.tex                      the numbers
     completions/<benchmark>/<pass>/00000.parquet …               every attempt, a file per chunk
 
-Each file of attempts says which model and settings it is of. A later call with the same ones goes on from there; with
-others it is refused, so that no number mixes two things. Where only the grader has another version, the attempts stay
-and are graded anew.
+Each file of attempts records the model and settings that produced it. A later call with the same model and settings
+continues from the stored attempts; with different ones it is refused, so that no number mixes two configurations. If
+only the version of the grader differs, the attempts are kept and graded again.
 """
 
 import json
@@ -82,21 +82,21 @@ class EvaluationFolder:
         scored: Sequence[GradedAttempt],
         identity: Mapping[str, Any],
     ) -> None:
-        """Keep the attempts of one chunk. A file is there as a whole or not at all."""
+        """Store the attempts of one chunk. The file is written atomically: in full or not at all."""
         folder = self._attempts(benchmark, decoding)
         folder.mkdir(parents=True, exist_ok=True)
         number = 1 + max((int(path.stem) for path in self._files(benchmark, decoding)), default=-1)
         _write(folder / f"{number:05}.parquet", problems, scored, identity)
 
     def restart(self) -> None:
-        """Forget all attempts, and what was made of them."""
+        """Delete all attempts, and results.json."""
         for benchmark, decoding in self.passes():
             for path in self._files(benchmark, decoding):
                 path.unlink()
         (self.path / "results.json").unlink(missing_ok=True)
 
     def write_results(self, results: Mapping[str, Any], tables: Mapping[str, str]) -> None:
-        """The numbers, and the tables by file name."""
+        """Write the numbers, and the tables by file name."""
         self.path.mkdir(parents=True, exist_ok=True)
         text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         write_file(self.path / "results.json", text.encode())
@@ -106,7 +106,7 @@ class EvaluationFolder:
     # ---- reading
 
     def results(self) -> dict[str, Any] | None:
-        """What results.json says; None if there is none yet."""
+        """The contents of results.json; None if it does not exist yet."""
         path = self.path / "results.json"
         if not path.is_file():
             return None
@@ -119,7 +119,7 @@ class EvaluationFolder:
         return found
 
     def identity(self, benchmark: str, decoding: str) -> dict[str, Any]:
-        """What the attempts of a pass are of: weights, settings, prompts."""
+        """What produced the attempts of a pass: weights, settings, prompts."""
         for path in self._files(benchmark, decoding):
             return _identity_of(_read(path, ["problem"]))
         return {}
@@ -132,9 +132,9 @@ class EvaluationFolder:
         identity: Mapping[str, Any],
         regrade: Regrade | None = None,
     ) -> list[GradedAttempt]:
-        """The attempts of an earlier call with the same identity at these problems.
+        """The attempts at these problems from earlier calls with the same identity.
 
-        A file whose grader alone is of another version is graded anew by `regrade`, and replaced.
+        A file that differs only in the version of the grader is graded again by `regrade`, and replaced.
         """
         kept: list[GradedAttempt] = []
         wanted = {"format": FORMAT, **identity}
@@ -147,7 +147,7 @@ class EvaluationFolder:
                 self._refuse(path, changes)
             asked = _problems(table, path)
             for name, problem in asked.items():
-                what = _difference(problem, problems.get(name, problem))  # those of a larger set are left alone
+                what = _difference(problem, problems.get(name, problem))  # problems not asked now are not checked
                 if what is not None:
                     self._refuse(path, f"the data has another {what} under {name}")
             scored = [_scored(row) for row in table.to_pylist()]
@@ -166,21 +166,21 @@ class EvaluationFolder:
         )
 
     def attempts(self, benchmark: str, decoding: str) -> list[GradedAttempt]:
-        """All attempts of a pass, whatever they are of."""
+        """All attempts of a pass, whatever their identity."""
         return [_scored(row) for path in self._files(benchmark, decoding) for row in _read(path).to_pylist()]
 
     def questions(self, benchmark: str, decoding: str) -> dict[str, str]:
-        """What was asked, by problem."""
+        """The question of each problem, by id."""
         tables = [_read(path, ["problem", "question"]) for path in self._files(benchmark, decoding)]
         return {row["problem"]: row["question"] for table in tables for row in table.to_pylist()}
 
     def problems(self, benchmark: str, decoding: str) -> dict[str, Problem]:
-        """What was asked and what is right, by problem."""
+        """The problems with their gold answers, by id."""
         files = self._files(benchmark, decoding)
         return {name: each for path in files for name, each in _problems(_read(path), path).items()}
 
     def scores(self, benchmark: str, decoding: str, column: str = "correct") -> dict[str, list[bool]]:
-        """By problem: whether each of its attempts is right."""
+        """For each problem, by id, whether each of its attempts is right."""
         found: dict[str, dict[int, bool]] = {}
         for path in self._files(benchmark, decoding):
             for row in _read(path, ["problem", "sample", column]).to_pylist():
@@ -188,7 +188,7 @@ class EvaluationFolder:
         return {problem: [samples[i] for i in sorted(samples)] for problem, samples in found.items()}
 
     def passes(self) -> Iterator[tuple[str, str]]:
-        """The benchmark and the pass of all attempts that are here."""
+        """Every (benchmark, pass) of which this folder has attempts."""
         for folder in sorted((self.path / "completions").glob("*/*")):
             if folder.name in PASSES and self._files(folder.parent.name, folder.name):
                 yield folder.parent.name, folder.name
@@ -222,7 +222,7 @@ def _write(
 
 
 def _problems(table: pa.Table, path: Path) -> dict[str, Problem]:
-    """The problems of a file; those of a version that did not keep the mode of their answers have the usual one."""
+    """The problems of a file. Files of versions that did not store `answers_mode` get the default, "last"."""
     columns = ["problem", "question", "gold", "level", "subject"]
     try:
         asked = table.select([*columns, *(name for name in ("answers_mode",) if name in table.schema.names)])
@@ -242,7 +242,7 @@ def _problems(table: pa.Table, path: Path) -> dict[str, Problem]:
 
 
 def _difference(first: Problem, second: Problem) -> str | None:
-    """What makes a kept grade one of another problem."""
+    """Which field makes these different problems, so that a stored grade is not valid; None if they match."""
     if (first.question, first.answers) != (second.question, second.answers):
         return "question or answer"
     return "answers_mode" if first.answers_mode != second.answers_mode else None

@@ -1,9 +1,10 @@
-"""One pass over one benchmark in numbers.
+"""The metrics of one pass over one benchmark.
 
-    summarise        accuracy with its interval, pass@k and votes, lengths, tools, and the same by level or subject
-    problem_scores   one metric problem by problem: what two models are compared by
+    summarise        accuracy with its interval, pass@k and votes, lengths, tools, and accuracy by level or subject
+    problem_scores   one metric for each problem, for the comparison of two models
 
-Rates are from 0 to 1. A problem without attempts is absent, not wrong: an unfinished pass says `complete: false`.
+Rates are from 0 to 1. A problem without attempts is left out, not counted as wrong: an unfinished pass has
+`complete: false`.
 """
 
 import math
@@ -20,9 +21,9 @@ from gruppo.grading import Rule, Rung
 __all__ = ["problem_scores", "summarise"]
 
 Numbers = dict[str, Any]  # JSON
-Groups = Mapping[str, Sequence[GradedAttempt]]  # the attempts at each problem that has any, in the order of samples
+Groups = Mapping[str, Sequence[GradedAttempt]]  # problem id -> its attempts, in the order of samples
 
-UNKNOWN = "unknown"  # the group of problems that have no level or subject
+UNKNOWN = "unknown"  # the group of problems without a level or subject
 
 
 def summarise(
@@ -35,12 +36,12 @@ def summarise(
     *,
     rows: int | None = None,
 ) -> Numbers:
-    """The numbers of one pass, ready for JSON. `rows` are those of the data; without them the set's usual number.
+    """The metrics of one pass, ready for JSON. `rows` is the size of the data; default: that of the published set.
 
-    A greedy pass has its right answers (`correct`) and a Wilson interval. A sampled one has the mean over its samples
-    (`accuracy`, and `avg` with their number), `pass` and `maj` for powers of two, all samples and `ks`, and a
-    bootstrap interval over problems. What there is nothing to compute from is None. pass@k and maj@k leave problems
-    with fewer than k attempts out, and a k that no problem has.
+    A greedy pass has the number of right answers (`correct`) and a Wilson interval. A sampled pass has the mean over
+    its samples (`accuracy`, and `avg` keyed by their number), `pass` and `maj` at powers of two, at the number of
+    samples and at `ks`, and a bootstrap interval over problems. Values with no data to compute them from are None.
+    pass@k and maj@k leave out problems with fewer than k attempts, and any k that no problem reaches.
 
     Example, two problems, one of them right:
         summarise(benchmark, problems, scored, Decoding(), "cot")["accuracy"] == 0.5
@@ -68,10 +69,10 @@ def summarise(
 
 
 def problem_scores(scored: Sequence[GradedAttempt], metric: str = "accuracy") -> dict[str, list[float]]:
-    """The scores of each problem by one metric, for `compare`.
+    """The scores of each problem under one metric, for `compare`.
 
-    `accuracy`, `paper` and `program` give one score for each attempt; `pass@8` and `maj@8` one for each problem that
-    has so many attempts.
+    `accuracy`, `paper` and `program` give one score per attempt; `pass@8` and `maj@8` give one score per problem that
+    has at least 8 attempts.
 
     Example:
         compare(problem_scores(before, "maj@8"), problem_scores(after, "maj@8"))
@@ -113,7 +114,7 @@ def _check_ks(ks: Sequence[int], decoding: Decoding) -> None:
 def _grouped(
     problems: Sequence[Problem], scored: Sequence[GradedAttempt], decoding: Decoding
 ) -> dict[str, list[GradedAttempt]]:
-    """The attempts of each problem, in the order of problems; those without any are left out."""
+    """The attempts at each problem, in the order of problems; problems without attempts are left out."""
     if not problems:
         raise DataError("There are no problems to summarise.")
     found: dict[str, dict[int, GradedAttempt]] = {problem.id: {} for problem in problems}
@@ -189,7 +190,7 @@ def _majority_at(rows: Sequence[GradedAttempt], k: int) -> float:
     return statistics.majority_at_k([row.vote for row in rows], [row.correct for row in rows], k)
 
 
-# ---- how they were written
+# ---- texts and tools
 
 
 def _texts(scored: Sequence[GradedAttempt]) -> Numbers:
@@ -253,13 +254,13 @@ def _group(members: Sequence[str], groups: Groups, *, greedy: bool) -> Numbers:
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    """Sorts numbers by their size: `Level 2` before `Level 10`."""
+    """A sort key that orders numbers by value: `Level 2` before `Level 10`."""
     parts = re.split(r"([0-9]+)", text)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _method(decoding: Decoding) -> Numbers:
-    """How the intervals and votes were computed, for whoever wants to do it again."""
+    """How the intervals and votes were computed, so that they can be reproduced."""
     if decoding.greedy:
         return {"interval": "wilson", "confidence": statistics.CONFIDENCE}
     return {

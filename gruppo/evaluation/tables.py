@@ -1,11 +1,11 @@
-"""Results as a table, in Markdown or LaTeX, laid out like that of the DeepSeekMath paper.
+"""Results as a table, in Markdown or LaTeX, in the layout of the table in the DeepSeekMath paper.
 
     rows_of           the rows of a results.json
-    columns_of        the columns they need: the paper's four beside its rows, then any others
+    columns_of        the columns they need: the paper's four if its rows are shown, then any others
     markdown, latex   the table: your rows last in each section, below the paper's
 
-A number that is not of a whole set, not top-1, or asked in another way than others of its row has a mark and a
-footnote, and is not set in bold. MATH-500 is a column of its own and is there only if asked for.
+A number gets a mark and a footnote, and is not set in bold, if it does not cover the whole set, is not top-1, or was
+obtained with other settings than the rest of its row. MATH-500 is a separate column, shown only on request.
 """
 
 import re
@@ -46,8 +46,8 @@ REFERENCES = (
 def rows_of(results: Mapping[str, Any]) -> list[TableRow]:
     """The rows of a results.json: top-1 of the greedy passes, and a second row for the paper's grading if it was used.
 
-    A benchmark that was only sampled has the mean over its samples, with a note that it is not top-1. Where benchmarks
-    were asked in different ways, each has a note that says how.
+    A benchmark with only a sampled pass shows the mean over its samples, with a note that it is not top-1. If the
+    settings differ between benchmarks, a note on each gives its values.
 
     Example:
         rows_of({"model": "m", "mode": "cot", "benchmarks": {"gsm8k": {"greedy": summary}}})[0].cells["gsm8k"].value
@@ -73,9 +73,9 @@ def rows_of(results: Mapping[str, Any]) -> list[TableRow]:
 
 
 def columns_of(rows: Iterable[TableRow], *, references: bool = True) -> tuple[str, ...]:
-    """The paper's four benchmarks, then the others that rows have, MATH-500 among them.
+    """The paper's four benchmarks, then any others in the rows, such as MATH-500.
 
-    Without the paper's rows (`references`) only what the rows have, in the same order.
+    With `references=False` only the benchmarks in the rows, in the same order.
 
     Example:
         rows = [TableRow("m", None, "cot", {"aime": Cell(3.3), "math": Cell(20.0)})]
@@ -114,7 +114,7 @@ def _about_size(summary: Mapping[str, Any]) -> str:
     return ""
 
 
-# ---- what both kinds of table say
+# ---- the layout common to both formats
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class _Layout:
     columns: tuple[str, ...]
     titles: Mapping[str, str]
     sections: tuple[tuple[str, tuple[tuple[str, tuple[TableRow, ...]], ...]], ...]  # title, (group, its rows) …
-    notes: Mapping[str, str]  # the mark of each note
-    vote: bool  # whether any number is of a vote
+    notes: Mapping[str, str]  # note -> its mark
+    vote: bool  # whether any number is a majority vote
     references: bool
     intervals: bool
 
@@ -133,23 +133,23 @@ class _Layout:
         return self.titles.get(column) or TITLES.get(column, column)
 
     def languages(self) -> list[tuple[str, list[str]]]:
-        """Neighbouring columns of one language; `` for benchmarks whose language is not known here."""
+        """Runs of adjacent columns with the same language; "" for benchmarks whose language is not in LANGUAGES."""
         return [(name, list(run)) for name, run in groupby(self.columns, lambda column: LANGUAGES.get(column, ""))]
 
     def caption(self) -> str:
         return "Top-1 accuracy in percent" + (", with 95 % intervals" if self.intervals else "") + "."
 
     def footnotes(self) -> list[tuple[str, str]]:
-        """(mark, text), in the order of the marks; a remark on all of the table has no mark."""
+        """(mark, text) pairs in the order of the marks; a remark on the whole table has no mark."""
         vote = [("*", VOTE)] if self.vote else []
         notes = [(mark, _sentence(note)) for note, mark in self.notes.items()]
         return [*vote, *notes, *([("", REFERENCES)] if self.references else [])]
 
     def spread(self, cell: Cell) -> str:
-        """What follows a value: its interval, if wanted."""
+        """The suffix of a value: its interval, if intervals are shown."""
         if cell.interval is None or not self.intervals:
             return ""
-        low, high = cell.interval  # of Wilson, whose middle is not the value
+        low, high = cell.interval  # a Wilson interval is not centred on the value
         return f" [{low:.1f}, {high:.1f}]"
 
 
@@ -192,7 +192,7 @@ def _layout(
 
 
 def _groups(own: Sequence[TableRow], mode: Mode, references: bool) -> tuple[tuple[str, tuple[TableRow, ...]], ...]:
-    """The rows of a section: closed models, open ones, and those of this evaluation."""
+    """The rows of a section: closed-source models, open-source models, and this evaluation."""
     known = [row for row in PAPER_RESULTS if row.mode == mode] if references else []
     groups = (
         ("Closed-Source Models", tuple(row for row in known if row.size is None)),
@@ -224,9 +224,9 @@ def markdown(
     titles: Mapping[str, str] | None = None,
     intervals: bool = False,
 ) -> str:
-    """Your rows as a Markdown table, below those of the paper where they have the same mode.
+    """Your rows as a Markdown table, below the paper's rows of the same mode.
 
-    Without rows it is the paper's table. `titles` names columns of benchmarks of your own.
+    Without rows it is the paper's table. `titles` gives column titles for user-defined benchmarks.
 
     Example:
         print(markdown(rows_of(results), benchmarks=("gsm8k", "math500"), intervals=True))
@@ -248,7 +248,7 @@ def markdown(
 
 
 def _caption(layout: _Layout) -> str:
-    """Markdown has no cells over several columns: the languages are said above the table."""
+    """The caption with the languages of the columns: Markdown has no cells that span columns, as LaTeX has."""
     languages = [f"{name}: {', '.join(map(layout.title, run))}." for name, run in layout.languages() if name]
     return _plain(" ".join([layout.caption(), *languages]))
 
@@ -273,7 +273,7 @@ def _markdown_cell(cell: Cell | None, layout: _Layout, *, bold: bool) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text on one line in which Markdown sees no markup."""
+    """The text on one line, with Markdown markup escaped."""
     return re.sub(r"([\\`*_{}\[\]<>|&~$])", r"\\\1", " ".join(text.split()))
 
 
@@ -288,7 +288,7 @@ def latex(
     titles: Mapping[str, str] | None = None,
     intervals: bool = False,
 ) -> str:
-    """The same table for LaTeX: a `table` that needs the package booktabs and nothing else.
+    """The same table for LaTeX: a `table` environment that needs only the booktabs package.
 
     Example:
         Path("results.tex").write_text(latex(rows_of(results)))
@@ -368,10 +368,10 @@ _ESCAPES = {
     ">": "\\textgreater{}",
     "|": "\\textbar{}",
     "–": "--",
-    "-": "-{}",  # before another one: two of them would become a dash
+    "-": "-{}",  # before another hyphen: LaTeX would set the two as a dash
 }
 
 
 def _escaped(text: str) -> str:
-    """Text on one line in which LaTeX sees no commands."""
+    """The text on one line, with LaTeX special characters escaped."""
     return re.sub(r"[#$%&_{}\\^~`<>|–]|-(?=-)", lambda match: _ESCAPES[match[0]], " ".join(text.split()))

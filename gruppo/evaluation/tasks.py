@@ -1,4 +1,4 @@
-"""Benchmarks with the problems of them that are asked."""
+"""Benchmarks and the problems selected from them."""
 
 import logging
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ logger = logging.getLogger(__name__)
 
 
 class Task(NamedTuple):
-    """A benchmark, and the problems of it that are asked."""
+    """A benchmark and the problems selected from it."""
 
     benchmark: Benchmark
     problems: list[Problem]
-    rows: int  # that its data has
+    rows: int  # number of problems in its data
 
 
 def load_tasks(
     benchmarks: str | Benchmark | Sequence[str | Benchmark], data_dir: str | Path | None = None
 ) -> list[Task]:
-    """All problems, read and checked.
+    """Find the benchmarks, and load and check their problems.
 
     Example:
         load_tasks(["gsm8k:200", "cmath"], "data")

@@ -1,8 +1,8 @@
-"""Benchmarks during training: what the trainer runs when `eval_benchmarks` names some.
+"""Benchmarks during training: what the trainer runs when `eval_benchmarks` is set.
 
-TrainingBenchmarks(names, …)   at construction: finds them, loads their problems
-.bind(backend, tokenizer)      … and asks them once on paper, so that a mistake shows before the first update
-.run(backend, …)               at each evaluation: this process's share, gathered, summed up
+TrainingBenchmarks(names, …)   at construction: finds the benchmarks, loads their problems
+.bind(backend, tokenizer)      … and renders every prompt once, so that mistakes show before the first update
+.run(backend, …)               at each evaluation: runs this process's share, gathers all shares, summarises
 """
 
 import time
@@ -26,7 +26,7 @@ from gruppo.rollout.continuous import ContinuousBatchingBackend
 
 __all__ = ["METRICS", "TrainingBenchmarks"]
 
-# Of each benchmark, as `<name>_<metric>`, and what a summary calls it; docs/metrics.md has a row for each.
+# Metric, logged as `<benchmark>_<metric>` -> its key in a summary; docs/metrics.md has a row for each.
 METRICS = {
     "accuracy": "accuracy",
     "boxed_rate": "boxed_rate",
@@ -37,7 +37,7 @@ METRICS = {
 
 
 class TrainingBenchmarks:
-    """Benchmarks that a trainer runs with its own sampler.
+    """Benchmarks that a trainer runs with its own rollout backend.
 
     Example:
         benchmarks = TrainingBenchmarks(["gsm8k:200"], data_dir="data")
@@ -64,7 +64,7 @@ class TrainingBenchmarks:
         return [f"{benchmark.name}_{metric}" for benchmark, *_ in self.tasks for metric in METRICS]
 
     def bind(self, backend: RolloutBackend, tokenizer: Any) -> None:
-        """Look whether it can be done: settings, sandbox, and every prompt once. What cannot be asked raises here."""
+        """Check the settings and the sandbox and render every prompt once, so that errors are raised here."""
         settings = self.settings
         if (settings.shots or settings.mode == "tir") and backend.name == ContinuousBatchingBackend.name:
             raise ConfigError(
@@ -86,11 +86,11 @@ class TrainingBenchmarks:
         processes: int = 1,
         gather: Callable[[list[Any]], list[Any]] = gather_object,
     ) -> dict[str, float]:
-        """Every benchmark, once. Each process samples and grades its share; all of them return the same numbers."""
+        """Run every benchmark once. Each process samples and grades its share; all return the same metrics."""
         metrics: dict[str, float] = {}
         for benchmark, problems, _ in self.tasks:
             start = time.perf_counter()
-            # Every so many: neighbours are often of one length, or of one level.
+            # Strided shares: adjacent problems often have the same length or level.
             rows = self._attempts(backend, benchmark, problems[process::processes], processes)
             own = [(rows, time.perf_counter() - start)]
             shares: list[tuple[list[GradedAttempt], float]] = own if processes == 1 else gather(own)
@@ -105,9 +105,9 @@ class TrainingBenchmarks:
     ) -> list[GradedAttempt]:
         evaluator = self._evaluator
         assert evaluator is not None, "bind comes first"
-        evaluator.backend = backend  # a trainer may have been given another one since
+        evaluator.backend = backend  # the trainer's backend may have been replaced since
         with ExitStack() as stack:
-            if not benchmark.ladder.literal:  # the cores are for the workers of all processes
+            if not benchmark.ladder.literal:  # the processes share the CPU cores for their workers
                 evaluator.graders = stack.enter_context(Graders(max(cores() // processes, 1)))
             try:
                 prompts = self._prompts[benchmark.name]

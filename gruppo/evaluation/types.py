@@ -1,4 +1,4 @@
-"""The nouns of an evaluation, in the order in which they appear.
+"""The data types of an evaluation, in the order in which they appear.
 
 Benchmark ─►  Problem ─► Attempt ─►             GradedAttempt
 (a data set)  (a row)    (what a model wrote)  (the same, graded)
@@ -47,7 +47,7 @@ class Problem:
 
     id: str
     question: str
-    answers: tuple[str, ...]  # the gold one; several only where `answers_mode` is "all" or "any"
+    answers: tuple[str, ...]  # the gold answer; several only if `answers_mode` is "all" or "any"
     answers_mode: AnswersMode = "last"
     level: str | None = None
     subject: str | None = None
@@ -55,7 +55,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Exemplar:
-    """A problem solved for a few-shot prompt: once in words, once with a program and its output."""
+    """A solved problem for a few-shot prompt: once in words, once with a program and its output."""
 
     question: str
     cot: str
@@ -70,49 +70,49 @@ class FewShot:
         FewShot("gsm8k.jsonl", shots=8, question="Q: {}", answer="A: {}", separator="\\n\\n\\n", stop=("\\nQ:",))
     """
 
-    file: str  # in gruppo/evaluation/exemplars, or a path of your own
-    shots: int  # the usual number of exemplars, and the most that can be asked for
-    question: str  # how a question begins, `{}` being the question
-    answer: str  # the same for an answer; a prompt ends where `{}` would be
+    file: str  # in gruppo/evaluation/exemplars, or a path to your own file
+    shots: int  # the usual number of exemplars, and the maximum
+    question: str  # template of a question; `{}` is replaced by the question
+    answer: str  # template of an answer; the prompt ends where `{}` would be
     separator: str  # between one exemplar and the next
-    stop: tuple[str, ...]  # what ends a completion: the model has begun a problem of its own
+    stop: tuple[str, ...]  # stop strings: the model has begun to invent a new problem
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """Where the `datasets` library finds a benchmark, and how a row of it becomes a row of ours."""
+    """Where the `datasets` library finds a benchmark, and how its rows are converted to ours."""
 
     path: str
     split: str
-    row: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # to the keys question, answer, level, …
-    name: str | None = None  # the configuration, where there are several
+    row: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # converts to the keys question, answer, level, …
+    name: str | None = None  # the configuration, if there are several
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A data set of problems with answers, and how it is asked and graded. See docs/evaluation.md for one of your own.
+    """A data set of problems with answers, and how it is prompted and graded. docs/evaluation.md shows how to add one.
 
     Example:
         Benchmark("gsm8k", "GSM8K", file="gsm8k/test.jsonl", ladder=LADDERS["gsm8k"], rows=1319)
     """
 
-    name: str  # of its files, and of its metrics
+    name: str  # used in file names and metric names
     title: str  # of its column in a table
-    file: str  # in a data folder; `<file>.gz` is found too
+    file: str  # path in a data folder; `<file>.gz` is found too
     ladder: Ladder
     language: Language = "en"  # of the instruction that follows the question
-    rows: int | None = None  # of the published set; data with more or fewer is warned of, and results say so
+    rows: int | None = None  # of the published set; if the data differs, a warning is logged and the results note it
     hub: HubSource | None = None
     few_shot: FewShot | None = None
     group_by: tuple[Literal["level", "subject"], ...] = ()  # accuracy is also reported for each of these
-    level_name: str = "level"  # what a level is called there
+    level_name: str = "level"  # the name of a level in this data set
 
     def __post_init__(self) -> None:
         if not self.name.replace("_", "").replace("-", "").isalnum():
             raise ConfigError(f"Benchmark(name={self.name!r}): use letters, digits, - and _ only; files get its name.")
 
 
-# ---- what is asked
+# ---- sampling
 
 
 @dataclass(frozen=True)
@@ -143,22 +143,22 @@ class Decoding:
 
     @property
     def name(self) -> str:
-        """The pass that this is."""
+        """The name of this pass."""
         return PASSES[0] if self.greedy else PASSES[1]
 
 
-# ---- what came back
+# ---- attempts and grades
 
 
 @dataclass(frozen=True)
 class ToolUse:
     """What the programs of one attempt did."""
 
-    rounds: int = 0  # times that the model spoke
-    executions: int = 0  # programs that were run; an output asked for without a program is none
-    errors: int = 0  # executions that failed in any way, timeouts among them
+    rounds: int = 0  # in which the model generated
+    executions: int = 0  # programs that were run; an output requested without a program does not count
+    errors: int = 0  # executions that failed in any way, including timeouts
     timeouts: int = 0
-    output: str | None = None  # stdout of the last execution, whole; None: none, or it failed
+    output: str | None = None  # complete stdout of the last execution; None: no execution, or it failed
 
     def to_dict(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -172,10 +172,10 @@ class Attempt:
         Attempt(problem="gsm8k/test/17", sample=0, text="… \\\\boxed{18}", tokens=84, stop=StopReason.EOS)
     """
 
-    problem: str  # its id
+    problem: str  # id of the problem
     sample: int
     text: str  # tir: the whole transcript, with the outputs of programs
-    tokens: int  # written by the model
+    tokens: int  # generated by the model
     stop: StopReason
     tools: ToolUse | None = None  # None: chain of thought
     segments: tuple[tuple[str, str], ...] = ()  # tir: ("model" or "output", text), in order: who wrote what
@@ -191,8 +191,8 @@ class GradedAttempt:
 
     attempt: Attempt
     grade: Grade
-    paper: bool | None = None  # right by the looser grading of the DeepSeekMath paper; None: not asked for
-    program: bool | None = None  # tir: whether the output of the last program is right; None: there is none
+    paper: bool | None = None  # right by the looser grading of the DeepSeekMath paper; None: not requested
+    program: bool | None = None  # tir: whether the output of the last program is right; None: no output
     vote: int | None = None  # the group of equal answers among the attempts at its problem; None: no answer
 
     @property

@@ -1,8 +1,8 @@
-"""Which weights a name or folder stands for.
+"""Resolve a name or folder to the weights to load.
 
-A run folder may be used again: the record of the run before moves to `earlier/`, but its final model and its
-checkpoints stay where they are, as nobody but their owner may move or delete them. They are not taken for those of the
-run whose record is there.
+A run folder may be reused: the record of the earlier run moves to `earlier/`, but its final model and checkpoints stay
+in place, since only the user may move or delete them. They are not mistaken for those of the run that is now recorded
+in the folder.
 """
 
 import logging
@@ -22,10 +22,10 @@ WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "model*.safetensors.index
 
 
 def find_weights(model: str | Path) -> str:
-    """The folder that holds the weights: the one given, or a run's final model or newest whole checkpoint.
+    """The folder that holds the weights: the given one, or a run's final model or newest intact checkpoint.
 
-    A final model from before the run of the record in that folder, or from before it was resumed and saved again, is
-    passed over with a warning.
+    A final model that is older than the recorded run, or older than a resume that has since saved checkpoints, is
+    skipped with a warning.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -49,10 +49,10 @@ def find_weights(model: str | Path) -> str:
 
 
 def _outdated(folder: Path, final: list[Path]) -> str | None:
-    """What is wrong with the final model of a folder, as a sentence, if something is.
+    """Why the final model of a folder is outdated, as a sentence; None if it is not.
 
-    The times of starts are read from the record, as a copy of the folder has new times on its files: those make a
-    model look newer than it is, and never older.
+    The start times come from the record, since copying a folder changes the modification times of its files. That can
+    only make a model look newer than it is, never older.
     """
     if recorded_run(folder) is None:
         return None
@@ -71,7 +71,7 @@ def _outdated(folder: Path, final: list[Path]) -> str | None:
 
 
 def _time(text: Any) -> float | None:
-    """Seconds, of a time as the record writes it; None if it is none."""
+    """The timestamp of a time string from the record; None if it cannot be parsed."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (TypeError, ValueError):

@@ -1,21 +1,21 @@
-"""What a run leaves on disk, and how to read it. docs/run-folder.md describes the format.
+"""The files that a run writes, and how to read them. docs/run-folder.md describes the format.
 
 recorder ──► run folder ──► reader   record.py        writes: begin, resume, metrics, events, rollouts
-                                     record_files.py  the files of that record, when the disk is full too
-                                     identity.py      run.json: which run this is, and what it went on from
+                                     record_files.py  the files of the record, also on a full disk
+                                     identity.py      run.json: the run's id, and what it continues from
                                      settings.py      config.yaml
                                      secrets.py       settings without their secrets
                                      machine.py       versions of packages, and commits of checkouts
-                                     lines.py         files of JSON lines that a full disk only delays
+                                     lines.py         files of JSON lines; a full disk only delays them
                                      rollouts.py      a completion as a row, rows as a parquet table
-                                     updates.py       what an update computed about its rows, as such a table
-                                     tables.py        where those tables lie
-                                     earlier.py       what was in the way and must not be lost
-                                     read.py          reads a folder, live or from a stranger
-                                     follow.py        reads it piece by piece, while it grows
+                                     updates.py       per-row values of an update, as a parquet table
+                                     tables.py        the files of these tables
+                                     earlier.py       moves old records out of the way without loss
+                                     read.py          reads a folder, live or untrusted
+                                     follow.py        reads it incrementally, while it grows
                                      checkpoints.py   checkpoints as atomic bundles
-                                     manifests.py     what a checkpoint should hold, and whether it does
-                                     plain.py         the same of one that has no manifest
+                                     manifests.py     manifests of checkpoints, and checks against them
+                                     plain.py         checks of checkpoints without a manifest
                                      disk.py          whether an error means a full disk
                                      lock.py          one writer per folder
 """

@@ -1,13 +1,13 @@
-"""Checkpoints that are whole or not there.
+"""Atomic checkpoints: complete, or absent.
 
     staged = stage(run, "checkpoint-40")       run/.saving-checkpoint-40: write everything into it
-    publish(staged, {"step": 40})              hash, sync, manifest, and only then its real name
+    publish(staged, {"step": 40})              hash, sync, manifest, and only then rename to the final name
     rotate(run, keep=3)                        run/.deleting-checkpoint-10, then gone
-    put_aside([checkpoint], run/earlier/0001)  what another run, or another way from here, has left is kept
+    put_aside([checkpoint], run/earlier/0001)  keeps checkpoints of another run or of an abandoned branch
 
-A kill at any moment leaves under a real name only what is complete. What it leaves under the other two names is
-finished or undone by `clean_leftovers`, at the next start. Only one process may do this in a run folder at a time: the
-one that holds its lock (`lock.py`).
+After a kill at any moment, every folder with a final name is complete. At the next start `clean_leftovers` finishes or
+undoes what is left under the other two names. Only one process may do this in a run folder at a time: the one that
+holds its lock (`lock.py`).
 """
 
 import logging
@@ -57,7 +57,7 @@ LEFTOVER = re.compile(rf"(?:{re.escape(SAVING)}|{re.escape(DELETING)})(checkpoin
 
 
 def stage(run: Path, name: str) -> Path:
-    """An empty folder to save `checkpoint-N` into; what an interrupted save of it left is dealt with first."""
+    """Create an empty folder to save `checkpoint-N` into, after cleaning up an interrupted save of it."""
     if not NAME.fullmatch(name):
         raise CheckpointError(f"A checkpoint is named checkpoint-N, with the number of its step, not {name!r}.")
     _settle(run, name)
@@ -67,9 +67,9 @@ def stage(run: Path, name: str) -> Path:
 
 
 def publish(staged: Path, about: Mapping[str, Any]) -> Path:
-    """Give a staged folder its real name, once all of it is on the disk; returns where it is now.
+    """Rename a staged folder to its final name, once all of it is on the disk; returns the new path.
 
-    One of that name is replaced if it is of the same run; one of another run moves to `earlier/`.
+    An existing checkpoint of that name is replaced if it is from the same run; one of another run moves to `earlier/`.
 
     Example: publish(stage(run, "checkpoint-40"), {"step": 40, "run_id": "…"}) == run / "checkpoint-40"
     """
@@ -78,12 +78,12 @@ def publish(staged: Path, about: Mapping[str, Any]) -> Path:
 
 
 def discard(staged: Path) -> None:
-    """Give a save up, and its space back."""
+    """Abandon a save, and free its space."""
     _remove(staged)
 
 
 def _put_in_place(staged: Path) -> Path:
-    """Two renames where the name is taken. Between them there is no checkpoint of that name: `_settle` knows."""
+    """Rename to the final name: two renames if it is taken. `_settle` handles a kill between the two."""
     run, final = staged.parent, staged.with_name(staged.name.removeprefix(SAVING))
     old = _way_out(staged, final) if os.path.lexists(final) else None
     if old is not None:
@@ -92,7 +92,7 @@ def _put_in_place(staged: Path) -> Path:
         if old is not None:
             _sync_move(old, run)
         os.rename(staged, final)
-    except OSError:  # the run goes on, and may discard what it staged
+    except OSError:  # the run continues, and may discard the staged folder
         if old is not None:
             os.rename(old, final)
         raise
@@ -102,7 +102,7 @@ def _put_in_place(staged: Path) -> Path:
 
 
 def _way_out(staged: Path, final: Path) -> Path:
-    """Where the one goes that is replaced: away if it is of the same run, else to where nothing is deleted."""
+    """Where the replaced checkpoint goes: to deletion if it is from the same run, otherwise to `earlier/`."""
     if run_of(final) != run_of(staged):
         return new_place(final.parent) / final.name
     _remove(_doomed(final))
@@ -114,20 +114,20 @@ def _doomed(checkpoint: Path) -> Path:
 
 
 def _sync_move(target: Path, source: Path) -> None:
-    """Make a move outlive a crash: its new name first, so that there is one at any moment."""
+    """Make a move survive a crash: the new name is synced first, so that a name exists at any moment."""
     fsync_folder(target.parent)
     if target.parent != source:
         fsync_folder(source)
 
 
 def _remove(path: Path) -> None:
-    """Remove what has no real name (any more). What cannot be removed now is tried again at the next start."""
+    """Remove a path that does not have a final name. If that fails, the next start tries again."""
     try:
         if path.is_symlink() or path.is_file():
             path.unlink()
         elif path.exists():
             shutil.rmtree(path)
-    except OSError as error:  # a file that is open over a network, say: no reason to end a run
+    except OSError as error:  # such as an open file on a network share: no reason to end the run
         logger.warning(f"{path} could not be removed ({error}). The next start of the run tries again.")
 
 
@@ -135,8 +135,7 @@ def _remove(path: Path) -> None:
 
 
 def clean_leftovers(run: Path) -> list[str]:
-    """Finish or undo what a kill interrupted; returns what was done, in sentences. Call it before looking for
-    checkpoints."""
+    """Finish or undo what a kill interrupted; returns what was done, in sentences. Call before listing checkpoints."""
     if not run.is_dir():
         return []
     left = [LEFTOVER.fullmatch(path.name) for path in run.iterdir()]
@@ -145,10 +144,10 @@ def clean_leftovers(run: Path) -> list[str]:
 
 
 def _settle(run: Path, name: str) -> list[str]:
-    """What a kill left of one checkpoint: at most one folder, under its real name, remains.
+    """Clean up what a kill left of one checkpoint, so that at most one folder, with the final name, remains.
 
-    A complete `.saving-` one goes into place, whatever is there. Where it is not complete, the one that it was about
-    to replace may have been moved aside already, and comes back.
+    A complete `.saving-` folder gets the final name, whatever is there. If it is not complete, the checkpoint that it
+    was to replace may have been moved aside already, and is moved back.
     """
     final, staged, old = run / name, run / f"{SAVING}{name}", _doomed(run / name)
     done = []
@@ -173,7 +172,7 @@ def _settle(run: Path, name: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to go on from, and the newer ones that were not good enough, each with its problems."""
+    """The checkpoint to resume from, and the newer ones that were rejected, each with its problems."""
 
     path: Path | None
     rejected: list[tuple[Path, list[str]]] = field(default_factory=list)
@@ -194,7 +193,7 @@ def _step(checkpoint: Path) -> tuple[int, str]:
 
 
 def run_of(checkpoint: Path) -> str | None:
-    """The id of the run that a checkpoint is of; None if nobody can tell."""
+    """The id of the run that wrote a checkpoint; None if it is unknown."""
     try:
         return _named_run(manifest(checkpoint))
     except CheckpointError:
@@ -209,7 +208,7 @@ def _named_run(content: Manifest | None) -> str | None:
 def newest_good(run: Path, *, run_id: str | None = None) -> Choice:
     """The newest checkpoint without problems.
 
-    With `run_id`, only one of that run, or the one that it went on from (as run.json has it).
+    With `run_id`, only a checkpoint of that run, or one that the run continues from according to run.json.
     """
     known = origins(run)
     rejected: list[tuple[Path, list[str]]] = []
@@ -224,7 +223,7 @@ def newest_good(run: Path, *, run_id: str | None = None) -> Choice:
 def _stranger(checkpoint: Path, run_id: str | None, known: Collection[tuple[str | None, str]]) -> list[str]:
     try:
         owner = _named_run(manifest(checkpoint))
-    except CheckpointError:  # `problems` says so
+    except CheckpointError:  # `problems` reports it
         return []
     if run_id in (None, owner) or (owner, checkpoint.name) in known:
         return []
@@ -234,7 +233,7 @@ def _stranger(checkpoint: Path, run_id: str | None, known: Collection[tuple[str 
 
 
 def problems(checkpoint: Path, *, thorough: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, one sentence each; empty if it is good. Not thorough: without checksums.
+    """The problems of a checkpoint, one sentence each; empty if it is good. `thorough=False` skips the checksums.
 
     Example: ["model.safetensors has 1,024 bytes, the manifest says 2,048: it was cut off"]
     """
@@ -251,7 +250,7 @@ def problems(checkpoint: Path, *, thorough: bool = True) -> list[str]:
 
 
 def put_aside(checkpoints: Sequence[Path], archive: Path) -> None:
-    """Move checkpoints into a folder of `earlier/`, where nothing looks for them and nothing is deleted.
+    """Move checkpoints into a folder in `earlier/`, which is never searched or deleted from.
 
     Example: put_aside([run / "checkpoint-40"], run / "earlier" / "0001")
     """
@@ -262,10 +261,10 @@ def put_aside(checkpoints: Sequence[Path], archive: Path) -> None:
 
 
 def rotate(run: Path, keep: int | None, spare: Collection[Path] = (), *, run_id: str | None = None) -> list[Path]:
-    """Remove the oldest checkpoints until `keep` are left (None or 0: all stay); returns those removed.
+    """Remove the oldest checkpoints until `keep` are left (None or 0: keep all); returns those removed.
 
-    Those in `spare` stay, and so do the newest, the newest that looks good and the one that was saved last: after a
-    resume from an older checkpoint these need not be the same. With `run_id`, those of other runs stay, uncounted.
+    Those in `spare` are kept, and so are the newest, the newest that looks good and the one saved last: after a resume
+    from an older checkpoint these may differ. With `run_id`, checkpoints of other runs are kept and not counted.
     """
     found = [path for path in checkpoints(run) if run_id is None or run_of(path) == run_id]
     if keep is None or keep <= 0 or len(found) <= keep:
@@ -291,7 +290,7 @@ def _saved_at(checkpoint: Path) -> float:
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, ignore: Collection[str]) -> list[str]:
-    """The settings that are not as they were, by name; `ignore` names some that may differ, with all below them.
+    """The settings that have changed, by name; those in `ignore`, and all nested below them, may differ.
 
     Example: ["learning_rate: 1e-06 in the checkpoint, 2e-06 now", "peft.r: absent in the checkpoint, 8 now"]
     """
@@ -302,7 +301,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], *, ignore: Col
             continue
         was = repr(before[name]) if name in before else "absent"
         is_now = repr(after[name]) if name in after else "absent"
-        # Equal numbers may be written differently (1 and 1.0); a NaN equals only its name.
+        # Equal numbers may have different reprs (1 and 1.0); NaN is equal only by its repr.
         if was != is_now and not (name in before and name in after and before[name] == after[name]):
             sentences.append(f"{name}: {was} in the checkpoint, {is_now} now")
     return sentences
@@ -313,5 +312,5 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            # JSON has no tuples; what was one when it was saved is a list now.
+            # JSON has no tuples: they were saved as lists.
             yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value

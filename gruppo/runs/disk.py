@@ -1,4 +1,4 @@
-"""Whether a full disk, or a quota that is used up, is behind an error."""
+"""Detect whether an error was caused by a full disk or an exhausted quota."""
 
 import errno
 import os
@@ -9,16 +9,16 @@ from pathlib import Path
 __all__ = ["FULL", "is_disk_full"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# What torch.save raises when a write fails: which error it was is lost.
+# Messages of torch.save when a write fails: the original error is lost.
 LOST_WRITES = ("PytorchStreamWriter failed", "unexpected pos", "iostream error")
 ROOM = 1 << 20  # bytes
 
 
 def is_disk_full(error: BaseException, folder: Path | None = None) -> bool:
-    """Whether a full disk or quota is behind an error.
+    """Whether an error was caused by a full disk or quota.
 
-    torch does not say why it could not write; with `folder`, whether there is room is tried out there. Ask before the
-    half-written files are removed.
+    torch does not report why a write failed; with `folder`, a test write there checks whether there is room. Call this
+    before the half-written files are removed.
     """
     chain = list(_chain(error, set()))
     if any(isinstance(each, OSError) and each.errno in FULL for each in chain):
@@ -31,7 +31,7 @@ def is_disk_full(error: BaseException, folder: Path | None = None) -> bool:
 
 
 def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
-    """An error, what it came from, and what those came from."""
+    """An error, and recursively its causes, contexts and group members."""
     if error is None or id(error) in seen:
         return
     seen.add(id(error))
@@ -42,7 +42,7 @@ def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseExceptio
 
 
 def _has_room(folder: Path) -> bool:
-    # Writing is the one question that a quota answers as well.
+    # Only an actual write also detects a quota.
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(ROOM))

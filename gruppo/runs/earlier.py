@@ -1,4 +1,4 @@
-"""What is in the way of a run and must not be lost: it moves to `earlier/0001`, `earlier/0002`, …"""
+"""Move existing data that is in the way of a run to `earlier/0001`, `earlier/0002`, …, so that it is not lost."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from gruppo.runs.lines import fsync_folder
 
 __all__ = ["PARTS", "archive_record", "new_place"]
 
-# What a record consists of. `run.json` comes first: a folder without it holds no record.
+# The parts of a record. `run.json` comes first: a folder without it holds no record.
 PARTS = (
     *("run.json", "config.yaml", "environment.json", "metrics.jsonl", "events.jsonl"),
     *("rollouts", "updates", "tokenizer"),
@@ -16,7 +16,7 @@ PARTS = (
 
 
 def new_place(run: Path) -> Path:
-    """A new, empty folder in `earlier/`."""
+    """Create a new, empty folder in `earlier/`."""
     earlier = run / "earlier"
     if earlier.is_symlink():
         raise DataError(f"{earlier} is a link. Nothing is moved out of the run folder: remove it")
@@ -30,7 +30,7 @@ def new_place(run: Path) -> Path:
 
 
 def archive_record(run: Path) -> Path | None:
-    """Move the record of an earlier run out of the way; where to, or None if there was none."""
+    """Move the record of an earlier run out of the way; returns its new place, or None if there was no record."""
     parts = [name for name in PARTS if os.path.lexists(run / name)]
     if not parts:
         return None

@@ -1,6 +1,6 @@
-"""Reads a run piece by piece, while it goes on: a file of rollouts at a time, and the lines that have come since.
+"""Reads a run incrementally, while it continues: one file of rollouts at a time, and the lines added since.
 
-It opens what `Run` opens, by the same rules: nothing outside of the folder, no links, pipes or devices.
+It opens files by the same rules as `Run`: nothing outside of the folder, also not through links; no pipes or devices.
 """
 
 import json
@@ -19,16 +19,16 @@ __all__ = ["new_lines", "read_rollouts", "read_text", "whole_files"]
 
 
 def whole_files(run: Run) -> list[TableFile]:
-    """The files of rollouts that are whole, in order: one for each generation and process."""
+    """The complete files of rollouts, in order: one for each generation and process."""
     folder = run._inside("rollouts")
     return [] if folder is None else [file for file in table_files(folder) if file.whole]
 
 
 def read_rollouts(run: Run, file: TableFile, columns: Sequence[str], *, dictionaries: Sequence[str] = ()) -> pa.Table:
-    """Those of the columns that one file has; columns of text in `dictionaries` have each text once.
+    """Read those of the columns that one file has; text columns in `dictionaries` are dictionary-encoded.
 
-    "reward/" and "reward_kind/" stand for the columns of all named rewards. DataError if it cannot be read: a run that
-    goes on may have cut it since it was listed.
+    "reward/" and "reward_kind/" stand for the columns of all named rewards. Raises DataError if the file cannot be
+    read: a resumed run may have removed it since it was listed.
 
     Example:
         read_rollouts(run, whole_files(run)[-1], ["completion", "reward/"]).to_pylist()
@@ -46,10 +46,10 @@ def read_rollouts(run: Run, file: TableFile, columns: Sequence[str], *, dictiona
 
 
 def new_lines(run: Run, name: str, position: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines of metrics.jsonl or events.jsonl from a byte on, and where the next one will begin.
+    """The complete lines of metrics.jsonl or events.jsonl from byte `position` on, and the position after them.
 
-    A file that is shorter than `position` was cut when the run was resumed: all of its lines come then, and the new
-    position is below the old one. What is no JSON object is left out.
+    A file that is shorter than `position` was cut when the run was resumed: then all of its lines are returned, and
+    the new position is below the old one. Lines that are not JSON objects are left out.
 
     Example:
         lines, position = new_lines(run, "metrics.jsonl")
@@ -75,11 +75,11 @@ def new_lines(run: Run, name: str, position: int = 0) -> tuple[list[dict[str, An
 
 
 def read_text(run: Run, name: str) -> str | None:
-    """What a file of the folder holds, or None if there is none; DataError if it cannot be one of ours."""
+    """The text of a file in the folder, or None if it does not exist; raises DataError if it cannot be one of ours."""
     return run._text(name) if os.path.lexists(run.folder / name) else None
 
 
 def _without_dictionaries(schema: pa.Schema) -> pa.Schema:
-    """The schema that the file has; reading texts as dictionaries changes their types."""
+    """The schema as stored in the file; reading texts as dictionaries changes their types."""
     kinds = [(f.name, f.type.value_type if pa.types.is_dictionary(f.type) else f.type) for f in schema]
     return pa.schema(kinds, metadata=schema.metadata)

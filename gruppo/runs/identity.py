@@ -1,8 +1,8 @@
-"""Which run a folder is of, and where it comes from: run.json.
+"""The identity of the run in a folder, and its origin: run.json.
 
     {"format": 1, "run_id": "…", "started": "…", "continues": [{"run_id": "…", "checkpoint": "checkpoint-40"}]}
 
-`continues` names the checkpoint of another run, or of nobody knows which (null), that this one went on from.
+`continues` names the checkpoint of another run, or of an unknown one (null), that this run continues from.
 """
 
 import json
@@ -18,9 +18,9 @@ FORMAT = 1  # of the run folder
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a file; empty if there is none, or nothing that can be read."""
+    """Read a JSON object from a file; empty if the file is missing or cannot be read as one."""
     try:
-        if not stat.S_ISREG(os.lstat(path).st_mode):  # a pipe would be waited for, a link may lead anywhere
+        if not stat.S_ISREG(os.lstat(path).st_mode):  # a pipe would block, a link may lead anywhere
             return {}
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -29,18 +29,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def recorded_run(folder: Path) -> str | None:
-    """The id of the run whose record, in this format, is in a folder."""
+    """The id of the run recorded in a folder; None if there is no record in this format."""
     info = read_json(folder / "run.json")
     return info["run_id"] if info.get("format") == FORMAT and isinstance(info.get("run_id"), str) else None
 
 
 def position_run(position: Mapping[str, Any] | None) -> str | None:
-    """The run of a position in a record; None if it names none."""
+    """The run id of a position in a record; None if it has none."""
     return (None if position is None else position["run_id"]) or None
 
 
 def origin(folder: Path, checkpoint: Path | None, run_id: str | None) -> dict[str, str | None] | None:
-    """What `continues` says of a checkpoint. One in another folder is named with that folder, to tell them apart.
+    """The entry of `continues` for a checkpoint. If it is in another folder, its name includes that folder.
 
     Example: {"run_id": None, "checkpoint": "checkpoint-2"}, or "checkpoint": "sft/checkpoint-2"
     """
@@ -52,7 +52,7 @@ def origin(folder: Path, checkpoint: Path | None, run_id: str | None) -> dict[st
 
 
 def origins(folder: Path) -> set[tuple[str | None, str]]:
-    """The checkpoints in a folder that its run went on from, though they are not its own: run id and name."""
+    """The checkpoints of other runs that the run in a folder continues from: run id and name."""
     listed = read_json(folder / "run.json").get("continues")
     entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     pairs = [(entry.get("run_id"), entry.get("checkpoint")) for entry in entries]

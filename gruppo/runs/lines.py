@@ -1,4 +1,4 @@
-"""JSON for anything, and files of JSON lines that grow: whole lines only, and a full disk only delays them."""
+"""JSON for any value, and append-only files of complete JSON lines, which a full disk only delays."""
 
 import json
 import os
@@ -12,14 +12,14 @@ from typing import Any
 
 from gruppo.errors import DataError
 
-MOST_LINES = 10_000  # that wait for room on the disk
+MOST_LINES = 10_000  # kept in memory while the disk is full
 
 _CHUNK = 1 << 20
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def now() -> str:
-    """The time as the record writes it; always equally long."""
+    """The current time in the format of the record; always the same length."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -29,9 +29,9 @@ def clean(text: str) -> str:
 
 
 def plain(value: Any, *, finite: bool = True) -> Any:
-    """The value in the terms of JSON and of safe YAML; what has none becomes text.
+    """Convert a value to types that JSON and safe YAML have; anything else becomes text.
 
-    With `finite`, so do NaN and the infinities, which JSON lacks and YAML has.
+    With `finite`, NaN and the infinities become text too: YAML can express them, JSON cannot.
 
     Example:
         plain({"out": Path("runs"), "betas": (0.9, math.inf)})     {"out": "runs", "betas": [0.9, "inf"]}
@@ -41,7 +41,7 @@ def plain(value: Any, *, finite: bool = True) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return clean("".join(value))  # of a subclass, the text itself
+        return clean("".join(value))  # a plain str, even if it is of a subclass
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -52,14 +52,14 @@ def plain(value: Any, *, finite: bool = True) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item, finite=finite) for item in value]
     if isinstance(value, Set):
-        return sorted((plain(item, finite=finite) for item in value), key=str)  # the order of a set varies
+        return sorted((plain(item, finite=finite) for item in value), key=str)  # sets have no fixed order
     if hasattr(value, "tolist"):  # arrays and tensors
         return plain(value.tolist(), finite=finite)
-    return _ADDRESS.sub("", clean(str(value)))  # an address would differ in a run that is otherwise equal
+    return _ADDRESS.sub("", clean(str(value)))  # memory addresses would differ between otherwise equal runs
 
 
 def to_json(value: Any, *, canonical: bool = False) -> str:
-    """Strict JSON of anything, see `plain`; `canonical`: keys in order and no spaces, so that equal means equal."""
+    """Strict JSON of any value, see `plain`; `canonical`: sorted keys and no spaces, so equal values match."""
     separators = (",", ":") if canonical else None
 
     def dumps(value: Any) -> str:
@@ -72,7 +72,7 @@ def to_json(value: Any, *, canonical: bool = False) -> str:
 
 
 def joined(line: Mapping[str, Any], values: Mapping[str, Any], reserved: Sequence[str] = ()) -> dict[str, Any]:
-    """One flat line. A value that has the name of one of our own keys is called `value/<name>`."""
+    """Merge into one flat line. A value whose name is one of our own keys is renamed to `value/<name>`."""
     own = {*line, *reserved}
     return {**line, **{f"value/{name}" if name in own else name: value for name, value in values.items()}}
 
@@ -85,7 +85,7 @@ def write_all(file: int, data: Any) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder outlive a crash of the machine."""
+    """Make the names in a folder survive a crash of the machine."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)
@@ -94,7 +94,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, data: Any, *, durable: bool = True) -> None:
-    """Put a whole file in place, or none: it is written beside and renamed. `durable`: on the disk afterwards."""
+    """Write a file atomically, through a temporary file and a rename. `durable`: it is on the disk afterwards."""
     beside = path.with_name(path.name + ".tmp")
     beside.unlink(missing_ok=True)
     try:
@@ -114,7 +114,7 @@ def write_file(path: Path, data: Any, *, durable: bool = True) -> None:
 
 
 class WholeFiles:
-    """Small files that are written as a whole. Those that could not be written wait, with their last content."""
+    """Small files that are written atomically. Those that could not be written wait, with their latest content."""
 
     def __init__(self) -> None:
         self._waiting: dict[Path, bytes] = {}
@@ -125,7 +125,7 @@ class WholeFiles:
 
     @property
     def names(self) -> list[str]:
-        """Of those that wait."""
+        """The names of the waiting files."""
         return [path.name for path in self._waiting]
 
     def put(self, path: Path, data: bytes) -> None:
@@ -143,24 +143,25 @@ class WholeFiles:
 
 
 class LineFile:
-    """A file of JSON lines, appended one whole line at a time.
+    """A file of JSON lines, appended one complete line at a time.
 
-    Lines that could not be written wait, the rest of a torn one first, and go out with the next `flush` that succeeds.
+    Lines that could not be written wait, the rest of a partly written one first; the next `flush` that succeeds writes
+    them.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.dropped = 0  # lines that found no place while they waited
+        self.dropped = 0  # waiting lines discarded because there were too many
         self._file: int | None = None
-        self._due = False  # there was no room even for an empty file: the next `flush` makes it
+        self._due = False  # the disk was too full even for an empty file: the next `flush` creates it
         self._written = 0
         self._waiting: deque[bytes] = deque()
-        self._torn = False  # the first that waits is the rest of a line whose beginning is in the file
+        self._torn = False  # the first waiting entry is the rest of a line whose beginning is in the file
         self._dirty = False
 
     @property
     def length(self) -> int:
-        """Bytes of the file once everything that waits is written."""
+        """The size of the file in bytes once all waiting lines are written."""
         return self._written + sum(map(len, self._waiting))
 
     @property
@@ -170,7 +171,7 @@ class LineFile:
     def open(self) -> None:
         self._due = True
         try:
-            # O_APPEND: a line is one write at the end, so that readers see whole lines.
+            # O_APPEND: a line is one write at the end, so that readers see complete lines.
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             if self.path.is_symlink():
@@ -182,9 +183,9 @@ class LineFile:
         self._written = os.fstat(self._file).st_size
 
     def cut(self, length: int | None = None, keep: Path | None = None) -> tuple[int, int]:
-        """Drop what lies beyond `length` bytes, and the half line at the end; how many bytes and lines that were.
+        """Truncate to `length` bytes, and to the end of a complete line; returns the bytes and lines removed.
 
-        With `keep`, its whole lines are in that file before they are gone here.
+        With `keep`, the removed complete lines are written to that file first.
         """
         if self._file is None:  # nothing was ever written
             return 0, 0
@@ -246,7 +247,7 @@ class LineFile:
         return self._file
 
     def _end_of_lines(self, before: int) -> int:
-        """Where the last whole line within the first `before` bytes ends."""
+        """The end of the last complete line within the first `before` bytes."""
         while before > 0:
             start = max(before - _CHUNK, 0)
             newline = os.pread(self._opened(), before - start, start).rfind(b"\n")

@@ -1,11 +1,11 @@
-"""One process to a run folder.
+"""A lock that allows one process per run folder.
 
     with RunLock(folder):       RunLockedError if another process holds it
         …
 
-The kernel holds the lock (flock) and frees it with the process, however that ends. The file says who it is; it is left
-behind only by a process that was killed. Where the file system has no flock, what the file says decides: whether that
-process, started at that time, still runs on this machine.
+The kernel holds the lock (flock) and releases it when the process ends, however it ends. The lock file names the
+owner; only a killed process leaves the file behind. On file systems without flock the content of the file decides: the
+lock is held if the process it names, with that start time, still runs on this machine.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 NAME = "lock"
 NO_FLOCK = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)
-ATTEMPTS = 100  # the file may change hands while it is looked at, but not for ever
+ATTEMPTS = 100  # the file may change owners while it is read, but not forever
 LONGEST = 1 << 16  # bytes of a lock file that are read
 PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process behind a lock. Its id may be given to another one later: its start and the boot tell them apart."""
+    """The process that holds a lock. Process ids are reused; start time and boot id tell processes apart."""
 
     pid: int
     host: str
@@ -58,14 +58,14 @@ class Owner:
     @classmethod
     def here(cls) -> "Owner":
         pid = os.getpid()
-        # The program without its arguments: they may hold a token, and a run folder is shown around.
+        # The program without its arguments: they may contain a token, and run folders are shared.
         command = os.path.basename(sys.argv[0]) if sys.argv else ""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(pid, platform.node(), now, _boot(), _start_of(pid), command)
 
     @classmethod
     def read(cls, content: bytes) -> "Owner | None":
-        """Who wrote a lock file; None if it does not say, as while it is being written."""
+        """The owner named in a lock file; None if there is none, as while the file is being written."""
         try:
             fields = json.loads(content)
             owner = cls(**{name: fields[name] for name in cls.__dataclass_fields__})
@@ -74,7 +74,7 @@ class Owner:
         return owner if type(owner.pid) is int and owner.pid > 0 else None
 
     def may_run(self) -> bool:
-        """Whether it may still be at work. What happens on another machine cannot be seen: there it may."""
+        """Whether the process may still be running. On another machine this cannot be checked, so it may."""
         if self.host != platform.node():
             return True
         if self.boot is not None and self.boot != _boot():
@@ -91,7 +91,7 @@ class Owner:
 
 
 class RunLock:
-    """The lock of a run folder: the file `lock` in it. Locks of other things have other names.
+    """The lock of a run folder: the file `lock` in it. Other locks use other file names.
 
     Example:
         lock = RunLock(Path("runs/demo"))
@@ -103,10 +103,10 @@ class RunLock:
         self.folder = folder
         self._path = folder / name
         self._handle: int | None = None  # with flock: the open file
-        self._content: bytes | None = None  # what the file says while it is ours
+        self._content: bytes | None = None  # of the file while this object holds the lock
 
     def acquire(self) -> str | None:
-        """Take the lock; returns what there is to say about one that was left behind."""
+        """Take the lock; returns a sentence if a killed process had left it behind, otherwise None."""
         if self._content is not None:
             raise RunLockedError(f"This lock of {self.folder} is held already.")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -127,11 +127,11 @@ class RunLock:
         return f"The lock of {_named(found)} was left by a process that is gone: it is taken over." if found else None
 
     def release(self) -> None:
-        """Give the lock back; nothing happens if it is not held."""
+        """Release the lock; does nothing if it is not held."""
         if self._content is None:
             return
         if self._handle is not None:
-            # Removed while it is held: whoever opened the file before finds it gone after locking it, and opens anew.
+            # Removed while locked: a process that opened the file before finds it gone after locking, and opens again.
             if self._is_in_place(self._handle):
                 self._path.unlink()
             fcntl.flock(self._handle, fcntl.LOCK_UN)
@@ -150,7 +150,7 @@ class RunLock:
         self.release()
 
     def _take(self, content: bytes) -> bytes | None:
-        """One attempt: what the file said before (empty: it is new), or None to try again."""
+        """One attempt: returns the earlier content of the file (empty: it is new), or None to try again."""
         handle = self._open()
         try:
             found = _read(handle)
@@ -165,7 +165,7 @@ class RunLock:
             if not self._is_in_place(handle):
                 os.close(handle)
                 return None
-            found = _read(handle)  # again: only now it cannot change
+            found = _read(handle)  # read again: only now it cannot change
             self._sign(handle, content)
         except BaseException:
             os.close(handle)
@@ -174,7 +174,7 @@ class RunLock:
         return found
 
     def _sign(self, handle: int, content: bytes) -> None:
-        """Say who holds the lock. It is held without that: a full disk only keeps others from knowing by whom."""
+        """Write the owner into the file. On a full disk the lock is still held; only its owner is unknown."""
         try:
             os.ftruncate(handle, 0)
             os.pwrite(handle, content, 0)
@@ -184,7 +184,7 @@ class RunLock:
             logger.warning(f"No room on the disk of {self.folder}: the lock is held, but does not say by whom.")
 
     def _take_without_flock(self, content: bytes) -> bytes | None:
-        """The same by names alone: making a link fails if the name is taken, so one of several wins."""
+        """One attempt without flock: creating a hard link fails if the name exists, so only one process wins."""
         found = self._read_path()
         owner = Owner.read(found) if found else None
         if owner is not None and owner.may_run():
@@ -202,17 +202,17 @@ class RunLock:
         return found or b""
 
     def _name(self, own: Path, content: bytes) -> None:
-        """Give the finished file its name, which must be free."""
+        """Link the finished file to the lock's name; raises FileExistsError if the name is taken."""
         try:
             os.link(own, self._path)
         except FileExistsError:
             raise
-        except OSError:  # no hard links either, as on a mounted object store: for a moment the file is there, empty
+        except OSError:  # no hard links either, as on a mounted object store: briefly the file exists but is empty
             with open(self._path, "xb") as file:
                 file.write(content)
 
     def _move_away(self, stale: bytes) -> bool:
-        """Remove a stale file; False if it is another's by now, who was faster."""
+        """Remove a stale file; False if a faster process has replaced it meanwhile."""
         aside = self._path.with_name(f"{self._path.name}.stale.{os.getpid()}.{id(self):x}")
         try:
             os.rename(self._path, aside)
@@ -225,9 +225,9 @@ class RunLock:
         return True
 
     def _open(self) -> int:
-        # flock belongs to the open file, which a forked child shares: the lock would live as long as the last of them.
-        # O_CLOEXEC closes it in those that start a program; those that go on as a copy of us close it in `_forked`.
-        # O_NOFOLLOW: a link in somebody's folder must not make us write elsewhere.
+        # flock belongs to the open file, which forked children share, so the lock would last until the last of them
+        # ends. O_CLOEXEC closes the file in children that exec; children that only fork close it in `_forked`.
+        # O_NOFOLLOW: a link in an untrusted folder must not redirect the write elsewhere.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             handle = os.open(self._path, flags, 0o644)
@@ -274,14 +274,14 @@ class RunLock:
 
 
 class _NoFlockError(Exception):
-    """The file system does not know flock."""
+    """The file system does not support flock."""
 
 
 _held: "weakref.WeakSet[RunLock]" = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """In a forked child: the lock is its parent's. Closing does not unlock; only the last copy, or LOCK_UN, does."""
+    """In a forked child: drop the parent's lock. Closing does not unlock; only the last close, or LOCK_UN, does."""
     for lock in list(_held):
         if lock._handle is not None:
             os.close(lock._handle)
@@ -306,16 +306,16 @@ def _head(path: Path) -> bytes:
 
 
 def _boot() -> str | None:
-    """Which start of the machine this is."""
+    """The id of the current boot of the machine."""
     with contextlib.suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     return None
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process started, in clock ticks since the boot; None if it is gone (or only a zombie is left of it)."""
+    """The start time of a process, in clock ticks since boot; None if it has ended or is a zombie."""
     try:
-        # The program's name comes second, in brackets, and may itself have spaces and brackets.
+        # The second field is the program's name in parentheses, which may itself contain spaces and parentheses.
         state, *fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
         return None

@@ -1,4 +1,4 @@
-"""What code runs here: versions of packages, and the commits they are checked out at."""
+"""The code that is running: versions of packages, and commits of git checkouts."""
 
 import subprocess
 from functools import cache
@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[2]  # a checkout, or where packages are installe
 
 @cache
 def versions() -> dict[str, str]:
-    """The packages that are installed, of those a run depends on."""
+    """The versions of the installed packages among those that a run depends on."""
     found = {}
     for package in PACKAGES:
         try:
@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def commit_of(folder: str) -> str | None:
-    """The commit that a folder is checked out at, with + behind it if it was changed; None outside of git."""
+    """The commit that a folder is checked out at, followed by + if it has local changes; None outside of git."""
     try:
         read = {"cwd": folder, "capture_output": True, "text": True, "timeout": 5}
         head = subprocess.run(["git", "rev-parse", "HEAD"], **read)  # type: ignore[call-overload]
@@ -36,5 +36,5 @@ def commit_of(folder: str) -> str | None:
 
 
 def source_commit() -> str | None:
-    """The commit of the library itself, where it is a checkout."""
+    """The commit of the library itself, if it is a git checkout."""
     return commit_of(str(SOURCE)) if (SOURCE / ".git").exists() else None

@@ -1,14 +1,14 @@
-"""What a checkpoint should hold, and whether it does.
+"""Manifests of checkpoints, and checks against them.
 
-A checkpoint of ours has a manifest: the size and the SHA-256 of every file, and what the trainer says about itself.
+Our checkpoints have a manifest: the size and the SHA-256 of every file, and metadata from the trainer.
 
     {"format": 1,
      "about": {"step": 40, "run_id": "…", …},
      "files": {"model.safetensors": {"size": 2048, "sha256": "…"}, …},
      "sha256": "…"}                      the checksum of the three above
 
-One without a manifest is a plain Hugging Face checkpoint (`plain.py`). Nothing here trusts what it reads: a folder
-from a stranger is opened without following names or links out of it.
+A checkpoint without a manifest is a plain Hugging Face checkpoint (`plain.py`). Folders are untrusted input: no name
+or link that leads out of the folder is followed.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What the manifest says about one file."""
+    """The manifest's entry for one file."""
 
     size: int
     sha256: str
@@ -44,7 +44,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What was saved, as it was at that time.
+    """What was saved: the trainer's metadata, and the files with sizes and checksums.
 
     Example: Manifest(about={"step": 40}, files={"model.safetensors": FileEntry(2048, "9f86d0…")})
     """
@@ -57,8 +57,8 @@ class Manifest:
 
 
 def describe(folder: Path, about: Mapping[str, Any]) -> Manifest:
-    """Hash every file of a folder, and have the file system write it to the disk."""
-    (folder / MANIFEST).unlink(missing_ok=True)  # of an attempt that failed before
+    """Hash and fsync every file of a folder."""
+    (folder / MANIFEST).unlink(missing_ok=True)  # from an earlier attempt that failed
     paths = sorted(_files(folder))
     if not paths:
         raise CheckpointError(f"{folder} is empty: nothing was saved into it, so it cannot become a checkpoint.")
@@ -68,7 +68,7 @@ def describe(folder: Path, about: Mapping[str, Any]) -> Manifest:
 
 
 def write(folder: Path, content: Manifest) -> None:
-    """Put the manifest into its folder: all of it or none, on the disk when this returns, the folder's names too."""
+    """Write the manifest atomically into its folder; on return it and all names in the folder are on the disk."""
     files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in content.files.items()}
     body = {"format": FORMAT, "about": content.about, "files": files}
     write_file(folder / MANIFEST, json.dumps({**body, "sha256": _checksum(body)}, indent=1).encode())
@@ -106,11 +106,11 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def manifest(checkpoint: Path) -> Manifest | None:
-    """The manifest of a checkpoint, or None if it has none; CheckpointError if it cannot be trusted."""
+    """The manifest of a checkpoint, or None if it has none; raises CheckpointError if it is invalid."""
     path = checkpoint / MANIFEST
     if not os.path.lexists(path):
         return None
-    if not stat.S_ISREG(os.lstat(path).st_mode):  # a pipe would be waited for, a link may lead anywhere
+    if not stat.S_ISREG(os.lstat(path).st_mode):  # a pipe would block, a link may lead anywhere
         raise CheckpointError(f"{MANIFEST} is not a plain file")
     try:
         content = json.loads(path.read_bytes())
@@ -130,7 +130,7 @@ def manifest(checkpoint: Path) -> Manifest | None:
 
 
 def _parsed(body: Mapping[str, Any]) -> Manifest:
-    """The checksum only says that nothing changed since; whoever wrote it may have written anything."""
+    """Validate the content: the checksum only shows that it was not changed, not that it is well-formed."""
     try:
         about, files = body["about"], body["files"]
         entries = {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in files.items()}
@@ -143,7 +143,7 @@ def _parsed(body: Mapping[str, Any]) -> Manifest:
 
 
 def damages(checkpoint: Path, content: Manifest, thorough: bool) -> list[str]:
-    """One sentence for each file that is not as the manifest says. Not thorough: sizes only."""
+    """One sentence for each file that does not match the manifest. `thorough=False` checks sizes only."""
     if not content.files:
         return [f"{MANIFEST} names no files"]
     found = _in_threads(lambda item: _damage(checkpoint, *item, thorough=thorough), sorted(content.files.items()))
@@ -175,12 +175,12 @@ def _damage(checkpoint: Path, name: str, entry: FileEntry, thorough: bool) -> st
 
 
 def _stays_inside(checkpoint: Path, name: str) -> bool:
-    """Whether a name, and the file behind it if it is a link, is in the folder."""
+    """Whether a name, and the target if it is a link, is inside the folder."""
     pure = PurePosixPath(name)
     if not pure.parts or pure.is_absolute() or ".." in pure.parts:
         return False
     try:
         real = os.path.realpath(checkpoint / name)
-    except ValueError:  # a name that no file can have; reading it says so
+    except ValueError:  # a name that no file can have; reading it fails
         return True
     return Path(real).is_relative_to(os.path.realpath(checkpoint))

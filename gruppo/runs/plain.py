@@ -1,6 +1,6 @@
 """Whether a checkpoint without a manifest, as transformers writes it, looks complete.
 
-There are no checksums to compare with, so this finds what was cut off or left out, not what changed inside.
+There are no checksums to compare with, so this detects truncated and missing files, not changed content.
 """
 
 import json
@@ -20,7 +20,7 @@ ZIP = b"PK\x03\x04"
 
 
 def damages(checkpoint: Path) -> list[str]:
-    """One sentence for each thing that is missing or cut off."""
+    """One sentence for each file that is missing or truncated."""
     return [*_state(checkpoint), *_weights(checkpoint), *_indexes(checkpoint), *_pickles(checkpoint)]
 
 
@@ -46,7 +46,7 @@ def _weights(checkpoint: Path) -> Iterator[str]:
 
 
 def _safetensors(path: Path) -> str | None:
-    """What is wrong with a safetensors file: eight bytes of length, a header of that length, then the tensors."""
+    """The damage of a safetensors file: eight bytes of header length, the header, then the tensors."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -78,7 +78,7 @@ def _indexes(checkpoint: Path) -> Iterator[str]:
 
 
 def _pickles(checkpoint: Path) -> Iterator[str]:
-    """torch writes zip files, whose table of contents comes last."""
+    """Find truncated torch files: they are zip files, whose table of contents comes last."""
     for path in sorted(path for pattern in PICKLES for path in checkpoint.glob(pattern) if path.is_file()):
         with open(path, "rb") as file:
             is_zip = file.read(len(ZIP)) == ZIP
@@ -87,7 +87,7 @@ def _pickles(checkpoint: Path) -> Iterator[str]:
 
 
 def _json(path: Path) -> Any:
-    """What a JSON file holds, or None if it is none."""
+    """The content of a JSON file, or None if it cannot be read."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

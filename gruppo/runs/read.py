@@ -1,4 +1,4 @@
-"""Reads a run folder: while the run is live, after it, or one that a stranger made.
+"""Reads a run folder: of a live run, of a finished one, or an untrusted one.
 
 Nothing in a folder is executed, and nothing outside of it is opened: files are JSON, safe YAML and parquet, and a link
 that leads out of the folder is not followed.
@@ -26,7 +26,7 @@ from gruppo.runs.tables import TableFile, table_files
 
 logger = logging.getLogger(__name__)
 
-_LARGEST = 64 * 1024 * 1024  # bytes of a file that is read as one value
+_LARGEST = 64 * 1024 * 1024  # bytes of a file that is read into memory at once
 
 
 class Run:
@@ -58,12 +58,12 @@ class Run:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """Where the run ran: one entry in "starts" for each time it was started or resumed."""
+        """The environments of the run: one entry in "starts" for each time it was started or resumed."""
         return self._json("environment.json")
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Its checkpoint folders, the newest first; whether they are whole is not looked at."""
+        """Its checkpoint folders, the newest first; whether they are complete is not checked."""
         found = []
         for entry in os.scandir(self._root):
             match = re.fullmatch(r"checkpoint-(\d+)", entry.name, re.ASCII)
@@ -90,8 +90,9 @@ class Run:
     ) -> pa.Table:
         """The completions in the order in which they were recorded; of some updates or one split if given.
 
-        Of `generations`, only those files are opened. `updates` are those made before it was sampled.
-        Rewards that not all files have are null in the others. Files that cannot be read are skipped, with a warning.
+        With `generations`, only their files are opened. `updates` selects by the number of updates made before a
+        completion was sampled. Rewards that only some files have are null in the others. Files that cannot be read are
+        skipped, with a warning.
         """
         tables = []
         for file in self._files("rollouts"):
@@ -108,13 +109,13 @@ class Run:
 
     @property
     def updates(self) -> list[int]:
-        """The numbers of the updates of which the record has log-probs, in order."""
+        """The numbers of the updates for which the record has log-probs, in order."""
         return sorted({file.number for file in self._files("updates")})
 
     def update_logps(self, columns: Sequence[str] | None = None, *, updates: Container[int] | None = None) -> pa.Table:
-        """What updates computed about their rows: `logps` and what else the loss was made of; docs/run-folder.md.
+        """Per-row values of updates: `logps` and the other inputs of the loss; see docs/run-folder.md.
 
-        `generation` and `row` say which completion of the rollouts it is. A run that recorded none gives no rows.
+        `generation` and `row` identify the completion in the rollouts. If the run recorded none, there are no rows.
         """
         kinds = update_tables.COLUMNS | update_tables.FURTHER
         names = list(kinds) if columns is None else list(columns)
@@ -128,14 +129,14 @@ class Run:
         return pa.concat_tables(tables, promote_options="default").select(names)
 
     def _files(self, kind: str) -> list[TableFile]:
-        """The whole tables of a folder."""
+        """The complete tables of a folder."""
         folder = self._inside(kind)
         return [] if folder is None else [file for file in table_files(folder) if file.whole]
 
     def _table(
         self, name: str, columns: Sequence[str] | None, updates: Container[int] | None, split: str | None
     ) -> pa.Table | None:
-        """What is asked for from one file of rollouts, or None if it cannot be read."""
+        """The selected rows and columns of one file of rollouts, or None if it cannot be read."""
         table = self._read(name, _known_columns, None if columns is None else {*columns, "update", "split"})
         if table is None:
             return None
@@ -161,7 +162,7 @@ class Run:
             return None
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        """The whole lines of a file; the last one is still being written if it has no end."""
+        """The complete lines of a file; a last line without a newline is still being written."""
         try:
             with self._open(name) as file:
                 whole = file.read().split(b"\n")[:-1]
@@ -201,7 +202,7 @@ class Run:
         return data.decode("utf-8")
 
     def _inside(self, name: str) -> Path | None:
-        """The true path of something in the folder, or None if it leads out of it."""
+        """The resolved path of a name in the folder, or None if it leads out of it."""
         path = Path(os.path.realpath(self._root / name))
         return path if path.is_relative_to(self._root) else None
 
@@ -218,7 +219,7 @@ class Run:
 
 
 class _NewerFormatError(DataError):
-    """Skipping what only a newer version can read would look like a run without it."""
+    """A newer format. It is not skipped: that would look like a run without this data."""
 
 
 def _check_format(found: Any, known: int, what: str) -> None:
@@ -231,7 +232,7 @@ def _check_format(found: Any, known: int, what: str) -> None:
 
 
 def _known_columns(schema: pa.Schema, what: str) -> list[str]:
-    """The columns of the format that a table has; an error if it is none of ours."""
+    """The columns of the format that a table has; raises DataError if the table is not one of ours."""
     kinds = _kinds(schema, what, "rollouts", (FORMAT_KEY, TABLE_FORMAT), COLUMNS)
     kind_of = {REWARD: pa.float64(), REWARD_KIND: pa.string()}
     rewards = [
@@ -249,7 +250,7 @@ def _known_update_columns(schema: pa.Schema, what: str) -> list[str]:
 def _kinds(
     schema: pa.Schema, what: str, table: str, key: tuple[bytes, int], needed: Mapping[str, pa.DataType]
 ) -> dict[str, pa.DataType]:
-    """The types of a table's columns; an error if it is none of ours."""
+    """The types of a table's columns; raises DataError if the table is not one of ours."""
     stored = (schema.metadata or {}).get(key[0], b"")
     _check_format(int(stored) if stored.isdigit() else None, key[1], what)
     kinds = {field.name: field.type for field in schema}

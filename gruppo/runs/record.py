@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class RunRecorder:
-    """The record of a run: who it is, its metrics, what happened, and every completion.
+    """The record of a run: its identity, metrics, events and every completion.
 
     Rank 0 writes everything; other ranks write their own rollouts and ignore the rest. A full disk never stops a run,
-    see `RecordFiles`. With `keeps=False` only run.json is written, which names the run.
+    see `RecordFiles`. With `keeps=False` only run.json is written, which has the run's id.
 
     Example:
         recorder = RunRecorder(Path("runs/demo"))
@@ -38,25 +38,25 @@ class RunRecorder:
     def __init__(self, folder: Path, *, rank: int = 0, world: int = 1, rollouts: bool = True, keeps: bool = True):
         self.folder = Path(folder)
         self.run_id: str | None = None
-        self.archive: Path | None = None  # where begin or resume moved what was in the way
+        self.archive: Path | None = None  # where `begin` or `resume` moved older data
         self._rank = rank
         self._world = world
         self._keeps = keeps
         self._keeps_rollouts = rollouts and keeps
         self._files = RecordFiles(self.folder, rank, keeps=keeps)
         self._starts: list[Any] = []  # of environment.json
-        self._number = 0  # of the next generation
+        self._number = 0  # the number of the next generation
         self._update = 1  # the number of the next update
-        self._position: Mapping[str, Any] | None = None  # that ranks other than 0 go on from
+        self._position: Mapping[str, Any] | None = None  # from which ranks other than 0 continue
 
     # Starting
 
     def begin(
         self, *, config: Mapping[str, Any], environment: Mapping[str, Any], continues: Mapping[str, Any] | None = None
     ) -> str:
-        """Start the record of a new run; that of an earlier one moves to `earlier/`. Returns the run's id (rank 0).
+        """Start the record of a new run; an earlier run's record moves to `earlier/`. Returns the run's id (rank 0).
 
-        `continues`: the checkpoint of another run that this one goes on from, see `identity.py`.
+        `continues`: the checkpoint of another run that this one continues from, see `identity.py`.
         """
         if self._rank != 0:
             return ""
@@ -75,7 +75,7 @@ class RunRecorder:
         return self.run_id
 
     def join(self, run_id: str) -> None:
-        """On other ranks, once rank 0 has begun or resumed the run of this id."""
+        """Call on other ranks, once rank 0 has begun or resumed the run with this id."""
         if self._rank != 0:
             self.run_id = run_id
             self._follow()
@@ -89,11 +89,11 @@ class RunRecorder:
         checkpoint: Path | None = None,
         branch: bool = False,
     ) -> None:
-        """Go on from `position`, which `sync` returned when the checkpoint was made; what came after it is cut.
+        """Continue from `position`, which `sync` returned at the checkpoint; everything recorded after it is removed.
 
-        If the folder does not hold the record that the position is of, a new one begins, and remembers `checkpoint`.
-        With `branch`, what is cut moves into `archive`, a new folder in `earlier/` that is there in any case. Other
-        ranks go on when they have both this and `join`.
+        If the folder does not hold the record that the position belongs to, a new record begins, and notes
+        `checkpoint` as its origin. With `branch`, removed data moves to `archive`, a folder in `earlier/` that is
+        created even if nothing is removed. Other ranks continue once both this and `join` have been called.
         """
         if self._rank != 0:
             self._position = position
@@ -133,7 +133,7 @@ class RunRecorder:
             self.event("record_incomplete", missing=missing)
 
     def plan(self, plan: Mapping[str, Any]) -> None:
-        """Note in environment.json how this start of the run does its work, once that is decided."""
+        """Add the execution plan of this start of the run to environment.json, once it is decided."""
         if self._rank == 0 and self._keeps:
             if self.run_id is None:
                 raise RuntimeError("The record has no run yet: call begin or resume first")
@@ -142,9 +142,9 @@ class RunRecorder:
             self._files.write()
 
     def tokenizer(self, text: str | None) -> None:
-        """Keep the tokenizer.json that the recorded tokens are of, so that a reader can tell their texts.
+        """Store the tokenizer.json of the recorded tokens, so that a reader can decode them.
 
-        None: the tokenizer has no such form. It goes with the rollouts; what an earlier start kept is written over.
+        None: the tokenizer has no such form. It is stored only with rollouts; that of an earlier start is overwritten.
         """
         if self._rank == 0 and self._keeps_rollouts and text is not None:
             place = self.folder / "tokenizer"
@@ -156,7 +156,7 @@ class RunRecorder:
     # Recording
 
     def metrics(self, update: int, values: Mapping[str, float | None], *, kind: str = "train") -> None:
-        """One line of metrics. NaN and the infinities become null, and `nonfinite` lists their names."""
+        """Record a line of metrics. NaN and the infinities become null, and `nonfinite` lists their names."""
         if self._rank != 0 or not self._keeps:
             return
         numbers = {name: _number(value) for name, value in values.items()}
@@ -169,13 +169,13 @@ class RunRecorder:
         self._files.write()
 
     def event(self, kind: str, /, *, update: int | None = None, **fields: Any) -> None:
-        """One line about something that happened; fields that are not JSON become text."""
+        """Record an event as one line; fields that are not JSON become text."""
         self._files.event(kind, update, fields)
 
     def rollouts(self, rows: Sequence[RolloutRow]) -> int:
-        """One table of completions; returns the number of the generation.
+        """Record a table of completions; returns the number of the generation.
 
-        All ranks call this equally often: the number goes on without rows too.
+        All ranks must call this equally often: the number also advances without rows.
         """
         number = self._number
         self._number += 1
@@ -188,7 +188,7 @@ class RunRecorder:
         return number
 
     def update(self, number: int, rows: UpdateRows | None) -> None:
-        """What an update computed about its rows, if that is known; updates count from 1."""
+        """Record an update's per-row values, if there are any; updates count from 1."""
         self._update = number + 1
         if rows is not None and self._keeps_rollouts:
             if self.run_id is None:
@@ -197,12 +197,12 @@ class RunRecorder:
             self._files.write()
 
     def sync(self) -> dict[str, Any]:
-        """Bring everything onto the disk; returns the position, for the checkpoint."""
+        """Sync everything to the disk; returns the position, for the checkpoint."""
         self._files.sync()
         return self.position()
 
     def position(self) -> dict[str, Any]:
-        """Where the record is now, what waits for room on the disk included; `resume` goes on from there."""
+        """The current position of the record, including data that waits for disk space; `resume` continues from it."""
         return {
             "run_id": self.run_id,
             "metrics_bytes": self._files.metrics.length,
@@ -212,16 +212,16 @@ class RunRecorder:
         }
 
     def close(self) -> None:
-        """Write what waits, and close the files."""
+        """Write the waiting data, and close the files."""
         if self.run_id is not None:
             self.sync()
         self._files.close()
         self.run_id = None
 
-    # Going on
+    # Resuming
 
     def _follow(self) -> None:
-        """On other ranks: take the place in the run that rank 0 has taken."""
+        """On other ranks: move to the same position in the run as rank 0."""
         here = self._position is not None and self._position["run_id"] == self.run_id
         self._number = self._position["rollouts"] if here and self._position else 0
         if here and self._position:
@@ -230,7 +230,7 @@ class RunRecorder:
             self._files.updates.cut(self._update)
 
     def _branch(self, checkpoint: str | None) -> None:
-        """A place for what came after a checkpoint that the run goes back to, and a note that says so."""
+        """Create a folder for the data recorded after the checkpoint that the run returns to, with a note about it."""
         if self.archive is None:
             self.archive = new_place(self.folder)
         why = "The run went on from an older checkpoint. This is what it had done after that one."
@@ -242,7 +242,7 @@ class RunRecorder:
         return None if self.archive is None else self.archive.relative_to(self.folder).as_posix()
 
     def _cut(self, position: Mapping[str, Any], checkpoint: str | None) -> list[str]:
-        """Remove what was recorded after the position, and say what is missing before it."""
+        """Remove what was recorded after the position; returns sentences about what is missing before it."""
         wanted, self._number, self._update = position["metrics_bytes"], position["rollouts"], _next_update(position)
         kept = [self.archive and self.archive / name for name in ("metrics.jsonl", "rollouts", "updates")]
         files = self._files
@@ -272,11 +272,11 @@ class RunRecorder:
         new = plain(config, finite=False)
         try:
             old = read_settings((self.folder / "config.yaml").read_text(encoding="utf-8"))
-        except FileNotFoundError:  # the run was not recorded before: nothing to differ from
+        except FileNotFoundError:  # the run was not recorded before: nothing to compare with
             return []
         except (OSError, ValueError):
             return sorted(new)
-        # As text, because NaN differs from itself.
+        # Compared by repr, because NaN is not equal to itself.
         return sorted(name for name in {*old, *new} if repr(old.get(name, ...)) != repr(new.get(name, ...)))
 
     def _put_config(self, config: Mapping[str, Any]) -> None:
@@ -290,12 +290,12 @@ class RunRecorder:
 
 
 def _next_update(position: Mapping[str, Any]) -> int:
-    """The number of the update after a position; one of a version that recorded no updates has none before it."""
+    """The number of the update after a position; 1 for positions of versions that recorded no updates."""
     return int(position.get("updates", 1))
 
 
 def _earlier_starts(folder: Path) -> list[Any]:
-    """What environment.json has, unless it was changed into something that cannot be written again."""
+    """The starts in environment.json; empty if it was changed into something that cannot be written again."""
     starts = read_json(folder / "environment.json").get("starts")
     try:
         return plain(starts) if isinstance(starts, list) else []
@@ -312,7 +312,7 @@ def _why_new(position: Mapping[str, Any] | None, found: str | None) -> str:
 
 
 def _number(value: Any) -> Any:
-    """A metric as a Python number; text if it is none, because a strange metric is no reason to stop."""
+    """A metric as a Python number; otherwise as text, since an odd metric is no reason to stop the run."""
     if value is None or isinstance(value, int | float):
         return plain(value, finite=False)
     try:

@@ -1,4 +1,4 @@
-"""The files of a record, and what becomes of them when the disk is full."""
+"""The files of a record, and how they are handled when the disk is full."""
 
 import json
 import logging
@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class RecordFiles:
-    """What is written into a run folder: by rank 0 all of it, by other ranks their own tables.
+    """The files that are written into a run folder: rank 0 writes all of them, other ranks only their own tables.
 
-    A full disk never stops a run: what cannot be written waits in memory, and when there is room again, an event says
-    how long that was and what was lost. With `keeps=False` there are no lines and no events.
+    A full disk never stops a run: what cannot be written waits in memory, and when there is room again, an event
+    records since when the disk was full and how much was dropped. With `keeps=False` there are no lines and no events.
 
     Example:
         files = RecordFiles(Path("runs/demo"), rank=0, keeps=True)
@@ -34,12 +34,12 @@ class RecordFiles:
         self.events = LineFile(folder / "events.jsonl")
         self.tables = TableFolder(folder / "rollouts", rank)
         self.updates = TableFolder(folder / "updates", rank)
-        self.tables_written = 0  # of this rank's rollouts: those that are, or will be, in the folder
+        self.tables_written = 0  # this rank's rollout tables that are, or will be, in the folder
         self._rank, self._keeps = rank, keeps
         self._full_since: str | None = None
 
     def open(self) -> None:
-        """Open the files of lines; without a record, only what is there and has to be cut."""
+        """Open the files of lines; with `keeps=False`, only an existing metrics.jsonl, which has to be cut."""
         for file in (self.metrics, self.events) if self._keeps else (self.metrics,):
             try:
                 if self._keeps or file.path.exists():
@@ -48,18 +48,18 @@ class RecordFiles:
                 self._accept(error)
 
     def put_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """A whole file, with the next `write`; its name is that within the folder."""
+        """Add a JSON file, by its name within the folder; the next `write` writes it."""
         text = json.dumps(plain(value), ensure_ascii=False, indent=2) + "\n"
         self.whole.put(self.folder / name, text.encode("utf-8"))
 
     def event(self, kind: str, update: int | None, fields: Mapping[str, Any]) -> None:
-        """One line about something that happened."""
+        """Record an event as one line."""
         if self._rank == 0 and self._keeps:
             self.events.append(joined({"time": now(), "event": kind, "update": update}, fields))
             self.write()
 
     def write(self) -> None:
-        """Write what waits. A full disk postpones it; when that is over, an event says so."""
+        """Write the waiting data. A full disk postpones it; once there is room again, an event records that."""
         own = (self.whole, self.metrics, self.events) if self._rank == 0 else ()
         stores: tuple[WholeFiles | LineFile | TableFolder, ...] = (*own, self.tables, self.updates)
         for store in stores:
@@ -81,7 +81,7 @@ class RecordFiles:
         self.event("disk_full", None, {"since": since, **dropped})
 
     def sync(self) -> None:
-        """Bring everything onto the disk."""
+        """Sync everything to the disk."""
         self.write()
         try:
             if self._rank == 0:
@@ -93,7 +93,7 @@ class RecordFiles:
             self._accept(error)
 
     def close(self) -> None:
-        """Close the files, and say what is lost."""
+        """Close the files, and warn about data that is lost."""
         lost = self.metrics.waiting + self.events.waiting, self.tables.waiting, self.updates.waiting
         if any(lost):
             said = "%d lines, %d tables of rollouts and %d of updates are lost"
@@ -105,7 +105,7 @@ class RecordFiles:
         self._full_since = None
 
     def _accept(self, error: OSError) -> None:
-        """Go on without room on the disk; raise what else is wrong."""
+        """Continue if the error is a full disk; raise any other error."""
         if error.errno not in FULL:
             raise error
         if self._full_since is None:

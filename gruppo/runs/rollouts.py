@@ -1,6 +1,6 @@
 """One completion as a row of the record, and rows as a parquet table.
 
-A table is a pure function of its rows: no time, nothing random, fixed options of the writer. Equal runs leave equal
+A table is a pure function of its rows: no timestamps, no randomness, fixed writer options. Equal runs write equal
 bytes.
 """
 
@@ -18,7 +18,7 @@ from gruppo.types import Message
 
 FORMAT_KEY, FORMAT = b"gruppo.rollouts", 1
 
-REWARD, REWARD_KIND = "reward/", "reward_kind/"  # what the columns of a named reward begin with
+REWARD, REWARD_KIND = "reward/", "reward_kind/"  # prefixes of the columns of a named reward
 
 # The columns of every table, in order; those of the named rewards come before `reward`.
 COLUMNS: dict[str, pa.DataType] = {
@@ -62,7 +62,7 @@ class RolloutRow:
 
     update: int  # updates made before it was sampled
     split: str  # "train", "eval" or "eval_<name>"
-    row: int  # its place in the batch of all processes
+    row: int  # its index in the batch of all processes
     group: int
     round: int = 0  # of dynamic sampling
     replaced: bool = False  # its group was replaced by another
@@ -73,13 +73,13 @@ class RolloutRow:
     completion: str | Sequence[Message]
     completion_tokens: Sequence[int]
     model_mask: Sequence[int] | None = None  # 1 = written by the model, 0 = by a tool; None = all by the model
-    logps: Sequence[float | None] | None = None  # None in a place where it is unknown is recorded as NaN
+    logps: Sequence[float | None] | None = None  # None for an unknown value, recorded as NaN
     entropies: Sequence[float | None] | None = None
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     reward_kinds: Mapping[str, str] = field(default_factory=dict)  # "score", "abstain", "timeout", "failure"
     reward: float | None = None  # the weighted sum
     advantage: float | None = None
-    advantages: Sequence[float] | None = None  # only where each token has its own
+    advantages: Sequence[float] | None = None  # only if each token has its own
     stop: str
     truncated: bool
     turns: int = 1
@@ -87,12 +87,12 @@ class RolloutRow:
 
 
 def as_text(content: str | Sequence[Message]) -> str:
-    """A prompt or completion as it is stored: text as it is, messages as canonical JSON."""
+    """A prompt or completion as it is stored: text unchanged, messages as canonical JSON."""
     return clean(content) if isinstance(content, str) else to_json(content, canonical=True)
 
 
 def prompt_id(prompt: str | Sequence[Message]) -> str:
-    """A name for a prompt that is the same in every run: 64 bits of a hash of its stored text.
+    """An id for a prompt that is the same in every run: a 64-bit hash of its stored text.
 
     Example:
         prompt_id("2+2=")     "8ef82285d4dc1c2d"
@@ -126,7 +126,7 @@ def encode(table: pa.Table) -> pa.Buffer:
         version="2.6",
         compression="zstd",
         compression_level=1,
-        # Texts repeat within a group. Tokens hardly do, and a dictionary of them takes longer than the rest together.
+        # Texts repeat within a group. Tokens hardly do, and a dictionary of them takes longer than all the rest.
         use_dictionary=[name for name in flat if pa.types.is_string(table.schema.field(name).type)],
         write_statistics=flat,
     )
@@ -150,7 +150,7 @@ def _column(name: str, kind: pa.DataType, rows: Sequence[RolloutRow], generation
 
 
 def _each_once(contents: Iterable[Any]) -> list[str]:
-    """The stored texts; a conversation that several rows share is written out once."""
+    """The stored texts; a conversation that several rows share is converted only once."""
     known: dict[int, str] = {}
     texts = []
     for content in contents:
@@ -165,7 +165,7 @@ def _texts(values: Sequence[str | None]) -> pa.Array:
 
 
 def lists(values: Sequence[Sequence[Any] | np.ndarray | None], kind: pa.DataType) -> pa.Array:
-    """Lists as one run of values and where each begins: Python sees each list once, not each number."""
+    """A list array built from flat values and offsets, so that Python handles each list, not each number."""
     dtype = kind.value_type.to_pandas_dtype()
     parts = [np.asarray(() if value is None else value, dtype=dtype) for value in values]
     offsets = np.zeros(len(parts) + 1, dtype=np.int32)

@@ -8,32 +8,32 @@ __all__ = ["HIDDEN", "without_secrets"]
 
 HIDDEN = "<hidden>"
 
-# By name, whatever the value: hub_token, OPENAI_API_KEY, x-api-key, clientSecret.
+# Secret by name, whatever the value: hub_token, OPENAI_API_KEY, x-api-key, clientSecret.
 SECRET_NAME = re.compile(
     r"(^|_)(api_?key|access_?key|private_?key|secrets?|passw(or)?d|passphrase|pwd|credentials?|authorization|auth"
     r"|bearer|cookies?|token|(access|api|auth|hub|refresh|session)_tokens)(_value)?$|(^|_)secret_"
 )
-# Of a vocabulary, not of an account: eos_token, image_token.
+# Tokens of a vocabulary, not of an account: eos_token, image_token.
 PLAIN_TOKEN = re.compile(
     r"(^|_)(additional|audio|bos|bot|boundary|cls|end|eos|extra|image|mask|pad|sep|special|start|stop|think|tool|unk"
     r"|video|vision)_token$"
 )
-# By value, wherever it stands: in a text, only this part is hidden.
+# Secret by value, anywhere in a text: only this part is hidden.
 SECRET_VALUE = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{20,}"  # Hugging Face
-    r"|sk-(?=[\w-]*\d)[\w-]{16,}"  # OpenAI, Anthropic and those that follow them
+    r"|sk-(?=[\w-]*\d)[\w-]{16,}"  # OpenAI, Anthropic and others with the same format
     r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"  # GitHub, GitLab
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|xox[abeoprs]-[\w-]{10,}"  # Amazon, Google, Slack
     r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+)"  # a JSON web token
     r"|(?<=[Bb]earer )[\w.~+/=-]{8,}"
-    r"|(?<=://)[^/\s@]+(?=@)"  # who logs in, in a URL
+    r"|(?<=://)[^/\s@]+(?=@)"  # credentials in a URL
 )
 
 
 def without_secrets(settings: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A copy in which values are hidden that are secrets by their name or by their look, however deep they lie.
+    """A copy in which values that are secrets by name or by format are hidden, at any nesting depth.
 
-    It knows the usual names and looks; a secret in a field called `note` that looks like a word stays.
+    Only common names and formats are recognised; a secret in a field `note` that looks like a word is not hidden.
 
     Example:
         without_secrets({"beta": 0.1, "hub_token": "abc", "headers": {"Authorization": "Bearer abc"}})
@@ -44,7 +44,7 @@ def without_secrets(settings: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _is_secret(name: Any, value: Any) -> bool:
     if value is None or isinstance(value, bool) or value in ("", [], {}, ()):
-        return False  # token=True says where to look for one
+        return False  # token=True is not a secret: it says where to find the token
     return isinstance(name, str) and _sounds_secret(name)
 
 
@@ -65,7 +65,7 @@ def _cleaned(value: Any) -> Any:
 
 
 def _cleaned_items(items: Sequence[Any]) -> list[Any]:
-    """The items of a list; if it is a command line, what follows `--hub_token` is hidden too."""
+    """The items of a list; if it is a command line, the value after `--hub_token` is hidden too."""
     cleaned: list[Any] = []
     flag = ""
     for item in items:

@@ -1,4 +1,4 @@
-"""The settings of a run as plain YAML, which a stranger may have changed since."""
+"""The settings of a run as plain YAML. The file is untrusted when it is read."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,20 +10,20 @@ from gruppo.runs.lines import plain
 __all__ = ["read_settings", "settings_text"]
 
 DEEPEST = 100
-_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # several times as fast, where libyaml is there
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # several times as fast, if libyaml is available
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
-    """What config.yaml holds."""
+    """The content of config.yaml."""
     return str(yaml.dump(plain(settings, finite=False), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def read_settings(text: str) -> dict[str, Any]:
-    """The settings in a config.yaml; ValueError if it is nothing that `settings_text` writes."""
+    """The settings in a config.yaml; raises ValueError if `settings_text` cannot have written it."""
     try:
         _check_shape(text)
         settings = yaml.safe_load(text)
-        repr(settings)  # what cannot be shown cannot be compared either
+        repr(settings)  # settings are compared by their repr, so it must work
     except yaml.YAMLError as error:
         raise ValueError(f"it is not plain YAML: {error}") from error
     if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
@@ -32,7 +32,7 @@ def read_settings(text: str) -> dict[str, Any]:
 
 
 def _check_shape(text: str) -> None:
-    """Refuse what a few lines can hurt with: aliases unpack to more than any memory holds, depth to endless work."""
+    """Reject YAML bombs: aliases can expand beyond any memory, and deep nesting can take unbounded time."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):

@@ -1,4 +1,4 @@
-"""The files of rollouts and updates: one table per number and process, and those that wait for room on the disk."""
+"""The files of rollouts and updates: one table per number and process, with a queue for a full disk."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from gruppo.runs.lines import fsync_folder, write_file
 
-MOST_BYTES = 256 * 1024 * 1024  # of tables that wait for room on the disk
+MOST_BYTES = 256 * 1024 * 1024  # of tables kept in memory while the disk is full
 
 _NAME = re.compile(r"(\d{8,})-(\d{4,})\.parquet(\.tmp)?", re.ASCII)
 
@@ -26,7 +26,7 @@ class TableFile(NamedTuple):
 
 
 def table_files(folder: Path) -> list[TableFile]:
-    """What is in a folder of tables, in order; names that are not ours are left out."""
+    """The files in a folder of tables, in order; other files are left out."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -36,7 +36,7 @@ def table_files(folder: Path) -> list[TableFile]:
 
 
 class TableFolder:
-    """The tables that one process writes. Those that could not be written wait, the oldest are dropped first."""
+    """The tables that one process writes. Those that could not be written wait; the oldest are dropped first."""
 
     def __init__(self, folder: Path, rank: int):
         self.folder = folder
@@ -66,14 +66,14 @@ class TableFolder:
             self._unsynced.append(path)
 
     def own(self) -> int:
-        """Whole tables of this process."""
+        """The number of complete tables of this process."""
         return sum(file.whole and file.rank == self._rank for file in table_files(self.folder))
 
     def cut(self, number: int, gone: int | None = None, keep: Path | None = None) -> int:
-        """Remove this process's tables from `number` on, and those of ranks from `gone` on; half-written ones go too.
+        """Remove the tables from `number` on, and half-written ones, of this rank and of ranks from `gone` on.
 
-        With `keep`, the whole tables of all ranks move into that folder instead. Returns how many tables of any
-        process lie beyond `number`.
+        With `keep`, the complete tables of all ranks from `number` on move into that folder instead. Returns the
+        number of complete tables of all ranks from `number` on.
         """
         beyond = [file for file in table_files(self.folder) if file.whole and file.number >= number]
         if keep is not None and beyond:

@@ -1,6 +1,6 @@
-"""What an update computed about each of its rows, as a parquet table beside the rollouts.
+"""The values that an update computed for each of its rows, as a parquet table alongside the rollouts.
 
-Like those, a table is a pure function of what is recorded: equal runs leave equal bytes.
+As for rollouts, a table is a pure function of the recorded values: equal runs write equal bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "epsilon_low": pa.float64(),
     "epsilon_high": pa.float64(),
 }
-# Columns of tables that have something to say there; a reader finds nulls in the others.
+# Optional columns, present only in tables that have values for them; a reader returns nulls for the other tables.
 FURTHER: dict[str, pa.DataType] = {
     "old_logps": pa.list_(pa.float32()),
     "old_sum": pa.float32(),
@@ -44,7 +44,7 @@ FURTHER: dict[str, pa.DataType] = {
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRows:
-    """The rows that one process had in an update, in the order in which they were trained on.
+    """The rows of one process in an update, in the order in which they were trained on.
 
     Example, an on-policy update of two completions, the second of which was left out because it could not matter:
         UpdateRows(generation=[0, 0], row=[1, 0], micro_batch=[0, 0], logps=[[-0.5, -0.1], None], old="own",
@@ -52,12 +52,12 @@ class UpdateRows:
                           "epsilon_low": 0.2, "epsilon_high": 0.2})
     """
 
-    generation: Sequence[int]  # that each row is of, and its place there: they name a row of the rollouts
+    generation: Sequence[int]  # of each row; with `row`, its index there, it identifies a row of the rollouts
     row: Sequence[int]
     micro_batch: Sequence[int]
-    logps: Sequence[Sequence[float] | None]  # that the loss was computed from; None: the row was not run
-    old: str  # what ratios are to: "own" (the same log-probs), "rollout" (those recorded there), "row" or "sum"
-    facts: Mapping[str, float | None]  # columns that are the same in all rows
+    logps: Sequence[Sequence[float] | None]  # used for the loss; None: the row was not run
+    old: str  # denominator of the ratios: "own" (the same log-probs), "rollout" (those recorded there), "row" or "sum"
+    facts: Mapping[str, float | None]  # columns with the same value in all rows
     further: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # columns of FURTHER
 
 

@@ -1,10 +1,10 @@
-"""The benchmarks, one file each, and how one is found by its name.
+"""The benchmarks, one file each, and the lookup of a benchmark by name.
 
     gsm8k               GSM8K, 1319 problems       mgsm_zh            MGSM-zh, 250
     math                MATH, 5000                 cmath              CMATH, 1098
     math500             MATH-500, 500              cmath_validation   CMATH's validation split, 600
 
-A benchmark of your own is a `Benchmark` in a file or module of yours: `my_bench.py:BENCH`, `package.module:BENCH`.
+You can also define a `Benchmark` in your own file or module: `my_bench.py:BENCH`, `package.module:BENCH`.
 """
 
 import importlib
@@ -35,10 +35,10 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def find_benchmark(spec: str | Benchmark) -> tuple[Benchmark, int | None]:
-    """A benchmark by its name, and how many of its problems are wanted (None: all).
+    """Find a benchmark by name; also returns how many of its problems are requested (None: all).
 
-    A number after a colon takes that many problems, spread evenly over the set (see `load_problems`): the same ones
-    every time. A file or module and a name in it find a benchmark of your own.
+    A number after a colon selects that many problems, spread evenly over the set (see `load_problems`): the same ones
+    every time. `file.py:NAME` or `module:NAME` finds a user-defined benchmark.
 
     Example:
         find_benchmark("gsm8k")                  # (GSM8K, None)
@@ -88,7 +88,7 @@ def _own(place: str, constant: str) -> Benchmark:
 
 
 def _not_reserved(benchmark: Benchmark) -> Benchmark:
-    """Tables set published numbers beside those of a name, so the names of the library are of its benchmarks only."""
+    """Reject a user's benchmark under a built-in name: tables would put published numbers next to its results."""
     if benchmark != BENCHMARKS.get(benchmark.name, benchmark):
         raise ConfigError(
             f"Benchmark(name={benchmark.name!r}, title={benchmark.title!r}): that name is of {benchmark.name} as the "
@@ -118,7 +118,7 @@ def _import_module(place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        # A module that is there and lacks one of its own imports says so itself.
+        # If the module exists but one of its own imports is missing, that error propagates unchanged.
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(

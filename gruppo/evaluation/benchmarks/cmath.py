@@ -1,4 +1,4 @@
-"""CMATH: Chinese primary-school problems, with their grades 1 to 6."""
+"""CMATH: Chinese primary-school problems, labelled with school grades 1 to 6."""
 
 from collections.abc import Mapping
 from dataclasses import replace

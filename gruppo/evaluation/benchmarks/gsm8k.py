@@ -10,7 +10,7 @@ __all__ = ["GSM8K"]
 
 
 def _row(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer stands behind the worked solution: `… #### 1,250`."""
+    """Convert a row; the answer follows the worked solution: `… #### 1,250`."""
     return {"question": source["question"], "answer": source["answer"].rpartition("####")[2].strip().replace(",", "")}
 
 

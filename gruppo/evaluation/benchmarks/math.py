@@ -19,7 +19,7 @@ FEW_SHOT = FewShot(
 
 
 def _row(source: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer stands in the last box of the worked solution."""
+    """Convert a row; the answer is in the last box of the worked solution."""
     answer = last_box(source["solution"])
     return {"question": source["problem"], "answer": answer, "level": source["level"], "subject": source["type"]}
 

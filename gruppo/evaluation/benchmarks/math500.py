@@ -1,4 +1,4 @@
-"""MATH-500: 500 problems of the MATH test split. Its numbers do not compare with those of all 5000."""
+"""MATH-500: 500 problems of the MATH test split. Its results are not comparable with those on all 5000."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -21,7 +21,7 @@ MGSM_ZH = Benchmark(
     language="zh",
     rows=250,
     hub=HubSource("juletxara/mgsm", name="zh", split="test", row=_row),
-    # The paper has no few-shot prompt for this set; it is laid out as that of CMATH.
+    # The paper has no few-shot prompt for this set; this one uses the layout of CMATH's.
     few_shot=FewShot(
         "mgsm_zh.jsonl", shots=8, question="问题：{}", answer="答案：{}", separator="\n\n\n", stop=("\n问题：",)
     ),
