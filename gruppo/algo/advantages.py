@@ -43,7 +43,7 @@ class Advantages(NamedTuple):
 
 
 def combine_rewards(rewards_BR: Tensor, weights_R: Tensor) -> Tensor:
-    """Weighted sum (B,) over the rewards that apply; NaN for a row to which none does."""
+    """Weighted sum (B,) of the rewards that apply; NaN for a row where none applies."""
     rewards_BR = widen(rewards_BR)
     summed_B = (rewards_BR * weights_R.to(rewards_BR)).nansum(dim=1)
     return summed_B.masked_fill(rewards_BR.isnan().all(dim=1), torch.nan)
@@ -70,9 +70,9 @@ def sum_then_normalize(rewards_BR: Tensor, weights_R: Tensor, group_size: int, s
 
 
 def normalize_then_sum(rewards_BR: Tensor, weights_R: Tensor, group_size: int) -> Advantages:
-    """Each reward is standardised within its group, the weighted sum of those within the batch (GDPO).
+    """Standardise each reward within its group, then the weighted sum of the results within the batch (GDPO).
 
-    So a reward of small spread counts as much as one of large spread, https://arxiv.org/abs/2601.05242.
+    A reward with a small spread thus counts as much as one with a large spread, https://arxiv.org/abs/2601.05242.
     """
     summed_B = sum_of_normalized(rewards_BR, weights_R, group_size)
     std_B = _std(summed_B, dim=0).expand_as(summed_B)
@@ -81,16 +81,16 @@ def normalize_then_sum(rewards_BR: Tensor, weights_R: Tensor, group_size: int) -
 
 
 def sum_of_normalized(rewards_BR: Tensor, weights_R: Tensor, group_size: int) -> Tensor:
-    """Weighted sum (B,) of the rewards, each standardised within its group; NaN for a row to which none applies.
+    """Weighted sum (B,) of the rewards, each standardised within its group; NaN for a row where none applies.
 
-    Two rewards that say the opposite cancel each other, however far apart their values are:
+    Two rewards that rank the rows in opposite order cancel each other, whatever the scale of their values:
 
     >>> sum_of_normalized(torch.tensor([[0.0, 9.0], [1.0, 0.0]]), torch.ones(2), group_size=2).abs() < 1e-3
     tensor([True, True])
     """
     rewards_PGR = widen(rewards_BR).unflatten(0, (-1, group_size))
     scaled_PGR = nancenter(rewards_PGR, dim=1) / (_std(rewards_PGR, dim=1) + _EPS)
-    # A reward that has no spread to speak of in its group is skipped, but the row it belongs to stays scorable.
+    # A reward whose spread in its group is undefined (NaN) is skipped, but the row stays scorable.
     summed_B = (scaled_PGR.flatten(0, 1) * weights_R.to(scaled_PGR)).nansum(dim=1)
     return summed_B.masked_fill(rewards_BR.isnan().all(dim=1), torch.nan)
 
@@ -124,12 +124,12 @@ def leave_one_out(
 
 
 def frac_zero_std(std_B: Tensor) -> Tensor:
-    """Share of rows (of groups, as these have equal size) whose rewards have no spread; a 0-d tensor."""
+    """Share of rows whose rewards have no spread, 0-d; the same as the share of groups, which have equal size."""
     return std_B.isclose(torch.zeros_like(std_B)).float().mean()
 
 
 def _std(x: Tensor, dim: int) -> Tensor:
-    """nanstd along `dim`, kept; a single row, as in evaluation with one completion, has spread 0 rather than NaN."""
+    """`nanstd` along `dim`, keeping it; a single row (evaluation with one completion) has spread 0 rather than NaN."""
     if x.shape[dim] == 1:
         return torch.zeros_like(x)
     return nanstd(x, dim=dim, keepdim=True)

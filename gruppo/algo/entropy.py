@@ -8,9 +8,10 @@ __all__ = ["active_entropy_coef", "entropy_bonus", "next_entropy_coef"]
 
 
 def entropy_bonus(entropy_BT: Tensor, mask_BT: Tensor, tokens: Tensor | None = None) -> Tensor:
-    """Mean entropy over the tokens of `mask_BT`, differentiable, 0-d; 0 when there are none.
+    """Mean entropy over the tokens of `mask_BT`, differentiable, 0-d; 0 when there are no tokens.
 
-    `tokens` (B, 1) divides instead of their number where the rows are a part of what the mean is over.
+    When the rows are only part of the set that the mean is taken over, `tokens` (B, 1) gives the number of tokens to
+    divide by.
     """
     tokens = count(mask_BT, entropy_BT) if tokens is None else tokens
     return masked_sum(entropy_BT / tokens.clamp(min=1.0), mask_BT)
@@ -25,5 +26,5 @@ def active_entropy_coef(coef: float, last_entropy: float, target: float, adaptiv
 
 
 def next_entropy_coef(coef: float, mean_entropy: float, target: float, delta: float, low: float, high: float) -> float:
-    """The coefficient after an update whose mean entropy was `mean_entropy`: one step `delta` up if low, else down."""
+    """The coefficient after an update whose mean entropy was `mean_entropy`: up by `delta` if low, else down."""
     return min(coef + delta, high) if mean_entropy <= target else max(coef - delta, low)

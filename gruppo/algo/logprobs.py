@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of sampled tokens from a vocabulary of logits, without a second tensor of that size.
+"""Log-probs and entropies of sampled tokens from full-vocabulary logits, without a second tensor of that size.
 
-Both are autograd functions that work through the rows in blocks. What they keep for the backward pass is the logits
-themselves and one number per row; the gradient is then written in one tensor.
+Both are autograd functions that process the rows in blocks. For the backward pass they keep only their inputs and at
+most one number per row; the gradient is written into a single tensor.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ def selective_log_softmax(
 ) -> Tensor:
     """log softmax(logits / temperature) at `index` only: logits (…, V), index and result (…) or (…, K).
 
-    Rows where `row_mask` (…) is off give 0 and take no gradient. Half precision is computed and returned in float32: a
-    sum of log-probs rounded to bfloat16 is off by whole nats.
+    Rows where `row_mask` (…) is off give 0 and get no gradient. Half-precision inputs are computed and returned in
+    float32: a sum of log-probs rounded to bfloat16 is off by whole nats.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
@@ -39,7 +39,7 @@ def selective_log_softmax(
 def entropy_from_logits(logits: Tensor, chunk_size: int = _CHUNK, temperature: float = 1.0) -> Tensor:
     """Entropy in nats of softmax(logits / temperature), `chunk_size` rows at a time: logits (…, V), result (…).
 
-    Half precision is computed and returned in float32.
+    Half-precision inputs are computed and returned in float32.
     """
     return cast(Tensor, _Entropy.apply(logits, chunk_size, temperature))
 
@@ -65,7 +65,7 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         for x, i, z, g, into in _blocks(_CHUNK, logits, index, logsumexp, grads[0], grad_logits):
             g = widen(g)
             block = (widen(x) / ctx.temperature).sub_(z).exp_().mul_(-g.sum(-1, keepdim=True))
-            # A row that takes no gradient must not make one out of a NaN in its logits.
+            # A row whose incoming gradient is 0 must not pass on a NaN from its logits.
             block.masked_fill_((g == 0).all(-1, keepdim=True), 0.0)
             into.copy_(block.scatter_add_(-1, i, g).div_(ctx.temperature))
         return grad_logits, None, None
@@ -102,7 +102,7 @@ def _surprise(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tenso
 
 
 def _blocks(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Matching views of at most `rows` rows, dimension by dimension, so that a slice need not be contiguous."""
+    """Matching views of at most `rows` rows; splits dimension by dimension, so slices need not be contiguous."""
     if tensors[0].ndim == 1:
         tensors = tuple(t.unsqueeze(0) for t in tensors)
     if tensors[0].ndim > 2:

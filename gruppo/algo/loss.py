@@ -1,6 +1,6 @@
-"""The loss of one micro-batch, composed of the parts: ratio × objective × masks + KL, reduced.
+"""The loss of one micro-batch, composed of its parts: ratio × objective × masks + KL, reduced.
 
-`policy_loss` reads top to bottom as the definition; each line is a function of another file.
+`policy_loss` reads from top to bottom as the definition of the loss; each step calls a function from another file.
 """
 
 from dataclasses import replace
@@ -52,7 +52,7 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, size: UpdateSize) ->
 
 
 def _clean(inputs: LossInputs) -> LossInputs:
-    """The same micro-batch in full precision, a bool mask, and 0 wherever that is off."""
+    """The same micro-batch in full precision, with a bool mask and 0 wherever the mask is off."""
     mask_BT = inputs.mask_BT.bool()
 
     def masked(x: Tensor | None) -> Tensor | None:

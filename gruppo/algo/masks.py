@@ -12,7 +12,7 @@ __all__ = ["drop_rows", "entropy_threshold", "is_truncated", "off_policy_mask", 
 
 
 def is_truncated(completion_ids: Sequence[Sequence[int]], stop_ids: Collection[int]) -> list[bool]:
-    """For each completion, whether it lacks a final stop token (end-of-sequence or padding); an empty one does."""
+    """Whether each completion lacks a final stop token (end-of-sequence or padding), as an empty one does."""
     return [len(ids) == 0 or ids[-1] not in stop_ids for ids in completion_ids]
 
 
@@ -23,10 +23,10 @@ def drop_rows(mask_BT: Tensor, rows_B: Tensor | Sequence[bool]) -> Tensor:
 
 
 def entropy_threshold(entropies_N: Tensor, quantile: float) -> Tensor:
-    """The entropy (0-d) that the top share `quantile` of the tokens reach, https://arxiv.org/abs/2506.01939.
+    """The entropy (0-d) that the top share `quantile` of the tokens reaches, https://arxiv.org/abs/2506.01939.
 
-    It is the (1 − quantile) quantile with linear interpolation, as `torch.quantile` without its limit of 16 million
-    values; +inf when there are no tokens, so that nothing passes.
+    This is the (1 − quantile) quantile with linear interpolation, like `torch.quantile` but without its limit of
+    16 million values; +inf when there are no tokens, so that nothing passes.
     """
     if entropies_N.numel() == 0:
         return entropies_N.new_full((), torch.inf)
@@ -47,7 +47,7 @@ def off_policy_mask(
     """Bool (B, 1): keep a sequence if A ≥ 0 or its mean drift ℓ_sampler − ℓ is at most `threshold`.
 
     Negative samples the policy has already moved away from are dropped (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556).
-    Tokens of unknown (NaN) drift count as 0. Per-token advantages (B, T) give a mask (B, T).
+    Tokens with unknown (NaN) drift count as 0. Per-token advantages (B, T) give a mask (B, T).
     """
     drift_BT = widen(sampler_logps_BT) - widen(logps_BT.detach())
     drift_BT = drift_BT.masked_fill(drift_BT.isnan(), 0.0)

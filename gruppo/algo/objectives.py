@@ -1,8 +1,8 @@
-"""The policy term of each loss: P per token, whose gradient raises good completions and lowers bad ones.
+"""The policy term P of each loss, per token: minimising it makes good completions likelier and bad ones rarer.
 
-A new loss is one function here and one row in `OBJECTIVES`; one in `OBJECTIVE_STATS` if it has metrics of its own, and
-a place in `WEIGHTS_INSIDE` if it uses the sampler correction itself. An objective must be 0, with zero gradient, where
-the advantage is 0: that is how tokens are dropped.
+A new loss needs one function here and one entry in `OBJECTIVES`, an entry in `OBJECTIVE_STATS` if it reports metrics,
+and one in `WEIGHTS_INSIDE` if it applies the sampler correction itself. An objective must be 0, with zero gradient,
+where the advantage is 0: that is how tokens are dropped.
 """
 
 import math
@@ -47,9 +47,9 @@ class Tokens(NamedTuple):
 def clip(x: Tokens, s: LossSettings) -> Tensor:
     """−min(r̂·A, clamp(r, 1−ε_low, 1+ε_high)·A) with r̂ = min(r, δ): https://arxiv.org/abs/1707.06347.
 
-    For a fixed sign of A that is −A times r held in an interval: no floor if A ≥ 0, and δ moves only the ceiling (the
-    two-sided clip of https://arxiv.org/abs/2505.07291). Holding r by selection keeps the gradient exactly 0 outside
-    the interval even where r overflows.
+    For a fixed sign of A this is −A times r clamped to an interval: there is no floor if A ≥ 0, and δ moves only the
+    ceiling (the two-sided clip of https://arxiv.org/abs/2505.07291). Clamping r by selection keeps the gradient
+    exactly 0 outside the interval, even where r overflows.
     """
     lowest, highest = 1 - s.epsilon_low, 1 + s.epsilon_high
     delta = math.inf if s.delta is None else s.delta
@@ -103,8 +103,8 @@ def gamma_weights(
 ) -> Tensor:
     """VESPO's φ = exp(λ + k·log w − λ·w), shaped like a Gamma density, with φ(w = 1) = 1 and non-finite values 0.
 
-    w is the sequence ratio, Σ_t of the token log-ratios (and of log ρ, if given) clamped on the way. (k, λ) depend on
-    the sign of `advantages` (B, 1) or (B, T), whose shape the result takes.
+    w is the sequence ratio: log w = Σ_t of the token log-ratios (plus log ρ, if given), with terms and sum clamped.
+    (k, λ) depend on the sign of `advantages` (B, 1) or (B, T); the result has the shape of `advantages`.
     """
     log_w_B1 = masked_sum(log_ratio_BT.clamp(-20.0, 20.0), mask_BT, dim=1, keepdim=True)
     if importance_weights_BT is not None:
@@ -125,7 +125,7 @@ def gamma_weights(
 
 @torch.no_grad()
 def clip_stats(x: Tokens, s: LossSettings) -> dict[str, Stat]:
-    """Shares of tokens (of sequences, for a sequence ratio) held at a bound, measured on the δ-capped ratio."""
+    """Shares of tokens (of sequences, for a sequence ratio) clipped at a bound, measured on the δ-capped ratio."""
     r = x.log_ratio.exp()
     if s.delta is not None:
         r = r.clamp(max=s.delta)
@@ -133,7 +133,7 @@ def clip_stats(x: Tokens, s: LossSettings) -> dict[str, Stat]:
     high = (r > 1 + s.epsilon_high) & (x.advantages > 0)
 
     def rows(hit: Tensor) -> Tensor:
-        # Where every row counts (RLOO), a row without loss tokens is one that is not held.
+        # Where every row counts (RLOO), a row without loss tokens counts as not clipped.
         return hit.float()[:, 0] if s.reduction == "rows" else _row_shares(hit, x.mask_BT)
 
     return {
@@ -154,9 +154,9 @@ def cispo_stats(x: Tokens, s: LossSettings) -> dict[str, Stat]:
 
 @torch.no_grad()
 def vespo_stats(x: Tokens, s: LossSettings) -> dict[str, Stat]:
-    """Mean φ of the sequences it acts on: those with an advantage, whose log-probs are always known.
+    """Mean φ over the sequences it acts on: those with a nonzero advantage, whose log-probs are always known.
 
-    NaN, which no mean counts, where there are none.
+    NaN, which averages skip, if there are no such sequences.
     """
     phi, acts = _phi(x, s), x.advantages != 0
     count = torch.where(acts.any(), acts.sum().to(phi), torch.nan)
@@ -176,23 +176,23 @@ OBJECTIVE_STATS: dict[str, Callable[[Tokens, LossSettings], dict[str, Stat]]] = 
     "vespo": vespo_stats,
 }
 
-# The terms of all others are multiplied by the weights of the sampler correction. VESPO takes those into its sequence
-# weight.
+# Objectives that apply the weights of the sampler correction themselves: VESPO includes them in its sequence weight.
+# The terms of all other objectives are multiplied by these weights.
 WEIGHTS_INSIDE = {"vespo"}
 
 
 def _by_sign(condition: Tensor, if_true: float, if_false: float, like: Tensor) -> Tensor:
-    """One of two numbers, in the precision of `like`: `torch.where` on plain numbers would round them to float32."""
+    """One of two numbers, in the dtype of `like`: `torch.where` on Python numbers would round them to float32."""
     return torch.where(condition, like.new_full((), if_true), like.new_full((), if_false))
 
 
 def _exp_unless(log_ratio: Tensor, constant: Tensor) -> Tensor:
-    """exp with the positions a `where` will not select set to 1, lest their backward compute 0 · inf = NaN."""
+    """exp, but 1 at the positions that `where` will not select, so that their backward avoids 0 · inf = NaN."""
     return log_ratio.expand(constant.shape).masked_fill(constant, 0.0).exp()
 
 
 def _reinforce(weight: Tensor, logps_BT: Tensor) -> Tensor:
-    """−weight·ℓ, where a weight of 0 also silences an infinite ℓ."""
+    """−weight·ℓ, where a weight of 0 gives 0 even if ℓ is infinite."""
     return -weight * logps_BT.masked_fill(weight.expand(logps_BT.shape) == 0, 0.0)
 
 

@@ -11,12 +11,12 @@ LEVELS = ("token", "sequence_mean", "sequence_sum")
 
 
 def log_ratio(logps_BT: Tensor, old_logps_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
-    """log r of the current to the old policy, exactly 0 under the mask whatever the inputs hold there.
+    """log r of the current to the old policy; exactly 0 at masked positions, whatever the inputs contain there.
 
     - "token" (B, T): ℓ − ℓ_old
     - "sequence_mean" (B, 1): its mean over the row's tokens (GSPO, https://arxiv.org/abs/2507.18071)
-    - "sequence_sum" (B, 1): its sum, the ratio of the whole completion (RLOO, https://arxiv.org/abs/2402.14740). Here
-      the old log-probs may also be given as the row sums they are needed for, (B,) or (B, 1).
+    - "sequence_sum" (B, 1): its sum, the ratio of the whole completion (RLOO, https://arxiv.org/abs/2402.14740). At
+      this level the old log-probs may also be given as row sums, (B,) or (B, 1), since only the sums are needed.
     """
     if level not in LEVELS:
         raise ValueError(f"ratio level must be one of {LEVELS}, not {level!r}")

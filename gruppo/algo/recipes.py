@@ -1,4 +1,4 @@
-"""The algorithms, as the table they are."""
+"""A table of the algorithms: one recipe per published name."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ __all__ = ["LOSS_TYPES", "RECIPES", "Recipe"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """An algorithm as a choice in each column; the defaults are GRPO without its KL."""
+    """An algorithm as one choice per field; the defaults are GRPO without its KL term."""
 
     advantage: Literal["group", "leave_one_out"] = "group"
     scale: Literal["group", "batch", "none"] = "group"
@@ -35,7 +35,7 @@ RECIPES: dict[str, Recipe] = {
 In the config the columns are separate fields, in any combination; `gruppo.config.recipe.recipe_of` reads them.
 """
 
-# GSPO has GRPO's loss, with the ratio of a sequence; RLOO is a trainer of its own.
+# No loss types: GSPO is GRPO's loss with a sequence-level ratio, and RLOO has a separate trainer.
 _NO_LOSSES = ("gspo", "rloo")
 
 LOSS_TYPES: dict[str, tuple[str, str]] = {

@@ -1,7 +1,8 @@
-"""From per-token terms to one number: the only thing in which five of the loss types differ.
+"""Reduce per-token terms to one number: for five of the loss types, the only difference between them.
 
-The contract: what `reduce_loss` returns for each micro-batch of each rank *sums* to the loss of the optimizer update,
-so how the update is cut into micro-batches does not matter ("micro_batch" excepted, whose definition is the cut).
+The contract: the values that `reduce_loss` returns for all micro-batches of all ranks *sum* to the loss of the
+optimizer update. How the update is split into micro-batches therefore does not matter, except for "micro_batch", which
+is defined by that split.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def _micro_batch(terms: Tensor, mask_BT: Tensor, size: UpdateSize, max_completio
 
 
 def _constant(terms: Tensor, mask_BT: Tensor, size: UpdateSize, max_completion_length: int | None) -> Tensor:
-    """Sum over tokens by a constant length, mean over rows (Dr. GRPO, https://arxiv.org/abs/2503.20783)."""
+    """Sum over tokens divided by a constant length, mean over rows (Dr. GRPO, https://arxiv.org/abs/2503.20783)."""
     if max_completion_length is None:
         raise ValueError("the 'constant' reduction divides by max_completion_length, which is None")
     return masked_sum(terms, mask_BT) / (size.rows * max_completion_length)
@@ -81,7 +82,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor, UpdateSize, int | None], Tensor]
 def reduce_loss(
     terms: Tensor, mask_BT: Tensor, how: str, size: UpdateSize, max_completion_length: int | None = None
 ) -> Tensor:
-    """This micro-batch's share (0-d) of the update's loss, from per-token `terms` (B, T) or per-row ones (B, 1)."""
+    """This micro-batch's share (0-d) of the update's loss, from per-token (B, T) or per-row (B, 1) `terms`."""
     if how not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {tuple(REDUCTIONS)}, not {how!r}")
     return REDUCTIONS[how](terms, mask_BT, size, max_completion_length)

@@ -1,7 +1,8 @@
 """Process supervision: rewards for the steps of a completion, https://arxiv.org/abs/2402.03300, section 4.1.3.
 
-Steps are given flat, S of a whole generation. Step s belongs to row `row_S[s]` (rows in group order, `group_size`
-consecutive ones per prompt), ends with that row's token `end_S[s]`, counted from 0, and is worth `value_S[s]`.
+The S steps of a whole generation batch are given as flat tensors. Step s belongs to row `row_S[s]` (rows in group
+order, `group_size` consecutive rows per prompt), ends with that row's token `end_S[s]`, counted from 0, and has the
+reward `value_S[s]`.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ _EPS = 1e-4
 
 
 class NormalizedSteps(NamedTuple):
-    """What steps are worth beside the others of their group."""
+    """The rewards of steps, normalised within their group."""
 
     value_S: Tensor
     """Always finite: where the values of a group are beyond float32, 0."""
@@ -28,8 +29,8 @@ class NormalizedSteps(NamedTuple):
 def normalize_steps(value_S: Tensor, row_S: Tensor, *, rows: int, group_size: int, scale: str) -> NormalizedSteps:
     """(v − mean of the group's steps) / (σ + 1e-4), over all steps of all completions of a group.
 
-    `scale` is "group", "batch" (σ of all steps) or "none" (no division; `std_P` is then the group's). A group with a
-    single step has nothing to compare it with: 0.
+    `scale` is "group", "batch" (σ of all steps) or "none" (no division; `std_P` is then the group's). The only step of
+    a group has nothing to be compared with and gets 0.
 
     Example, a row with steps worth 1 and 0, its sibling with one worth 1:
         normalize_steps([1, 0, 1], [0, 0, 1], rows=2, group_size=2, scale="none").value_S == [1/3, -2/3, 1/3]
@@ -41,7 +42,7 @@ def normalize_steps(value_S: Tensor, row_S: Tensor, *, rows: int, group_size: in
     def per_group(values_S: Tensor, reduce: str, start: float) -> Tensor:
         return values_S.new_full((groups,), start).scatter_reduce(0, group_S, values_S, reduce)
 
-    # Around the largest value, so that equal steps come out as exactly 0.
+    # Shift by the largest value, so that equal steps come out as exactly 0.
     shifted_S = value_S - per_group(value_S, "amax", -torch.inf)[group_S]
     n_P = per_group(torch.ones_like(value_S), "sum", 0.0)
     centered_S = shifted_S - (per_group(shifted_S, "sum", 0.0) / n_P.clamp(min=1))[group_S]

@@ -1,4 +1,4 @@
-"""Two habits every formula shares: half precision is widened, and a masked position can never leak."""
+"""Helpers that every formula uses: half precision is widened, and masked positions never affect the result."""
 
 from torch import Tensor, float32
 

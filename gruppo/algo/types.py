@@ -9,7 +9,7 @@ __all__ = ["LossInputs", "LossOutput", "LossSettings", "Max", "Mean", "Min", "St
 
 
 class Mean(NamedTuple):
-    """A mean in two parts (0-d each), so that ranks and micro-batches are summed before dividing."""
+    """A mean as numerator and denominator (0-d each), summed over ranks and micro-batches before dividing."""
 
     num: Tensor
     den: Tensor
@@ -58,7 +58,7 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch; whatever is under the mask is ignored, NaN and infinities included.
+    """One micro-batch; values at masked positions are ignored, NaN and infinities included.
 
     Completions of three and two tokens: `logps_BT` (2, 3), `mask_BT` [[1, 1, 1], [1, 1, 0]], `advantages` [1.0, -0.5].
     """
@@ -82,7 +82,7 @@ class LossInputs:
 
 
 class LossOutput(NamedTuple):
-    """One micro-batch's share of the update's loss: shares sum, over micro-batches and ranks, to the loss."""
+    """One micro-batch's share of the update's loss: the shares of all micro-batches and ranks sum to the loss."""
 
     loss: Tensor
     """0-d, with the entropy bonus."""

@@ -1,14 +1,16 @@
-"""Silent failures: runs that end well and trained the wrong thing. Every generation and every update is looked at.
+"""Checks for silent failures: runs that finish without an error but trained the wrong thing.
 
-    Finding, Auditor     what a check found; raise, warn or look away
+Every generation and every update is checked.
+
+    Finding, Auditor     a violated check; raises, warns or ignores it
     heard                what other processes found
-    RunAudits            the checks of generations and updates, and what they remember
-    PromptBooks          prompts seen, skipped and repeated
-    BadUpdates           updates that are left out, and when that is too many
-    WeightProbe          whether the weights move
+    RunAudits            the checks of generations and updates, with their state
+    PromptBooks          counts of prompts seen, skipped and repeated
+    BadUpdates           counts skipped updates, and stops the run after too many
+    WeightProbe          whether the weights change
     books, nonfinite     token counts that must agree; losses and gradients that must be finite
 
-All of it is described in docs/audits.md. Nothing in here knows the trainer.
+docs/audits.md describes all checks. Nothing in this package depends on the trainer.
 """
 
 from gruppo.audit.data import PromptBooks

@@ -1,10 +1,10 @@
-"""Is the sampler as random as it says? Two tests against what its own log-probs allow.
+"""Whether the sampler is as random as its log-probs claim: two statistical tests.
 
-    duplicates   completions of a prompt that are equal, against how often that must happen
-    entropy      how surprising the sampled tokens are, against how surprising they should be on average
+    duplicates   how many completions of a prompt are equal, compared with the expected number
+    entropy      how surprising the sampled tokens are, compared with the expected surprise
 
-Both use the log-probs under the distribution that was sampled from. With top-k, top-p and the like (`shaped`) those
-are not known, and at temperature 0 there is no chance at all.
+Both use the log-probs under the distribution that was sampled from. With top-k, top-p and the like (`shaped`) these
+are unknown, and at temperature 0 nothing is random.
 """
 
 import math
@@ -20,15 +20,15 @@ from gruppo.audit.findings import Finding
 from gruppo.audit.tokens import Floats, Tokens
 from gruppo.types import Rollout
 
-LONG = 16  # tokens: so long that nobody writes the same twice by chance, unless the policy has collapsed
+LONG = 16  # tokens: completions this long are not equal by chance, unless the policy has collapsed
 NEARLY_ALL = 0.9
 FEWEST_PAIRS = 10
 
 
 def prompt_groups(rollouts: Sequence[Rollout]) -> list[range]:
-    """Rows of the same prompt that follow each other.
+    """Consecutive rows with the same prompt.
 
-    Not blocks of the group size: a group may straddle processes, and environments may have changed prompts.
+    These need not be blocks of the group size: a group may span processes, and environments may change prompts.
     """
     prompts = [rollout.prompt.ids for rollout in rollouts]
     starts = [row for row, ids in enumerate(prompts) if not row or not _same(ids, prompts[row - 1])]
@@ -40,10 +40,10 @@ def _same(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def repeats(keys: Sequence[bytes], probabilities: Sequence[float], groups: Sequence[range]) -> tuple[int, float]:
-    """How many completions equal an earlier one of their group, and how many should.
+    """How many completions equal an earlier one of their group, and the expected number.
 
-    Each one meets what was written before it with the probability of all of that together, which is known before it
-    is drawn: the difference of the two counts is a martingale, whatever the model.
+    The probability that a completion equals an earlier one is the total probability of the distinct earlier ones,
+    which is known before it is drawn: the difference between the two counts is a martingale for every model.
     """
     found, expected = 0, 0.0
     for group in groups:
@@ -60,7 +60,7 @@ def repeats(keys: Sequence[bytes], probabilities: Sequence[float], groups: Seque
 
 
 def equal_pairs(keys: Sequence[bytes], long: Sequence[bool], groups: Sequence[range]) -> tuple[int, int]:
-    """Pairs of long completions of the same prompt: those that are equal, and all."""
+    """Number of equal pairs and of all pairs of long completions of the same prompt."""
     equal, pairs = 0, 0
     for group in groups:
         counts = Counter(keys[row] for row in group if long[row])
@@ -72,8 +72,9 @@ def equal_pairs(keys: Sequence[bytes], long: Sequence[bool], groups: Sequence[ra
 class Duplicates:
     """Check `duplicates`: completions of a prompt are equal more often than their log-probs allow."""
 
-    # Bets on equals that are too many by factors from 1.3 to half a million. For a count whose mean is at most m, the
-    # exponential of bet · count − (e^bet − 1) · m has a mean of at most 1.
+    # A bet gains if equal completions are too frequent by more than a factor, which is 1.3 for the smallest bet and
+    # half a million for the largest. For a count whose mean is at most m, the exponential of
+    # bet · count − (e^bet − 1) · m has a mean of at most 1.
     BETS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
     def __init__(self) -> None:
@@ -120,17 +121,17 @@ class Duplicates:
 
 
 class Surprise:
-    """Check `entropy`: tokens are less or more surprising than the distribution that they are said to come from.
+    """Check `entropy`: tokens are less or more surprising than the reported distribution implies.
 
-    The surprise −log p of a drawn token has the distribution's entropy as its mean, at every token, whatever the
-    model: their difference is a martingale. With x such a difference in units that keep it above −1, the exponential
-    of bet · x + (log(1 − bet) + bet) · x² has a mean of at most 1. So the spread is measured, not assumed, and yet a
-    generation in which rare tokens happen to be missing proves nothing: no bet is above 1.
+    At every token and for every model, the mean of the surprise −log p of the drawn token is the entropy of the
+    distribution: their difference is a martingale. If x is such a difference in units that keep it above −1, the
+    exponential of bet · x + (log(1 − bet) + bet) · x² has a mean of at most 1. The spread is thus measured, not
+    assumed. Still, a generation that happens to lack rare tokens proves nothing, since no bet is above 1.
     """
 
     BETS = (0.05, 0.2, 0.5, 0.9)
-    TOLERANCE = 0.02  # of the entropy: what rounding and kernels may cost
-    BEYOND = 10.0  # nats above log(vocabulary) at which a surprise is cut off where it must not be without bound
+    TOLERANCE = 0.02  # share of the entropy: allows for rounding and differences between kernels
+    BEYOND = 10.0  # surprises are capped at this many nats above log(vocabulary) where they must be bounded
 
     def __init__(self) -> None:
         self.colder, self.hotter = Evidence(len(self.BETS)), Evidence(len(self.BETS))
@@ -146,7 +147,7 @@ class Surprise:
         if not len(surprise):
             return None
         unit = math.log(vocabulary) + self.BEYOND
-        lost = math.exp(-self.BEYOND - 1)  # at most, of the mean, by the cut: p (−log p − unit) summed over all tokens
+        lost = math.exp(-self.BEYOND - 1)  # most that the cap lowers the mean: Σ p (−log p − unit)
         too_hot = surprise - (1 + self.TOLERANCE) * entropy
         too_cold = (1 - self.TOLERANCE) * entropy - lost - np.minimum(surprise, unit)
         hotter, colder = self.hotter.add(self._gains(too_hot / unit)), self.colder.add(self._gains(too_cold / unit))

@@ -1,4 +1,4 @@
-"""Which prompts an epoch has seen: each once, and at its end none is missing."""
+"""Checks that an epoch sees every prompt exactly once."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,13 +16,13 @@ MOST_NAMED = 5
 class PromptBooks:
     """Counts how often each prompt of a dataset is taken in each epoch.
 
-    `prompts` is the size of the dataset, None for a stream without end, whose prompts are only counted. `left_over` of
-    them are left out of every epoch on purpose: the ragged end that fills no generation.
+    `prompts` is the size of the dataset; None for an endless stream, whose prompts are only counted. Every epoch
+    leaves out `left_over` prompts on purpose: the remainder that does not fill a generation.
 
-    Prompts are taken in the order of the stream, so that an epoch is over as soon as a prompt of a later one was
-    taken, and its books are closed. Those of the epoch under way stay open when a run ends. Prompts of epochs before
-    `first_epoch` are only counted: a run that goes on in the middle of epoch 2, without the books of what came before,
-    sets it to 3. What an epoch leaves out because it was ended on purpose (`end_early`) is only counted, too.
+    Prompts are taken in stream order, so an epoch is over, and its books are closed, as soon as a prompt of a later
+    epoch is taken. When a run ends, the books of the current epoch stay open. Prompts of epochs before `first_epoch`
+    are only counted: a run that resumes in the middle of epoch 2 without the earlier books sets it to 3. Prompts left
+    out because an epoch was ended on purpose (`end_early`) are only counted, too.
 
     Example, five prompts in generations of two:
         books = PromptBooks(5, left_over=1)
@@ -36,13 +36,13 @@ class PromptBooks:
         self.prompts = prompts
         self.left_over = left_over
         self.first_epoch = first_epoch
-        self.seen = self.skipped = self.repeated = 0  # over all epochs; skipped: of the closed ones
-        self._closed = first_epoch  # epochs before this one are
+        self.seen = self.skipped = self.repeated = 0  # over all epochs; skipped: over closed epochs
+        self._closed = first_epoch  # all epochs before this one are closed
         self._open: dict[int, NDArray[np.uint8]] = {}  # how often each prompt was taken, by epoch
-        self._ended_early: set[int] = set()  # of the epochs that are not closed
+        self._ended_early: set[int] = set()  # epochs ended early that are not closed yet
 
     def take(self, indices: Sequence[int], epoch: int | Sequence[int]) -> list[Finding]:
-        """Enter prompts (one index for each, not for each of its completions), with the epoch of all, or of each."""
+        """Count prompts, with one index per prompt, not per completion, and one epoch for all or one for each."""
         self.seen += len(indices)
         if self.prompts is None or not len(indices):
             return []
@@ -55,12 +55,12 @@ class PromptBooks:
         return findings + self.close(before=int(epoch_P.max()))
 
     def end_early(self, epoch: int) -> None:
-        """Somebody wants this epoch to be over: the prompts that are left of it are nobody's mistake."""
+        """Mark this epoch as ended on purpose, so that its remaining prompts are not reported as skipped."""
         if epoch >= self._closed:
             self._ended_early.add(epoch)
 
     def close(self, before: int) -> list[Finding]:
-        """Close the books of every epoch before this one; at the end of epoch 2, `close(before=3)`."""
+        """Close the books of every epoch before `before`; at the end of epoch 2, call `close(before=3)`."""
         findings = []
         for epoch in range(self._closed, before if self.prompts is not None else 0):
             findings += self._balance(epoch, self._open.pop(epoch, self._nothing_taken()))
@@ -79,8 +79,8 @@ class PromptBooks:
             return [self._repeated(index_P, f"epoch {epoch}, which was over")]
         counts = self._open.setdefault(epoch, self._nothing_taken())
         unique, times = np.unique(index_P, return_counts=True)
-        again = np.minimum(counts[unique] + times - 1, times)  # those that were not the first
-        counts[unique] = np.minimum(counts[unique] + times, 255)  # a uint8 would begin at 0 again
+        again = np.minimum(counts[unique] + times - 1, times)  # all but the first time
+        counts[unique] = np.minimum(counts[unique] + times, 255)  # avoid uint8 overflow
         self.repeated += int(again.sum())
         return [self._repeated(unique[again > 0], f"epoch {epoch}")] if again.any() else []
 
@@ -144,7 +144,7 @@ class PromptBooks:
         self._open = {epoch: row.copy() for epoch, row in zip(state["epochs"], counts, strict=True)}
 
     def load_totals(self, state: Mapping[str, Any]) -> None:
-        """Only what was counted: which prompts the epochs have seen is not known, or of no use."""
+        """Load the totals only, where the prompts that the epochs have seen are unknown or of no use."""
         self.seen, self.skipped, self.repeated = (int(state[name]) for name in ("seen", "skipped", "repeated"))
 
 

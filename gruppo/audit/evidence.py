@@ -1,10 +1,10 @@
-"""Tests that go on for as long as a run does: how much must be seen before chance is no explanation any more.
+"""Sequential tests that run as long as the training run: how much evidence is needed before chance is ruled out.
 
-A test bets against health. A gain is a number that is made from one generation and whose exponential has a mean of at
-most 1 while all is well; gains of one generation after the other are added up. A sum that reaches log(1/p) by luck is
-rarer than p, however often one looks (Ville's inequality). A sum never falls below 0, so that a healthy past does not
-have to be made up for; each generation may then be the beginning of a false alarm, whose rate is therefore per
-generation.
+A test bets against the hypothesis that all is well. Each generation yields a gain, a number whose exponential has a
+mean of at most 1 under that hypothesis, and the gains of successive generations are added up. By chance the sum
+reaches log(1/p) with a probability of at most p, however often it is checked (Ville's inequality). The sum never falls
+below 0, so that a failure need not first make up for a healthy past. Each generation may then be the start of a false
+alarm, so the false alarm rate is per generation.
 """
 
 import math
@@ -15,7 +15,7 @@ FALSE_ALARMS = 1e-6  # per generation and test, at most
 
 
 class Evidence:
-    """The gains of several bets against the same hypothesis, of which one or the other will fit the failure.
+    """The summed gains of several bets against the same hypothesis, each suited to a different size of the failure.
 
     Example:
         evidence = Evidence(bets=2)
@@ -28,7 +28,7 @@ class Evidence:
         self.sums = [0.0] * bets
 
     def add(self, gains: Sequence[float]) -> bool:
-        """Add the gains of one generation, one per bet; whether there is enough evidence, which is then forgotten."""
+        """Add one generation's gains, one per bet; returns whether the evidence suffices, and if so resets it."""
         self.sums = [max(before + gain, 0.0) for before, gain in zip(self.sums, gains, strict=True)]
         if max(self.sums) < self.enough:
             return False
@@ -43,7 +43,7 @@ class Evidence:
 
 
 class Streak:
-    """How often in a row something was so.
+    """How many times in a row a condition held.
 
     Example, of a limit of 2:
         [streak.add(bad) for bad in (True, False, True, True, True)] == [False, False, False, True, True]
@@ -54,7 +54,7 @@ class Streak:
         self.length = 0
 
     def add(self, bad: bool) -> bool:
-        """Count one more; whether the limit is reached."""
+        """Count one observation; returns whether the limit is reached."""
         self.length = self.length + 1 if bad else 0
         return self.length >= self.limit
 
@@ -94,4 +94,4 @@ class BadUpdates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.total, self.in_a_row = int(state["total"]), int(state["in_a_row"])
         if self.should_stop:
-            self.in_a_row = 0  # they stopped the run, and whoever goes on with it has mended something
+            self.in_a_row = 0  # these updates stopped the run; a resumed run has presumably fixed the cause

@@ -12,13 +12,13 @@ logger = logging.getLogger(__name__)
 
 Mode = Literal["error", "warn", "off"]
 
-# Sums of integers that do not add up have no healthy explanation: there is nothing to go on for.
+# Integer counts that do not agree have no harmless explanation, so these checks raise even with audit="warn".
 ALWAYS_RAISED = frozenset({"token_books"})
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A violated check: its name, words for a person, and the numbers that it saw.
+    """A violated check: its name, a message for the user, and the numbers that it saw.
 
     Example:
         Finding("nan_logits", "3 of 64 completions ended because …", {"completions": 3.0})
@@ -33,9 +33,10 @@ class Finding:
 
 
 def heard(by_process: Sequence[Sequence[Finding]], own: int) -> list[tuple[int, Finding]]:
-    """What other processes found and this one did not, each with the first process that did.
+    """Findings of other processes that this process does not have, each with the first process that has it.
 
-    Findings in the same words come from numbers that processes share (rewards, gradients, prompts), and are one.
+    Findings with the same text come from numbers that all processes share (rewards, gradients, prompts) and count as
+    one.
 
     Example, of process 0, where both have found the same gradient and process 1 an empty generation:
         heard([[gradient], [empty, gradient]], own=0) == [(1, empty)]
@@ -53,11 +54,11 @@ def heard(by_process: Sequence[Sequence[Finding]], own: int) -> list[tuple[int, 
 
 
 class Auditor:
-    """Raises, warns or looks away, by the config's `audit`; counts what it saw.
+    """Raises on findings, warns about them or ignores them, depending on the config's `audit`; counts them.
 
-    Every finding goes to `on_finding`. The log is spared: a check is logged when it is violated for the first time,
-    and again whenever its count has doubled. Where there are several processes, what each of them has found since
-    `take_unshared` was last called is for the others to `hear`; all of them then have the same counts.
+    Every finding is passed to `on_finding`. To keep the log short, a check is logged when it is first violated, and
+    again whenever its count has doubled. With several processes, each passes its findings since the last
+    `take_unshared` to the `hear` of the others, so that all of them have the same counts.
 
     Example:
         auditor = Auditor("warn")
@@ -70,11 +71,11 @@ class Auditor:
         self.mode = mode
         self.on_finding = on_finding
         self.counts: Counter[str] = Counter()
-        self._logged: Counter[str] = Counter()  # what the counts were when metrics were last taken
+        self._logged: Counter[str] = Counter()  # the counts at the last call of metrics()
         self._unshared: list[Finding] = []
 
     def report(self, findings: Iterable[Finding]) -> None:
-        """Act on findings; with "error", and for books that do not balance, raise an AuditError with all of them."""
+        """Act on findings; with "error", and always for `ALWAYS_RAISED`, raise one AuditError with all of them."""
         if self.mode == "off":
             return
         raised = []
@@ -103,11 +104,11 @@ class Auditor:
         return taken
 
     def hear(self, finding: Finding) -> None:
-        """Count what another process found and has already spoken of."""
+        """Count a finding of another process, which has already reported it."""
         self.counts[finding.check] += 1
 
     def metrics(self) -> dict[str, float]:
-        """Findings since the last call, of every check that ever had one."""
+        """Number of findings since the last call, for every check that has ever had one."""
         fresh = {f"audit/{check}": float(count - self._logged[check]) for check, count in self.counts.items()}
         self._logged = self.counts.copy()
         return fresh

@@ -1,4 +1,4 @@
-"""All checks of a run in one place, with what they remember from one update to the next."""
+"""All checks of a run in one place, with the state that they keep between updates."""
 
 import math
 from collections import deque
@@ -13,14 +13,14 @@ from gruppo.audit.findings import Finding
 from gruppo.audit.tokens import Tokens
 from gruppo.types import Rollout
 
-PATIENCE = 20  # generations without an end, or without a signal
+PATIENCE = 20  # generations in which no completion ends, or without a learning signal
 FROZEN = 3  # updates
 NORMS = 50  # updates whose norms are remembered
-BEGINNING = 5  # updates that say what a run began with
+BEGINNING = 5  # updates that define the initial values of a run
 
 
 class Beginning:
-    """The mean of the first values of a run; None as long as there are too few."""
+    """The mean of the first values of a run; None while there are too few."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -39,7 +39,7 @@ class Beginning:
 
 
 class Recent:
-    """The last norms that were neither 0 nor infinite: updates without a signal would drag their median down."""
+    """The last norms that were neither 0 nor infinite: updates without a signal would lower the median."""
 
     def __init__(self) -> None:
         self.values: deque[float] = deque(maxlen=NORMS)
@@ -56,9 +56,9 @@ class Recent:
 
 
 class RunAudits:
-    """Looks at every generation and every update, and returns what is wrong with it.
+    """Checks every generation and every update, and returns the findings.
 
-    Numbers that are not known are None, and their checks are left out. `state_dict` is plain JSON.
+    Unknown numbers are None, and their checks are skipped. `state_dict` is plain JSON.
 
     Example:
         audits, auditor = RunAudits(), Auditor("warn")
@@ -83,12 +83,12 @@ class RunAudits:
         end_ids: Collection[int],
         weights: tuple[Any, Any] | None,
     ) -> list[Finding]:
-        """Checks of the sampler, given all that this process sampled.
+        """Checks of the sampler, given all rollouts that this process sampled.
 
-        Also what dynamic sampling replaces: rows that were picked by their rewards are no fair sample. `temperature`
-        is 0 for greedy decoding. `shaped`: tokens are drawn from another distribution than softmax(logits /
-        temperature). `vocabulary` is that of the logits. `weights` are two values, the sampler's and the trainer's,
-        that are equal if their weights are of the same update.
+        `rollouts` includes those that dynamic sampling replaces, since rows selected by reward are not a fair sample.
+        `temperature` is 0 for greedy decoding. `shaped` means that tokens are drawn from a distribution other than
+        softmax(logits / temperature). `vocabulary` is the size of the logits. `weights` is a pair of values, from the
+        sampler and from the trainer, that are equal if their weights are from the same update.
         """
         if not rollouts:
             return []
@@ -107,7 +107,7 @@ class RunAudits:
         )
 
     def after_scoring(self, *, spread_share: float | None, unscorable_share: float) -> list[Finding]:
-        """Checks of a generation's rewards: the share of groups that have spread, of completions without a score."""
+        """Checks of a generation's rewards, by the shares of groups with spread and of completions without a score."""
         without_signal = spread_share is not None and self.no_signal.add(spread_share == 0)
         return _found(
             update.no_signal(self.no_signal.length) if without_signal else None,
@@ -131,10 +131,10 @@ class RunAudits:
     ) -> list[Finding]:
         """Checks of an update that reached the weights.
 
-        `drift_*`: |trainer − sampler| of log-probs, and exp(trainer − sampler), over the loss tokens whose rows were
-        sampled with the weights of this update. `moving_rows` must have a gradient: an advantage that is not 0, loss
-        tokens, and nothing that clips or drops them. `oldest_rows` and `allowed_age` count updates. `changed_share` is
-        what a WeightProbe says.
+        `drift_*` are mean and maximum of |trainer − sampler| of log-probs, and the mean of exp(trainer − sampler),
+        over the loss tokens whose rows were sampled with the weights of this update. `moving_rows` counts the rows
+        that must have a gradient: nonzero advantage, loss tokens, and not clipped or dropped. `oldest_rows` and
+        `allowed_age` are in updates. `changed_share` is the result of a WeightProbe.
         """
         return _found(
             update.drift(drift_mean, drift_max, drift_ratio) if drift_mean is not None else None,
@@ -151,7 +151,7 @@ class RunAudits:
             return []
         found = [update.exploding_gradient(grad_norm, self.norms.values)]
         self.norms.add(grad_norm)
-        # An update without gradient or learning rate says nothing, and does not end a streak.
+        # An update with a gradient or learning rate of 0 proves nothing and does not end a streak.
         if changed_share is not None and grad_norm and learning_rate and self.frozen.add(changed_share == 0):
             found.append(update.frozen_weights(self.frozen.length, learning_rate))
         return found

@@ -1,13 +1,13 @@
 """Checks of what was sampled, once per generation; most are functions that return a finding or None.
 
-    impossible_logps   log-probs above 0, NaN or −inf; entropies that no distribution has
-    bad_tokens         ids that the vocabulary does not have; text behind an end token
+    impossible_logps   log-probs above 0, NaN or −inf; impossible entropies
+    bad_tokens         ids outside the vocabulary; text after an end token
     nan_logits         completions that ended because the logits were not finite
-    no_end             no completion came to its own end, for many generations
-    empty              nothing was written, most of the time
-    stale_weights      the sampler has other weights than the trainer
+    no_end             no completion ended by itself, for many generations
+    empty              most completions are empty
+    stale_weights      the sampler's weights differ from the trainer's
 
-What needs statistics is in `chance.py`.
+Statistical checks are in `chance.py`.
 """
 
 import math
@@ -20,13 +20,13 @@ from gruppo.audit.findings import Finding
 from gruppo.audit.tokens import Tokens
 from gruppo.types import StopReason
 
-ABOVE_ZERO = 1e-4  # of a log-prob: float32 rounding of a difference of logits
+ABOVE_ZERO = 1e-4  # tolerance for log-probs: float32 rounding of a difference of logits
 ENTROPY_ROUNDING = 1e-2  # nats: a sum over the vocabulary in float32, with a wide margin
-MOST = 0.5  # of a generation's completions
+MOST = 0.5  # share of a generation's completions
 
 
 def impossible_logps(tokens: Tokens, vocabulary: int) -> Finding | None:
-    """Numbers that are no log-prob of a token that was drawn, or no entropy of a vocabulary of this size."""
+    """Log-probs that a sampled token cannot have, or entropies impossible for a vocabulary of this size."""
     logps = tokens.given_logps
     if tokens.logps is not None:
         logps = np.concatenate([logps, tokens.logps[tokens.own]])
@@ -37,7 +37,7 @@ def impossible_logps(tokens: Tokens, vocabulary: int) -> Finding | None:
         "above_zero": float((logps > ABOVE_ZERO).sum()),
         "nan": float(np.isnan(logps).sum()),
         "minus_infinity": float((logps == -np.inf).sum()),
-        # Not the other way round: NaN is in no range.
+        # Negated, so that NaN, which is in no range, is counted.
         "entropies": float((~((entropies >= -ENTROPY_ROUNDING) & (entropies <= most))).sum()),
     }
     if not any(values.values()):
@@ -54,13 +54,13 @@ def impossible_logps(tokens: Tokens, vocabulary: int) -> Finding | None:
 
 
 def bad_tokens(tokens: Tokens, vocabulary: int, end_ids: Collection[int]) -> Finding | None:
-    """Ids outside of the vocabulary, and completions that go on behind an end token.
+    """Ids outside of the vocabulary, and completions that continue after an end token.
 
-    A completion with tool turns has end tokens inside.
+    Completions with tool turns are exempt from the latter: they contain end tokens.
     """
     unknown = int(((tokens.ids < 0) | (tokens.ids >= vocabulary)).sum())
     inside = np.zeros(len(tokens.ids), np.bool_)
-    for end in end_ids:  # a few; np.isin is made for many
+    for end in end_ids:  # there are few; np.isin pays off for many
         inside |= tokens.ids == end
     inside[tokens.ends[tokens.lengths > 0] - 1] = False
     going_on = tokens.row_sums(inside.astype(np.float64)) > 0
@@ -93,7 +93,7 @@ def nan_logits(tokens: Tokens) -> Finding | None:
 
 
 def no_end(generations: int) -> Finding:
-    """Not one completion came to its own end."""
+    """No completion ended by itself."""
     return Finding(
         "no_end",
         f"Not one completion of {generations} generations in a row came to its own end: all are cut off, and rewards "
@@ -104,7 +104,7 @@ def no_end(generations: int) -> Finding:
 
 
 def empty(tokens: Tokens, end_ids: Collection[int]) -> Finding | None:
-    """More than half of the completions hold nothing, or nothing but an end token."""
+    """More than half of the completions are empty or consist of an end token only."""
     if not len(tokens.lengths):
         return None
     nothing = tokens.lengths == 0
@@ -123,7 +123,7 @@ def empty(tokens: Tokens, end_ids: Collection[int]) -> Finding | None:
 
 
 def stale_weights(weights: tuple[Any, Any]) -> Finding | None:
-    """The sampler's weights and the trainer's are not of the same update: two values that should be equal."""
+    """The sampler's and the trainer's weights are from different updates; `weights` identifies them."""
     sampler, trainer = weights
     if sampler == trainer:
         return None

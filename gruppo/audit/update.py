@@ -1,12 +1,12 @@
-"""Checks of an update, from numbers that the host has anyway; most are functions that return a finding or None.
+"""Checks of an update, from numbers that the host already has; most are functions that return a finding or None.
 
-drift                the sampler's and the trainer's log-probs differ, at the same weights
-token_books          tokens or rows were lost or counted twice on the way from the rollout to the loss
+drift                the sampler's and the trainer's log-probs differ at the same weights
+token_books          tokens or rows were lost or counted twice between rollout and loss
 nonfinite_loss, nonfinite_gradient
-zero_gradient        there was something to learn, and the gradient is 0
-exploding_gradient   it is far larger than it used to be
-frozen_weights       weights stay as they are though there is a gradient
-no_signal            no group has spread, for many generations
+zero_gradient        the gradient is 0 although there was something to learn
+exploding_gradient   the gradient is far larger than before
+frozen_weights       weights do not change although there is a gradient
+no_signal            no group has reward spread, for many generations
 unscored             no completion has a reward
 entropy_collapse, length_collapse
 stale_rows           completions are older than the settings explain
@@ -19,18 +19,18 @@ from statistics import median
 from gruppo.audit.findings import Finding
 
 DRIFT = 0.1  # nats, mean of the absolute differences: bfloat16 gives about 0.02
-DRIFT_RATIO = (0.8, 1.25)  # mean of p_trainer / p_sampler, which is 1 but for noise: bfloat16 gives 1.00
-CERTAIN = 1e-4  # nats per token: what is certain to be written has no gradient
+DRIFT_RATIO = (0.8, 1.25)  # mean of p_trainer / p_sampler, which is 1 up to noise: bfloat16 gives 1.00
+CERTAIN = 1e-4  # nats per token: tokens of probability 1 have no gradient
 EXPLODING = 100.0  # times the median of earlier norms
 FEWEST_NORMS = 20
-ENTROPY_LEFT, LEAST_ENTROPY = 0.01, 0.01  # of what it was; nats
-LENGTH_LEFT, LEAST_LENGTH = 0.05, 3.0  # of what it was; tokens
+ENTROPY_LEFT, LEAST_ENTROPY = 0.01, 0.01  # share of the initial entropy; nats
+LENGTH_LEFT, LEAST_LENGTH = 0.05, 3.0  # share of the initial length; tokens
 
 
 def drift(mean: float, largest: float | None, ratio: float | None) -> Finding | None:
-    """The distance between log-probs of the same tokens at the same weights, by the sampler and by the trainer."""
+    """The sampler's and the trainer's log-probs of the same tokens at the same weights are too far apart."""
     low, high = DRIFT_RATIO
-    # A comparison with NaN is false: such numbers are no healthy ones either.
+    # Comparisons with NaN are false, so NaN is reported too.
     if mean <= DRIFT and (ratio is None or low <= ratio <= high):
         return None
     values = {"mean": mean, "max": largest, "ratio": ratio}
@@ -47,7 +47,7 @@ def drift(mean: float, largest: float | None, ratio: float | None) -> Finding | 
 
 
 def books(expected: Mapping[str, int], found: Mapping[str, int], where: str) -> Finding | None:
-    """Check `token_books`: two counts of the same things must be the same.
+    """Check `token_books`: two counts of the same things must agree.
 
     Example:
         books({"rows": 8, "tokens": 120}, {"rows": 8, "tokens": 117}, "the micro-batches of a generation")
@@ -69,7 +69,7 @@ def books(expected: Mapping[str, int], found: Mapping[str, int], where: str) -> 
 def nonfinite(loss: float | None, grad_norm: float | None, *, left_out: bool = True) -> list[Finding]:
     """Checks `nonfinite_loss` and `nonfinite_gradient`: such an update must not reach the weights.
 
-    `left_out` is False where it could not be prevented.
+    `left_out` is False if the optimizer step could not be prevented.
     """
     outcome = (
         "The update is left out."
@@ -89,7 +89,7 @@ def nonfinite(loss: float | None, grad_norm: float | None, *, left_out: bool = T
 
 
 def zero_gradient(grad_norm: float, moving_rows: int, entropy: float | None = None) -> Finding | None:
-    """A norm of exactly 0 although there were rows that must have a gradient, of a policy that is not certain."""
+    """A norm of exactly 0 although some rows must have a gradient and the policy is not deterministic."""
     if grad_norm != 0 or not moving_rows or (entropy is not None and entropy < CERTAIN):
         return None
     return Finding(
@@ -102,7 +102,7 @@ def zero_gradient(grad_norm: float, moving_rows: int, entropy: float | None = No
 
 
 def exploding_gradient(grad_norm: float, earlier: Sequence[float]) -> Finding | None:
-    """A norm that is a hundred times the usual one."""
+    """A norm of more than a hundred times the usual one."""
     usual = median(earlier) if len(earlier) >= FEWEST_NORMS else 0.0
     if not usual or not grad_norm > EXPLODING * usual:
         return None
@@ -116,7 +116,7 @@ def exploding_gradient(grad_norm: float, earlier: Sequence[float]) -> Finding | 
 
 
 def frozen_weights(updates: int, learning_rate: float) -> Finding:
-    """None of the probed weights has changed for several updates that had a gradient."""
+    """None of the probed weights has changed over several updates that had a gradient."""
     return Finding(
         "frozen_weights",
         f"Not one of the sampled elements of the trainable weights has changed in {updates} updates, though gradient "
@@ -128,7 +128,7 @@ def frozen_weights(updates: int, learning_rate: float) -> Finding:
 
 
 def no_signal(generations: int) -> Finding:
-    """No group has spread."""
+    """No group has reward spread."""
     return Finding(
         "no_signal",
         f"In {generations} generations in a row all completions of each prompt got the same reward: every advantage "

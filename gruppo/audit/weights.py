@@ -1,4 +1,4 @@
-"""Do the weights move? A few elements of a few tensors tell."""
+"""Whether the weights change, measured on a few elements of a few tensors."""
 
 import random
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ SEED = 0  # the same elements in every process and every run
 class WeightProbe:
     """Watches up to `per_tensor` elements of up to `tensors` trainable parameters.
 
-    They are chosen at random, and always the same ones: of parameters that alternate, as those of adapters do, regular
-    steps might meet one kind only. The model may go on using and moving its parameters.
+    Elements are chosen at random with a fixed seed. A regular stride could hit only one kind of parameter where kinds
+    alternate, as the A and B matrices of adapters do. The model may keep using its parameters and move them.
 
     Example:
         probe = WeightProbe(model.parameters())
@@ -29,17 +29,17 @@ class WeightProbe:
         self.last = self._read()
 
     def changed(self) -> float | None:
-        """The share that differs since the last call, or since the probe was made; None if there is nothing to watch.
+        """The share that changed since the last call or the creation of the probe; None if there is nothing to watch.
 
-        It waits for the device once, for one number.
+        It synchronises with the device once, to read one number.
         """
         before, self.last = self.last, self._read()
         return self.changed_since(before)
 
     def changed_since(self, before: Tensor | None) -> float | None:
-        """The share of what was read last that differs from `last` of an earlier probe of the same parameters.
+        """The share of `self.last` that differs from `before`, the `last` of an earlier probe of the same parameters.
 
-        None if there is no such thing.
+        None if either is missing or their shapes differ.
         """
         if self.last is None or before is None or before.shape != self.last.shape:
             return None
@@ -54,7 +54,7 @@ class WeightProbe:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """What this process holds of a parameter: all of it, or its share under FSDP2 (`to_local`) or ZeRO-3."""
+    """The part of a parameter that this process holds: all of it, or its shard under FSDP2 (`to_local`) or ZeRO-3."""
     share: Tensor = getattr(parameter, "ds_tensor", parameter)
     to_local = getattr(share, "to_local", None)
     local: Tensor = share.detach() if to_local is None else to_local().detach()
@@ -62,6 +62,6 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _elements(tensor: Tensor, count: int, chance: random.Random) -> tuple[Tensor, ...]:
-    """Where the elements are, one tensor of indices per dimension: a flat view could be a copy of the whole."""
+    """Indices of the elements, one tensor per dimension; flattening the tensor instead could copy all of it."""
     flat = torch.tensor(chance.sample(range(tensor.numel()), min(count, tensor.numel())))
     return torch.unravel_index(flat.to(tensor.device), tuple(tensor.shape))

@@ -1,1 +1,1 @@
-"""The configs: one mixin dataclass per concern, joined into GRPOConfig and RLOOConfig."""
+"""The configs: one mixin dataclass per concern, combined into GRPOConfig and RLOOConfig."""

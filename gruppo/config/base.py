@@ -1,4 +1,4 @@
-"""What GRPOConfig and RLOOConfig have in common, joined from one mixin per concern."""
+"""The common base of GRPOConfig and RLOOConfig, combined from one mixin per concern."""
 
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from gruppo.config.update import UpdateConfig
 from gruppo.config.vllm import VLLMConfig
 from gruppo.errors import ConfigError
 
-# Fields of TrainingArguments and their names from transformers 5.23 on.
+# Fields of TrainingArguments, and their names since transformers 5.23.
 RENAMED = (
     ("gradient_checkpointing", "activation_checkpointing"),
     ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
@@ -77,11 +77,11 @@ class PolicyConfig(
         self._validate()
 
     def _normalize(self) -> None:
-        """Bring the accepted spellings of a value to one form, before anything reads it."""
+        """Convert all accepted spellings of a value to one form, before anything reads it."""
         resolve_aliases(self)
         check_json(self, self._VALID_DICT_FIELDS)
         if self.bf16 is None:
-            # Without an accelerator bfloat16 must be asked for by use_cpu=True; float32 is the default there.
+            # Without an accelerator the default is float32; bfloat16 must be requested by use_cpu=True.
             self.bf16 = not self.fp16 and (self.use_cpu or is_torch_bf16_gpu_available())
         if isinstance(self.pad_to_multiple_of, str):
             spelled = self.pad_to_multiple_of.lower()
@@ -90,14 +90,14 @@ class PolicyConfig(
             self.pad_to_multiple_of = int(spelled) if spelled.isdigit() else None
         if self.top_k is None:
             self.top_k = 0
-        if self.use_liger_kernel:  # its layers; log-probs need a head that knows more than labels
+        if self.use_liger_kernel:  # for its layers only: its head computes a loss over labels
             given = getattr(self, "liger_kernel_config", None) or {}
             self.liger_kernel_config = {"fused_linear_cross_entropy": False, **given}
 
     def _settle_checkpointing(self) -> None:
-        """TrainingArguments' own checks, after which `gradient_checkpointing=None` is still None.
+        """Run TrainingArguments' own checks, but keep `gradient_checkpointing=None` as None.
 
-        transformers 5.23 renames the two fields and makes False of None. Either name is good here.
+        transformers 5.23 renames the two fields and turns None into False. Both names are accepted here.
         """
         renamed = [pair for pair in RENAMED if hasattr(self, pair[1])]
         for old, new in renamed:
@@ -109,9 +109,9 @@ class PolicyConfig(
             setattr(self, name, None)
 
     def _derive_generation_batch(self) -> None:
-        """Fill in steps_per_generation and generation_batch_size from each other.
+        """Derive steps_per_generation and generation_batch_size from each other.
 
-        Both may be given as long as they agree, so that a config with derived values can be copied.
+        Both may be given if they agree, so that a config with derived values can be copied.
         """
         for name in validate.BATCH_SIZES:
             validate.in_range(self, name, 1)
@@ -150,18 +150,18 @@ class PolicyConfig(
 
     @property
     def parity_interval(self) -> int | None:
-        """Updates between two parity checks; 0: only before the first; None: never."""
+        """Updates between two parity checks; 0: only before the first update; None: never."""
         kind, _, number = self.parity_check.partition(":")
         return {"off": None, "first": 0}.get(kind, int(number or 0))
 
     @property
     def samples_with_vllm(self) -> bool:
-        """Whether vLLM samples, by either of the two names of that."""
+        """Whether vLLM samples, by either `use_vllm` or `rollout_backend`."""
         return self.use_vllm or self.rollout_backend == "vllm"
 
     @property
     def upper_clip(self) -> float:
-        """Upper clip width: epsilon_high, or epsilon where that is not set."""
+        """Upper clip width: epsilon_high, or epsilon if epsilon_high is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
@@ -172,17 +172,17 @@ class PolicyConfig(
 
     @property
     def micro_steps_per_generation(self) -> int:
-        """Micro-batches served by one generation: its slices times the passes over them."""
+        """Micro-batches per generation: its slices times the passes over them."""
         assert self.steps_per_generation is not None
         return self.steps_per_generation * self.num_iterations
 
     @property
     def rollouts_stay_on_policy(self) -> bool:
-        """Whether every micro-batch is used in the very update that its weights generated it for."""
+        """Whether every micro-batch is trained on before the weights that generated it are updated."""
         return bool(self.gradient_accumulation_steps % self.micro_steps_per_generation == 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values, in the form that `TrainingArguments.to_dict` gives them."""
+        """All fields as plain values, in the format of `TrainingArguments.to_dict`."""
         return dict(super().to_dict())
 
 

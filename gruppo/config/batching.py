@@ -7,7 +7,7 @@ from gruppo.config.fields import option
 
 @dataclass
 class BatchingConfig:
-    """Generation batch, its re-use, and the order of prompts."""
+    """The generation batch, its reuse, and the order of prompts."""
 
     generation_batch_size: int | None = option(
         None, "Completions per generation over all processes; None derives it from steps_per_generation."

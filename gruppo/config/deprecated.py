@@ -19,7 +19,7 @@ ALIASES = {
 
 @dataclass
 class DeprecatedConfig:
-    """Names of earlier releases that no other concern declares."""
+    """Names of earlier releases that no other mixin declares."""
 
     use_liger_loss: bool | None = option(None, "Deprecated name of use_liger_kernel.")
     vllm_guided_decoding_regex: str | None = option(None, "Deprecated name of vllm_structured_outputs_regex.")
@@ -36,5 +36,5 @@ def resolve_aliases(config: Any) -> None:
             raise ConfigError(f"`{old}` is the old name of `{new}`, and both are set to different values.")
         warnings.warn(f"`{old}` is deprecated; use `{new}` instead.", FutureWarning, stacklevel=4)
         setattr(config, new, getattr(config, old))
-        # The old name goes back to its default, so that a copy of this config does not warn or override again.
+        # Reset the old name to its default, so that a copy of this config does not warn or override again.
         setattr(config, old, defaults[old])

@@ -1,4 +1,4 @@
-"""Benchmarks that are evaluated while a run trains."""
+"""Benchmarks that are evaluated during training."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ from gruppo.config.fields import option
 from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError
 
-# What eval_benchmarks_settings may say, and as what; `gruppo.evaluation.training` has the defaults.
+# Keys of eval_benchmarks_settings and their types; `gruppo.evaluation.training` has the defaults.
 BENCHMARK_SETTINGS: dict[str, tuple[type, ...]] = {
     "mode": (str,),
     "rendering": (str,),
@@ -25,7 +25,7 @@ WORDS = {(str,): "a string", (int,): "a whole number", (int, float): "a number"}
 
 @dataclass
 class EvaluationConfig:
-    """Benchmarks beside the evaluation set, or in its place."""
+    """Benchmarks in addition to the evaluation set, or instead of it."""
 
     eval_benchmarks: list[str] | None = option(
         None,
@@ -44,7 +44,7 @@ class EvaluationConfig:
 
 
 def check_benchmarks(config: Any) -> None:
-    """The fields above; whether a benchmark and its file exist is seen when the trainer is made."""
+    """Check the fields above; whether a benchmark and its file exist is checked when the trainer is created."""
     names, settings = config.eval_benchmarks, config.eval_benchmarks_settings
     if names is not None and (
         not isinstance(names, list | tuple) or not all(isinstance(name, str) and name for name in names)

@@ -1,11 +1,11 @@
-"""The one way a config field is declared: a default and a help text."""
+"""How every config field is declared: with a default and a help text."""
 
 from dataclasses import field
 from typing import Any
 
 
 def option(default: Any, help: str, *names: str) -> Any:
-    """Declare a dataclass field; lists and dicts get a fresh copy per instance. `names` are others for its flag."""
+    """Declare a dataclass field; list and dict defaults are copied per instance. `names` are aliases of its flag."""
     metadata: dict[str, Any] = {"help": help}
     if names:
         metadata["aliases"] = [f"--{name}" for name in names]

@@ -1,4 +1,4 @@
-"""What may stand in `generation_kwargs`."""
+"""Checks of `generation_kwargs`."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ REFUSED = {
     "return_dict_in_generate": "only the sampled tokens are read",
     "max_length": "the limit counts new tokens only: set max_completion_length",
 }
-# Lowest and highest value, and whether the lowest is one; None is no bound.
+# Lower and upper bound, and whether the lower bound itself is allowed; None is no bound.
 RANGES: dict[str, tuple[float, float | None, bool]] = {
     "temperature": (0, None, False),
     "top_p": (0, 1, False),
@@ -30,7 +30,7 @@ RANGES: dict[str, tuple[float, float | None, bool]] = {
 
 
 def check_generation_kwargs(kwargs: dict[str, Any]) -> None:
-    """Raise for a name that is none, and for a value that a sampler would stumble over, or pass over in silence."""
+    """Raise for an unknown name, and for a value that a sampler would fail on or silently ignore."""
     from transformers import GenerationConfig
 
     known = GenerationConfig().to_dict().keys()
@@ -46,7 +46,7 @@ def check_generation_kwargs(kwargs: dict[str, Any]) -> None:
 
 def _check_range(name: str, value: Any) -> None:
     low, high, inclusive = RANGES[name]
-    if value is None and name != "max_new_tokens":  # that would be transformers' limit, not the config's
+    if value is None and name != "max_new_tokens":  # None would mean transformers' limit, not the config's
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and (value >= low if inclusive else value > low) and (high is None or value <= high):

@@ -22,7 +22,7 @@ class GRPOConfig(
 ):
     """Settings of a GRPO run: TrainingArguments plus sampling, batching, objective and logging.
 
-    `loss_type` picks objective and reduction; every other cell of the recipe keeps its own field and default.
+    `loss_type` selects objective and reduction; every other column of the recipe has its own field and default.
     """
 
     def _normalize(self) -> None:

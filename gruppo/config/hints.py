@@ -1,9 +1,9 @@
-"""What to say about names and sizes that another library, an older release or a paper would take.
+"""Hints for error messages about names and sizes that another library, an older release or a paper would use.
 
-LOSSES     values of `loss_type` that are algorithms, but no losses
-RENAMED    keywords of other configs, and the field that has their place here
+LOSSES     values of `loss_type` that are algorithms, but not losses
+RENAMED    keywords of other configs, and the field to use instead
 MISPLACED  keywords that belong to the trainer
-whole_groups, whole_eval_groups    the batch sizes that a number of generations fits into
+whole_groups, whole_eval_groups    batch sizes that hold whole groups
 nearest    the name that was probably meant
 """
 
@@ -34,7 +34,7 @@ RENAMED = {
     "num_mini_batches": "Use `steps_per_generation`.",
     "total_episodes": "Use `max_steps` or `num_train_epochs`.",
     "local_rollout_forward_batch_size": "Leave it out: the sampler sizes its batches by the memory there is.",
-    # of older releases of transformers
+    # from older releases of transformers
     "warmup_ratio": "Use `warmup_steps`, which takes a number of steps or, below 1, a share of them.",
     "torch_dtype": "Use `dtype`, of ModelConfig or in model_init_kwargs.",
     "logging_dir": "Leave it out: the record is in output_dir; TensorBoard's folder is TENSORBOARD_LOGGING_DIR.",
@@ -55,7 +55,7 @@ MISPLACED = {
 
 
 def field_hint(name: str) -> str:
-    """A sentence about a keyword that is no field, with a space before it; empty if there is nothing to say.
+    """A hint for a keyword that is not a field, with a leading space; empty if there is none.
 
     Example:
         field_hint("max_new_tokens") == " Use `max_completion_length`."
@@ -65,12 +65,12 @@ def field_hint(name: str) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    """The group sizes that a batch of n can be cut into."""
+    """The group sizes that divide a batch of n."""
     return [d for d in range(2, n + 1) if n % d == 0]
 
 
 def step(group: int, others: int) -> int:
-    """The smallest factor that makes a batch of whole groups when it is multiplied by `others`; so do its multiples.
+    """The smallest number that, multiplied by `others`, gives a batch of whole groups, as its multiples do.
 
     Example, groups of 8 on two processes:
         step(8, 2) == 4
@@ -79,7 +79,7 @@ def step(group: int, others: int) -> int:
 
 
 def whole_groups(config: Any) -> str:
-    """How to make the generation batch hold whole groups, in a sentence or two."""
+    """A sentence or two on how to make the generation batch hold whole groups."""
     rows, steps, world = config.per_device_train_batch_size, config.steps_per_generation, config.world_size
     group = config.num_generations
     of_steps = f"a multiple of {step(group, rows * world)}"
@@ -93,7 +93,7 @@ def whole_groups(config: Any) -> str:
 
 
 def whole_eval_groups(config: Any, group: int) -> str:
-    """The same for the evaluation batch, which has no accumulation."""
+    """The same for the evaluation batch, which has no gradient accumulation."""
     said = f"Set per_device_eval_batch_size to a multiple of {step(group, config.world_size)}."
     return said + _that_fit(config.per_device_eval_batch_size * config.world_size)
 
@@ -104,6 +104,6 @@ def _that_fit(rows: int) -> str:
 
 
 def nearest(name: str, candidates: Collection[str]) -> str:
-    """A ' Did you mean …?' for error messages, or nothing when no other candidate is close."""
+    """A ' Did you mean …?' for error messages, or an empty string if no other candidate is close."""
     close = difflib.get_close_matches(name, [each for each in candidates if each != name], n=1, cutoff=0.7)
     return f" Did you mean `{close[0]}`?" if close else ""

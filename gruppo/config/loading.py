@@ -8,7 +8,7 @@ from gruppo.config.fields import option
 
 @dataclass
 class LoadingConfig:
-    """Loading of the policy and what is changed in it."""
+    """Loading of the policy, and changes to it."""
 
     model_init_kwargs: dict[str, Any] | str | None = option(
         None, "Keyword arguments for loading the model when it is given by name; `revision` also serves the tokenizer."

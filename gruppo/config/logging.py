@@ -1,4 +1,4 @@
-"""What is shown of the completions."""
+"""What is logged of the completions."""
 
 from dataclasses import dataclass
 

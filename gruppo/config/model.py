@@ -71,7 +71,7 @@ class ModelConfig:
 
 
 def _module_names_or_pattern(targets: Any) -> Any:
-    """Unwrap a single entry that is `all-linear` or a regular expression: PEFT takes those as a plain string.
+    """Unwrap a single entry that is `all-linear` or a regular expression: PEFT expects those as a plain string.
 
     A single module name stays a list, because PEFT matches a string against the whole path: `q_proj` would match
     nothing.
@@ -111,7 +111,7 @@ def get_peft_config(model_args: ModelConfig) -> "PeftConfig | None":
 
 
 def get_quantization_config(model_args: ModelConfig) -> "BitsAndBytesConfig | None":
-    """The bitsandbytes config that `model_args` describes, or None when neither 4 nor 8 bits are asked for."""
+    """The bitsandbytes config that `model_args` describes, or None without `load_in_4bit` or `load_in_8bit`."""
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
     import torch
@@ -133,9 +133,9 @@ def get_quantization_config(model_args: ModelConfig) -> "BitsAndBytesConfig | No
 
 
 def get_kbit_device_map() -> dict[str, int] | None:
-    """The `device_map` of a quantised model: all of it on this process's GPU, None without CUDA.
+    """The `device_map` of a quantised model: all of it on this process's GPU; None without CUDA.
 
-    Scripts for earlier releases of TRL import it; gruppo puts such a model there by itself.
+    Scripts for earlier releases of TRL import this function; gruppo places such a model by itself.
     """
     import torch
     from accelerate import PartialState

@@ -1,4 +1,4 @@
-"""What is maximised: rewards to advantages, ratios, clipping, KL, reduction."""
+"""The objective: advantages from rewards, ratios, clipping, KL, reduction."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class ObjectiveConfig:
 
 @dataclass
 class GRPOObjectiveConfig(ObjectiveConfig):
-    """The cells of the recipe table that GRPO leaves open."""
+    """The choices in the recipe table that GRPO leaves open."""
 
     loss_type: str = option("dapo", "Objective and reduction: grpo, dr_grpo, dapo, bnpo, cispo, sapo, luspo or vespo.")
     importance_sampling_level: str = option("token", "Ratio per token, or one length-averaged ratio per sequence.")
@@ -54,7 +54,7 @@ class EntropyConfig:
 
 @dataclass
 class RLOOObjectiveConfig(ObjectiveConfig):
-    """The cells of the recipe table that RLOO leaves open."""
+    """The choices in the recipe table that RLOO leaves open."""
 
     normalize_advantages: bool = option(False, "Standardise advantages over the whole generation batch.")
     reward_clip_range: list[float] | None = option(
@@ -64,7 +64,7 @@ class RLOOObjectiveConfig(ObjectiveConfig):
 
 @dataclass
 class ReferenceConfig:
-    """The reference model's slow update."""
+    """The slow update of the reference model."""
 
     sync_ref_model: bool = option(False, "Blend the policy into the reference now and then.")
     ref_model_mixup_alpha: float = option(0.6, "Weight of the policy in the blend.")

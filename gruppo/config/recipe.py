@@ -1,6 +1,6 @@
-"""What a config says about the maths: its choices in the columns of the recipe table, loss and advantages.
+"""The algorithm that a config describes: its row of the recipe table, its loss settings and its advantages.
 
-Trainers compute with these, and so does whoever looks at a run afterwards: `args` is a GRPOConfig or a RLOOConfig.
+Trainers use these functions, and so do tools that analyse a finished run. `args` is a GRPOConfig or a RLOOConfig.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ __all__ = ["estimate_advantages", "loss_settings_of", "recipe_of", "settings_of_
 def recipe_of(args: Any) -> Recipe:
     """The choice that a config makes in each column of the recipe table.
 
-    It is a row of the table where the settings are those of a paper (docs/algorithm.md lists them).
+    If the settings are those of a paper (docs/algorithm.md lists them), the result is a row of the table.
     """
     if not hasattr(args, "loss_type"):
         return replace(RECIPES["rloo"], kl="reward" if args.beta != 0 else "none")
@@ -34,7 +34,7 @@ def recipe_of(args: Any) -> Recipe:
 
 
 def settings_of_recipe(name: str) -> dict[str, Any]:
-    """The settings that make a recipe of the table; `trainer` among them says whose config has them.
+    """The settings that produce a recipe of the table; `trainer` names the trainer whose config has them.
 
     Example:
         settings_of_recipe("gspo") == {"trainer": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence",
@@ -55,7 +55,7 @@ def settings_of_recipe(name: str) -> dict[str, Any]:
 def loss_settings_of(
     args: Any, recipe: Recipe, *, beta: float, epsilon_low: float, epsilon_high: float
 ) -> LossSettings:
-    """The recipe with its numbers; the three of them that may change during a run are given."""
+    """The loss settings of a recipe; the three numbers that may change during a run are passed in."""
     settings = LossSettings(
         objective=recipe.objective,
         ratio=recipe.ratio,
@@ -89,7 +89,7 @@ def estimate_advantages(
     group_size: int,
     kl_penalty_N: Tensor | None = None,
 ) -> Advantages:
-    """Rewards of whole groups to advantages, as the config has it: the one place where the estimator is chosen."""
+    """Compute advantages from rewards of whole groups; the only place where the estimator is chosen."""
     if recipe.advantage == "leave_one_out":
         clip = args.reward_clip_range
         return leave_one_out(

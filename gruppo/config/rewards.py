@@ -1,4 +1,4 @@
-"""How rewards are run, and what happens when they fail."""
+"""How rewards are computed, and what happens when they fail."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from gruppo.config.fields import option
 
 @dataclass
 class RewardConfig:
-    """Bounds on rewards, and the policy about those that break them."""
+    """Limits on rewards, and what happens when a reward exceeds them or fails."""
 
     reward_timeout: float | None = option(
         None,

@@ -1,4 +1,4 @@
-"""What a run leaves on disk, how it goes on after an interruption, and what is checked in every update."""
+"""What a run writes to disk, how it resumes after an interruption, and what is checked in every update."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from gruppo.config.fields import option
 
 @dataclass
 class RunConfig:
-    """The record of a run, resuming it, and audits."""
+    """The record of a run, resuming, and audits."""
 
     record: str = option(
         "all",

@@ -78,7 +78,7 @@ class DatasetConfig:
 @rejects_unknown_fields
 @dataclass
 class DatasetMixtureConfig:
-    """Several datasets as one.
+    """Several datasets combined into one.
 
     Example, three quarters of the rows from the first:
         DatasetMixtureConfig(datasets=[{"path": "a", "fraction": 3}, {"path": "b", "fraction": 1}])
@@ -97,7 +97,7 @@ class DatasetMixtureConfig:
 
 
 def _as_dataset_config(entry: Any, index: int) -> DatasetConfig:
-    """A YAML file gives mappings, the command line gives paths."""
+    """Convert an entry to a DatasetConfig: YAML files contain mappings, the command line paths."""
     if isinstance(entry, DatasetConfig):
         return entry
     if isinstance(entry, str):

@@ -1,4 +1,4 @@
-"""Rollouts of several turns, with tools and environments."""
+"""Multi-turn rollouts with tools and environments."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from gruppo.config.fields import option
 
 @dataclass
 class ToolConfig:
-    """How often and for how long tools may be called."""
+    """How often tools may be called, and how long a call may take."""
 
     max_tool_calling_iterations: int | None = option(
         None, "Most rounds of tool calls in a completion; 0 makes none, None is unlimited."

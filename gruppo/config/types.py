@@ -1,4 +1,4 @@
-"""Whether a value is of the type that its field declares."""
+"""Check that values have the types that their fields declare."""
 
 import inspect
 import json
@@ -25,9 +25,9 @@ WORDS: dict[Any, str] = {
 def check_types(config: Any, names: Collection[str]) -> None:
     """Raise for a value of the wrong type, which would fail late or, like the string "false" for a bool, not at all.
 
-    Types that are not in `WORDS` (of fields that a subclass adds) are not checked.
+    Types that are not in `WORDS` (for example of fields that a subclass adds) are not checked.
     """
-    # Not `f.type`: HfArgumentParser writes into it.
+    # Not `f.type`, because HfArgumentParser modifies it.
     declared = {k: v for cls in reversed(type(config).__mro__) for k, v in inspect.get_annotations(cls).items()}
     for f in fields(config):
         value, kind = getattr(config, f.name), declared[f.name]
@@ -36,7 +36,7 @@ def check_types(config: Any, names: Collection[str]) -> None:
         kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
         if value is None and NoneType in kinds:
             continue
-        kinds = tuple(k for k in kinds if k is not NoneType and not (k is str and JSON in kinds))  # it is read by now
+        kinds = tuple(k for k in kinds if k is not NoneType and not (k is str and JSON in kinds))  # already parsed
         if all(k in WORDS and not _is_a(value, k) for k in kinds):
             raise ConfigError(f"{f.name}={value!r} must be {' or '.join(WORDS[k] for k in kinds)}.")
 
@@ -50,12 +50,12 @@ def _is_a(value: Any, kind: Any) -> bool:
     return isinstance(value, dict if kind == JSON else kind)
 
 
-# Bounds: an infinite one is none at all.
+# Bounds: an infinite one means no bound.
 MAY_BE_INFINITE = ("epsilon", "epsilon_high", "delta", "reward_clip_range")
 
 
 def check_finite(config: Any, names: Collection[str]) -> None:
-    """Raise for an infinite number, or one in a list: it would make every loss NaN."""
+    """Raise for an infinite number, alone or in a list: it would make every loss NaN."""
     for name in names:
         value = getattr(config, name)
         numbers = value if isinstance(value, list | tuple) else [value]
@@ -64,7 +64,7 @@ def check_finite(config: Any, names: Collection[str]) -> None:
 
 
 def check_json(config: Any, names: Collection[str]) -> None:
-    """Raise for a string that is meant as a JSON object but is none."""
+    """Raise for a string that starts like a JSON object but is not valid JSON."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, str) and value.startswith("{"):

@@ -1,4 +1,4 @@
-"""How the update is computed. None of it changes the loss: without a switch a slower path has the same gradients."""
+"""How the update is computed. None of this changes the loss: the slower paths have the same gradients."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from gruppo.config.fields import option
 
 @dataclass
 class UpdateConfig:
-    """Micro-batches, fast paths, and the check that they are what they claim to be."""
+    """Micro-batches, fast paths, and the check of the fast paths against the reference path."""
 
     max_tokens_per_micro_batch: int | None = option(
         None, "Most tokens in one forward and backward pass of packed rows; None plans it from the free memory."

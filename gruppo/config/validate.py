@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=type[Any])
 
-# Fields of TrainingArguments that would change the meaning of a run but have none here.
+# Fields of TrainingArguments that have no meaning here, so that setting them is an error.
 MEANINGLESS = {
     "label_smoothing_factor": "there are no labels to smooth",
     "train_sampling_strategy": "the prompt order is set by shuffle_dataset and seed",
@@ -27,9 +27,9 @@ MEANINGLESS = {
 
 ROLLOUT_BACKENDS = ("auto", "builtin", "transformers", "vllm")
 
-LONGEST_WAIT = 7 * 24 * 3600  # seconds; whoever wants to wait longer wants None
+LONGEST_WAIT = 7 * 24 * 3600  # seconds; for longer waits use None
 
-# Inherited fields from which the sizes of generation and evaluation batches are made.
+# Inherited fields from which the sizes of generation and evaluation batches are derived.
 BATCH_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size")
 
 
@@ -44,7 +44,7 @@ def rejects_unknown_fields(cls: C) -> C:
 
     @wraps(original)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        # A subclass may add fields of its own; its generated __init__ does not come through here.
+        # A subclass may add fields; its generated __init__ does not call this one.
         for name in kwargs:
             if name not in names:
                 hint = hints.field_hint(name) or nearest(name, names)
@@ -56,7 +56,7 @@ def rejects_unknown_fields(cls: C) -> C:
 
 
 def one_of(config: Any, name: str, allowed: Collection[str], known: Mapping[str, str] | None = None) -> None:
-    """Check that a value is allowed; `known` has sentences about some that are not."""
+    """Check that a value is allowed; `known` has hints for some values that are not."""
     value = getattr(config, name)
     if value not in allowed:
         said = (known or {}).get(value.lower()) if isinstance(value, str) else ""
@@ -67,7 +67,7 @@ def one_of(config: Any, name: str, allowed: Collection[str], known: Mapping[str,
 def in_range(
     config: Any, name: str, low: float | None = None, high: float | None = None, *, above: float | None = None
 ) -> None:
-    """Check low ≤ value ≤ high and value > above; None is allowed when it is the field's default."""
+    """Check low ≤ value ≤ high and value > above; None is allowed if it is the field's default."""
     value = getattr(config, name)
     default = next(f.default for f in fields(config) if f.name == name)
     if value is None and (default is None or default is MISSING):
@@ -110,7 +110,7 @@ def check_inherited(config: Any) -> None:
 
 
 def check_reports(config: Any) -> None:
-    """Raise for a tracker that transformers does not know, which it would say in the middle of loading."""
+    """Raise for a tracker that transformers does not know; transformers itself raises only during loading."""
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     asked = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
@@ -133,12 +133,12 @@ def check_sampling(config: Any) -> None:
     in_range(config, "min_p", 0, 1)
     in_range(config, "repetition_penalty", above=0)
     check_rollout_backend(config)
-    if not config.samples_with_vllm:  # which has words of its own
+    if not config.samples_with_vllm:  # vLLM has its own checks
         check_generation_kwargs(config.generation_kwargs or {})
 
 
 def check_rollout_backend(config: Any) -> None:
-    """`rollout_backend` and the older switches must not contradict each other."""
+    """Raise if `rollout_backend` and the older switches contradict each other."""
     one_of(config, "rollout_backend", ROLLOUT_BACKENDS)
     backend, continuous = config.rollout_backend, config.use_transformers_continuous_batching
     if config.use_vllm and backend not in ("auto", "vllm"):
@@ -174,7 +174,7 @@ def check_continuous_batching_config(settings: dict[str, Any]) -> None:
 
 
 def check_batches(config: Any) -> None:
-    """Divisibility of generation and evaluation batches by the group size."""
+    """Check that the group size divides generation and evaluation batches."""
     in_range(config, "num_iterations", 1)
     in_range(config, "pad_to_multiple_of", 1)
     check_dynamic_sampling(config)
@@ -186,7 +186,7 @@ def check_batches(config: Any) -> None:
             f"groups are whole. {hints.whole_groups(config)}"
         )
     if config.do_eval and config.eval_strategy != "no" and not config.eval_benchmarks:
-        check_eval_batches(config)  # benchmarks may be all there is to evaluate; the trainer knows
+        check_eval_batches(config)  # with benchmarks there may be no evaluation set; the trainer checks
 
 
 def check_eval_batches(config: Any) -> None:
@@ -243,7 +243,7 @@ def check_run(config: Any) -> None:
             raise ConfigError(f"resume_allow_changes names {name!r}, which is no setting.")
 
 
-# What a checkpoint remembers beside the settings, see `trainer/resume/settings.py`.
+# What a checkpoint stores besides the settings, see `trainer/resume/settings.py`.
 BEYOND_SETTINGS = ("model", "train_dataset", "rewards", "tools", "processes")
 
 

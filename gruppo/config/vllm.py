@@ -1,4 +1,4 @@
-"""Generation with vLLM: the fields, and what they must not contradict."""
+"""Generation with vLLM: the fields, and checks that they do not contradict others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -52,7 +52,7 @@ class VLLMCorrectionConfig:
     vllm_importance_sampling_cap: float | None = option(None, "Deprecated name of vllm_importance_sampling_clip_max.")
 
 
-# What each mode has no use for, and where it is set instead.
+# Fields that only one mode uses; those of colocate with the flag that sets the same on the server.
 COLOCATE_ONLY = {
     "vllm_model_impl": "--model-impl",
     "vllm_enable_sleep_mode": "",
@@ -65,7 +65,7 @@ SERVER_ONLY = (
     *("vllm_request_timeout", "vllm_group_port"),
 )
 
-# generation_kwargs with vLLM. Fields of SamplingParams under the names that GenerationConfig has for them, …
+# generation_kwargs with vLLM: fields of SamplingParams and the names that GenerationConfig has for them, …
 RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_strings"}
 SHARED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", *RENAMED.values())
 # … those that only vLLM has, …
@@ -82,13 +82,13 @@ REFUSED = {
     "prompt_logprobs": "only the sampled tokens are read",
     "detokenize": "only the sampled tokens are read",
 }
-ELSEWHERE = {"bad_words": "colocate", "extra_args": "colocate", "vllm_xargs": "server"}  # known to one mode alone
-# Of those that only vLLM has: they change the distribution that is sampled from.
+ELSEWHERE = {"bad_words": "colocate", "extra_args": "colocate", "vllm_xargs": "server"}  # supported in one mode only
+# Fields that only vLLM has and that change the sampling distribution.
 SHAPING = tuple(name for name in OWN if name not in ("ignore_eos", "repetition_detection", "extra_args", "vllm_xargs"))
 
 
 def check_vllm(config: Any) -> None:
-    """Every check of these fields; without vLLM none of them may be set."""
+    """All checks of these fields; without vLLM none of them may be set."""
     check_async_rollouts(config)
     changed = [f.name for f in fields(config) if f.name.startswith("vllm_") and getattr(config, f.name) != f.default]
     if not config.samples_with_vllm:
@@ -110,7 +110,7 @@ def check_vllm(config: Any) -> None:
 
 
 def check_async_rollouts(config: Any) -> None:
-    """Sampling beside the updates needs a program beside the trainer, and a loss that knows who sampled."""
+    """Sampling during the updates needs a separate server, and a loss that corrects for the sampling weights."""
     in_range(config, "async_rollouts", 0, 1)
     if not config.async_rollouts:
         return
@@ -134,7 +134,7 @@ def check_async_rollouts(config: Any) -> None:
 
 
 def _check_mode(config: Any, changed: list[str]) -> None:
-    """A field of the other mode would be ignored."""
+    """Raise for fields of the other mode, which would be ignored."""
     if config.vllm_mode == "colocate":
         for name in changed:
             if name in SERVER_ONLY:
@@ -148,7 +148,7 @@ def _check_mode(config: Any, changed: list[str]) -> None:
 
 
 def _check_together(config: Any) -> None:
-    """Combinations with other fields."""
+    """Check combinations with other fields."""
     if not 0.01 <= config.temperature <= 2:
         raise ConfigError(f"temperature={config.temperature} is outside of what vLLM samples with, 0.01 to 2.")
     if config.cache_implementation is not None:
@@ -176,7 +176,7 @@ def _check_together(config: Any) -> None:
 
 
 def check_vllm_kwargs(kwargs: Mapping[str, Any], mode: str, regex: str | None) -> None:
-    """`generation_kwargs` in vLLM's words, or in those of transformers where both mean the same."""
+    """Check `generation_kwargs`, which may use vLLM's names, or those of transformers where both have the field."""
     known = {*SHARED, *RENAMED, *OWN}
     for name, value in kwargs.items():
         said = f"generation_kwargs[{name!r}]={value!r}"
@@ -194,7 +194,7 @@ def check_vllm_kwargs(kwargs: Mapping[str, Any], mode: str, regex: str | None) -
 
 
 def check_vespo(config: Any) -> None:
-    """VESPO multiplies the correction of each token into the weight of the sequence."""
+    """Require a per-token correction for VESPO, which multiplies it into the weight of the sequence."""
     mode = config.vllm_importance_sampling_mode
     corrects = config.samples_with_vllm and config.vllm_importance_sampling_correction
     if config.loss_type == "vespo" and corrects and not mode.startswith("token"):

@@ -1,9 +1,9 @@
-"""Tool calls as the model wrote them, brought into one form; what is wrong with a call is said in the call itself.
+"""Convert tool calls as the model wrote them to one form; a malformed call carries its error message.
 
     {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     {"type": "function", "function": {"name": "add", "arguments": {}}, "error": "…", "text": '{"name": "add", …'}
 
-A malformed call is kept as a call so that it can be answered with its error, and the model may try again.
+A malformed call stays a call, so that it can be answered with its error and the model can try again.
 """
 
 import json
@@ -16,8 +16,8 @@ Call = dict[str, Any]
 
 _NO_CALL = "A tool call must be an object with a name and arguments."
 _EDGES = ("open", "open_pattern", "close", "close_pattern")
-# What a tokenizer's parser may raise at a model's text: bad JSON, a part of the opening that was not written, and JSON
-# that is nested too deeply.
+# What a tokenizer's parser may raise on a model's text: invalid JSON, a missing part of the opening, or JSON that is
+# nested too deeply.
 UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
 # Stand-ins for the text that opens a call: a start, a mark after each captured name, and an end.
 _START, _MARK, _END = "\x02", "\x03", "\x04"
@@ -60,14 +60,14 @@ def broken_call(written: Any, error: str, name: str = "") -> Call:
     try:
         text = written if isinstance(written, str) else json.dumps(written, ensure_ascii=False, default=str)
     except (ValueError, RecursionError):
-        text = "…"  # brackets as deep as could just be read
+        text = "…"  # nested too deeply to be written again
     return {"type": "function", "function": {"name": name, "arguments": {}}, "error": error, "text": text}
 
 
 def read_broken(tokenizer: Any, text: str, prefix: str, tools: list[Any] | None = None) -> Message | None:
-    """Parse a response of which some call is malformed: that call carries its error, the rest is read as ever.
+    """Parse a response with a malformed call: that call carries its error, the rest is parsed as usual.
 
-    None if even so the response cannot be taken apart, or the tokenizer's response template knows no calls.
+    None if the response still cannot be parsed, or if the tokenizer's response template has no tool calls.
     """
     schema = tokenizer.response_template
     fields = schema.get("fields", {}) if isinstance(schema, dict) else {}
@@ -97,12 +97,12 @@ def read_broken(tokenizer: Any, text: str, prefix: str, tools: list[Any] | None 
 def _read(
     tokenizer: Any, field: dict[str, Any], body: str, captured: dict[str, str], tools: list[Any] | None
 ) -> tuple[list[Call], str]:
-    """The calls that one region of text holds, and the words that follow them."""
+    """The calls in one region of text, and the text that follows them."""
     rest = ""
     calls = _parsed(tokenizer, field, body, captured, tools)
     if calls is None:
         whole, rest = _object_and_rest(body)
-        # Words after a whole object are words; brackets and commas are a sign that the object is not whole.
+        # Words after a complete object are plain text; brackets and commas indicate that the object is not complete.
         if rest and rest[0] not in "}]),;:":
             calls = _parsed(tokenizer, field, whole, captured, tools) or _named(whole)
         else:
@@ -116,7 +116,7 @@ def _read(
 def _parsed(
     tokenizer: Any, field: dict[str, Any], body: str, captured: dict[str, str], tools: list[Any] | None
 ) -> list[Any] | None:
-    """What the tokenizer's own field makes of a body; None if it cannot read it."""
+    """A body as parsed by the tokenizer's own field definition; None if it cannot be parsed."""
     alone = {key: value for key, value in field.items() if key not in _EDGES}
     alone["open_pattern"] = _START + "".join(f"(?P<{name}>.*?){_MARK}" for name in captured) + _END
     opening = _START + "".join(f"{text}{_MARK}" for text in captured.values()) + _END
@@ -139,7 +139,7 @@ def _object_and_rest(body: str) -> tuple[str, str]:
 
 
 def _named(body: str) -> list[Call]:
-    """A call in JSON whose arguments have the other of their two usual names; empty if the text is none."""
+    """A JSON call with its arguments under either usual name, `arguments` or `parameters`; empty if it is no call."""
     call = _decoded(body)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return []
@@ -147,7 +147,7 @@ def _named(body: str) -> list[Call]:
 
 
 def _decoded(text: str) -> Any:
-    """The value of a JSON text; the text itself if it is none."""
+    """The value of a JSON text; the text itself if it is not valid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -159,6 +159,6 @@ def _what_is_wrong(body: str) -> str:
         json.loads(body)
     except json.JSONDecodeError as error:
         return f"The tool call is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})."
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or thousands of brackets
+    except (ValueError, RecursionError) as error:  # thousands of digits in a number, or of nested brackets
         return f"The tool call cannot be read: {error}."
     return _NO_CALL

@@ -18,7 +18,7 @@ ProcessingClass = Any  # a tokenizer or a processor: what renders the chat templ
 Message = dict[str, Any]
 Tool = dict[str, Any] | Callable[..., Any]
 
-# In this order: the first of them that a row has decides whether the row is a conversation.
+# In this order, the first column that a row has decides whether the row is a conversation.
 CONVERSATION_KEYS = ("prompt", "chosen", "rejected", "completion", "messages")
 
 # The sets of conversation columns that can be rendered.
@@ -80,10 +80,10 @@ def apply_chat_template(
     """Render the conversation columns of a row as text.
 
     A row holds `messages` (rendered as `text`), `prompt`, `prompt` and `completion`, `prompt`, `chosen` and
-    `rejected`, or `chosen` and `rejected`. A prompt ends with the generation prompt, or, when its last message is the
-    assistant's, with that message left open. A continuation is what the whole conversation adds to the prompt.
-    Options in the row's `chat_template_kwargs` reach the template too, and win over `template_kwargs`. Of the other
-    columns only `label` is kept.
+    `rejected`, or `chosen` and `rejected`. A prompt ends with the generation prompt, or, if its last message is the
+    assistant's, with that message left open. The other columns become the text that the whole conversation adds to the
+    prompt. Options in the row's `chat_template_kwargs` are passed to the template too and override `template_kwargs`.
+    Of columns without conversations only `label` is kept.
 
     Example:
         apply_chat_template({"prompt": [{"role": "user", "content": "Hi"}]}, tokenizer)
@@ -138,8 +138,9 @@ def _render_from_prompt(example: dict[str, Any], others: set[str], render: Calla
             "'assistant' (to be continued)."
         )
     whole = {key: render(messages + example[key]) for key in sorted(others)}
-    # Some templates open the answer in ways the finished conversation does not show (an empty think block, say), so
-    # the prompt ends where the texts part. That may cost it the opening, but never a part of its messages.
+    # Some templates open the answer with text that the finished conversation does not contain (an empty think block,
+    # for example), so the prompt ends where the texts diverge. This may drop the opening from the prompt, but never
+    # part of its messages.
     shared = _common_prefix([prompt, *whole.values()])
     if shared != prompt and len(shared) < len(_common_prefix([prompt, closed]).rstrip()):
         raise DataError(

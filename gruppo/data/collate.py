@@ -1,4 +1,4 @@
-"""Ragged rows to padded tensors and back."""
+"""Convert ragged rows to padded tensors, and join, trim and split those."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,7 +40,7 @@ def pad(
 
 
 def _places(rows: Sequence[Sequence[Any]], side: str, multiple: int | None) -> Tensor:
-    """Bool (B, T): where the values of each row go. There is one column at least: no model runs on none."""
+    """Bool (B, T): where the values of each row go. T is at least 1, since models need at least one column."""
     lengths_B = torch.tensor([len(row) for row in rows])[:, None]
     width = max(int(lengths_B.max()), 1)
     width = width if multiple is None else -(-width // multiple) * multiple
@@ -51,7 +51,7 @@ def _places(rows: Sequence[Sequence[Any]], side: str, multiple: int | None) -> T
 def _ragged(
     rows: Sequence[Sequence[Any]], value: float, side: str, dtype: torch.dtype, multiple: int | None
 ) -> Tensor:
-    """Rows of different lengths as one tensor; all of them in one go, since one by one takes ten times as long."""
+    """Rows of different lengths as one tensor, filled in one operation: row by row takes ten times as long."""
     places_BT = _places(rows, side, multiple)
     kind = np.int64 if dtype is torch.long else np.float32
     values = np.fromiter(chain.from_iterable(rows), kind, count=sum(map(len, rows)))
@@ -106,10 +106,10 @@ def _known_logps(rollout: Rollout) -> list[float]:
 
 
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """The rows of several batches in one, as wide as the widest.
+    """The rows of several batches in one batch, as wide as the widest.
 
     Batches of different generations need not have the same tensors: a rollout that used a tool has a mask that others
-    lack, a reward may have judged steps in one of them only.
+    lack, and a reward may have scored steps in only one of them.
 
     Example, of which the second has a mask:
         completion_ids [[3, 4]] and [[5]], tool_mask None and [[0]]
@@ -140,7 +140,7 @@ def _joined(name: str, layout: Layout, batches: Sequence[TrainBatch], widths: Ma
             raise ValueError(f"{name} is known for the rows of some generations of an update, and not of others.")
         sizes = [(len(batch), width) for batch, width in zip(batches, own_widths, strict=True)]
         values = [known[0].new_full(sizes[i], absent) if v is None else v for i, v in enumerate(values)]
-    # One value for each row, (B,) or (B, 1), and not for each of its tokens?
+    # Whether each tensor has one value per row, (B,) or (B, 1), rather than one per token.
     single = [
         value.dim() == 1 or (span is Span.COMPLETION and value.shape[1] == 1 < width)
         for value, width in zip(values, own_widths, strict=True)
@@ -151,7 +151,7 @@ def _joined(name: str, layout: Layout, batches: Sequence[TrainBatch], widths: Ma
 
 
 def _widened(values: Tensor, width: int, layout: Layout, single: bool) -> Tensor:
-    """The same rows with so many columns: a single value in all of them, or padding beside those that there are."""
+    """The same rows with `width` columns: a single value is repeated, several are padded."""
     if single:
         return values.reshape(-1, 1).expand(-1, width)
     missing = width - values.shape[1]
@@ -162,7 +162,7 @@ def _widened(values: Tensor, width: int, layout: Layout, single: bool) -> Tensor
 def trim(tensors: dict[str, Any], pad_to_multiple_of: int | None = None) -> dict[str, Any]:
     """Cut the columns that are padding in every row: a slice need not be as wide as the batch it came from.
 
-    A 2-D tensor that a subclass added is cut with the completions if it is as wide as they are.
+    A 2-D tensor that a subclass added is cut like the completions if it has their width.
     """
     prompt_width = _used_width(tensors["prompt_mask"].flip(1), pad_to_multiple_of)
     width = _used_width(tensors["completion_mask"], pad_to_multiple_of)
@@ -178,7 +178,7 @@ def trim(tensors: dict[str, Any], pad_to_multiple_of: int | None = None) -> dict
 
 
 def _used_width(mask: Tensor, multiple: int | None) -> int:
-    """Columns up to the last one that is used by some row; a mask may have holes before it."""
+    """Number of columns up to the last one that any row uses; a mask may have gaps before it."""
     used = mask.any(0).nonzero()
     width = int(used.max()) + 1 if len(used) else 1
     if multiple is not None:

@@ -1,4 +1,4 @@
-"""Images of dataset rows: where they are, what they become in a conversation, and what is written of them to files."""
+"""Images of dataset rows: finding them, placing them in a conversation, and what files store instead of them."""
 
 import io
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ from gruppo.data.prompts import read_prompt
 from gruppo.errors import DataError
 from gruppo.types import Message
 
-TAKEN = ("text", "image")  # kinds of content
+TAKEN = ("text", "image")  # supported types of content blocks
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """The images in the columns of a row: `images`, a list, or `image`, one of them or None.
+    """The images in the columns of a row: `images`, a list, or `image`, a single image or None.
 
     Example:
         images_of({"prompt": […], "image": picture}) == [picture]
@@ -37,7 +37,7 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
 
 
 def conversation(row: Mapping[str, Any]) -> str | list[Message]:
-    """The prompt of a row in block form, with its images in it; plain text stays as it is.
+    """The prompt of a row in block form, including its images; plain text stays as it is.
 
     Example:
         conversation({"prompt": [{"role": "user", "content": "What is this?"}], "image": picture})
@@ -61,7 +61,7 @@ def conversation(row: Mapping[str, Any]) -> str | list[Message]:
 
 
 def blocks(messages: list[Message]) -> list[dict[str, Any]]:
-    """All parts of the contents of messages that are in block form."""
+    """All content blocks of the messages that are in block form."""
     contents = [message.get("content") for message in messages]
     return [block for content in contents if isinstance(content, list) for block in content]
 
@@ -74,7 +74,7 @@ def images_in(messages: str | list[Message]) -> list[Any]:
 
 
 def _without_gaps(message: Message) -> Message:
-    """A dataset gives all blocks the same keys, None where they have none; templates take a key for an image."""
+    """Drop keys whose value is None: a dataset gives all blocks the same keys, and templates test for the key only."""
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return dict(message)
@@ -85,7 +85,7 @@ def _without_gaps(message: Message) -> Message:
 
 
 def open_image(value: Any) -> Any:
-    """A PIL image: the value itself, a file, the bytes of one, or what a dataset has of an image that is not decoded.
+    """A PIL image from an image, a file path, a file's bytes, or a dataset's dict for an image that is not decoded.
 
     Example:
         open_image("cat.png").size, open_image({"bytes": b"…", "path": None}).size
@@ -115,13 +115,13 @@ def open_image(value: Any) -> Any:
 
 
 def image_digest(image: Any) -> str:
-    """A name for an image that is the same wherever it comes from: 64 bits of a hash of its pixels."""
+    """A name that depends on the pixels only, not on where the image comes from: a 64-bit hash."""
     head = f"{image.mode} {image.size[0]} {image.size[1]} ".encode()
     return blake2b(head + image.tobytes(), digest_size=8).hexdigest()
 
 
 def without_images(messages: str | list[Message]) -> str | list[Message]:
-    """The conversation as it is written to files: a digest in the place of each image.
+    """The conversation as it is written to files, with a digest in place of each image.
 
     Example:
         without_images([{"role": "user", "content": [{"type": "image", "image": picture}]}])

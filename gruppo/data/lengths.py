@@ -1,8 +1,8 @@
-"""Prompts that leave no room for a completion, found before a run begins.
+"""Find prompts that leave no room for a completion before a run begins.
 
-Tokenising a large dataset takes ten times as long as reading it. A text has no more tokens than bytes, and what a chat
-template adds is seen in a sample: only prompts whose bytes could be too many for the context are tokenised. What slips
-through (a tokenizer that writes some characters out, say) is found when its turn comes.
+Tokenising a large dataset takes ten times as long as reading it. A text has no more tokens than bytes, and a sample
+shows how much a chat template adds, so only prompts with enough bytes to exceed the context are tokenised. Prompts
+that this misses (because a tokenizer expands some characters, for example) are found when they are used.
 """
 
 import math
@@ -18,21 +18,21 @@ from gruppo.errors import DataError
 
 MOST_READ = 1_000_000  # prompts; a few seconds
 MOST_NAMED = 5  # rows in an error message
-SPECIAL_TOKENS = 16  # more than any tokenizer puts around a text
+SPECIAL_TOKENS = 16  # more than any tokenizer adds to a text
 AT_ONCE = 256  # prompts that are read or tokenised together
 
 
 def check_every_prompt(dataset: Any, encoder: PromptEncoder, limit: int = MOST_READ) -> None:
-    """Raise for prompts that are empty, of the wrong form or too long, and say in which rows they are.
+    """Raise for prompts that are empty, of the wrong form or too long, naming their rows.
 
-    Reading is cheap, but not free: of a larger dataset the rest is read when its turn comes.
+    Reading takes time too, so only the first `limit` rows are checked; later ones are checked when they are used.
 
     Example, of a model whose context has 128 tokens:
         check_every_prompt(Dataset.from_list([{"prompt": "a"}, {"prompt": "b" * 500}]), encoder)
         -> DataError: Row 1: A prompt has 500 tokens, which leaves no room …
     """
-    sizes, messages = array("q"), array("q")  # of each prompt, in bytes, and how many
-    blank = []  # they may have no tokens
+    sizes, messages = array("q"), array("q")  # bytes and number of messages per prompt
+    blank = []  # rows whose prompts may have no tokens
     for i, prompt in enumerate(islice(_prompts(dataset), limit)):
         try:
             read_prompt({"prompt": prompt})
@@ -50,8 +50,8 @@ def check_every_prompt(dataset: Any, encoder: PromptEncoder, limit: int = MOST_R
 
 
 def _prompts(dataset: Any) -> Iterator[Any]:
-    """The prompts in order. Many rows together take a tenth of the time that they take one by one."""
-    if dataset.format["type"] is not None:  # what it makes of many rows is not always many times what it makes of one
+    """The prompts in order, read in batches, which takes a tenth of the time of reading row by row."""
+    if dataset.format["type"] is not None:  # a custom format may treat a batch differently from single rows
         yield from dataset["prompt"]
         return
     for rows in dataset.select_columns("prompt").iter(AT_ONCE):
@@ -59,7 +59,7 @@ def _prompts(dataset: Any) -> Iterator[Any]:
 
 
 def _encode(dataset: Any, places: Sequence[int], encoder: PromptEncoder) -> None:
-    """Raise for those of these rows that cannot be encoded."""
+    """Raise if any of these rows cannot be encoded, naming them."""
     wrong: dict[int, DataError] = {}
     for start in range(0, len(places), AT_ONCE):
         part = places[start : start + AT_ONCE]
@@ -86,7 +86,7 @@ def _problem(rows: Sequence[Mapping[str, Any]], encoder: PromptEncoder) -> DataE
 
 
 def _bytes_of_template(rows: Sequence[Mapping[str, Any]], encoder: PromptEncoder) -> int:
-    """The most that the chat template adds to one of these conversations, in bytes."""
+    """The most bytes that the chat template adds to one of these conversations."""
     chats = [row for row in rows if not isinstance(row["prompt"], str)]
     if not chats:
         return 0
@@ -95,7 +95,7 @@ def _bytes_of_template(rows: Sequence[Mapping[str, Any]], encoder: PromptEncoder
 
 
 def _bytes(value: Any) -> int:
-    """Of all texts in a prompt."""
+    """Number of bytes of all texts in a prompt."""
     if isinstance(value, str):
         return len(value) if value.isascii() else len(value.encode("utf-8", "surrogatepass"))
     if isinstance(value, Mapping):

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 __all__ = ["get_dataset"]
 
-# The same rows on every process and in every run, whatever random numbers were drawn before.
+# Selects the same rows in every process and run, independent of random numbers drawn before.
 SPLIT_SEED = 42
 
 
 def get_dataset(mixture_config: "DatasetMixtureConfig") -> "DatasetDict | IterableDatasetDict":
     """Load the datasets of a mixture and join them, in order, as split `train` (and `test` with `test_split_size`).
 
-    With `fraction`, as many rows as possible are taken without repeating any: the shares are normalised, and of each
-    dataset the first rows are kept. Fractions 0.5 and 0.5 of 10 and 4 rows give 4 + 4.
+    With `fraction`, as many rows as possible are taken without repeating any: the fractions are normalised, and the
+    first rows of each dataset are kept. Fractions 0.5 and 0.5 of 10 and 4 rows give 4 + 4.
     """
     from datasets import DatasetDict, IterableDatasetDict, concatenate_datasets
 
@@ -37,7 +37,7 @@ def get_dataset(mixture_config: "DatasetMixtureConfig") -> "DatasetDict | Iterab
     if mixture_config.test_split_size is None:
         return DatasetDict({"train": joined})
     size = mixture_config.test_split_size
-    # A number of rows arrives from the command line as a float, which `datasets` would take for a share.
+    # A number of rows from the command line is a float, which `datasets` would interpret as a share.
     return joined.train_test_split(test_size=int(size) if size >= 1 else size, seed=SPLIT_SEED)
 
 
@@ -80,7 +80,7 @@ def _load(entry: "DatasetConfig", streaming: bool) -> Any:
 
 
 def _plain_strings(part: Any) -> Any:
-    """CSV files come with strings of another type than the rest, which could not be joined with them."""
+    """Cast large_string columns to string: CSV files use that type, and it cannot be joined with the usual one."""
     from datasets import Value
 
     large = [name for name, kind in (part.features or {}).items() if kind == Value("large_string")]
@@ -90,7 +90,7 @@ def _plain_strings(part: Any) -> Any:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether it was written by `save_to_disk`, of a dataset or of several splits."""
+    """Whether the folder was written by `save_to_disk` of a dataset or of a dict of splits."""
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
@@ -106,11 +106,11 @@ def _load_saved(entry: "DatasetConfig", streaming: bool) -> Any:
 
 
 def _rows_to_keep(sizes: list[int], fractions: list[float]) -> list[int]:
-    """The most rows of each dataset whose proportions are the fractions.
+    """The largest number of rows per dataset whose proportions equal the fractions.
 
     Example:
         _rows_to_keep([10, 4], [0.75, 0.25]) == [10, 3]
     """
     total = min(size * sum(fractions) / fraction for size, fraction in zip(sizes, fractions, strict=True) if fraction)
-    # The small term undoes rounding: 4 / 0.3 · 0.3 may come out just below 4.
+    # The small term compensates for rounding: 4 / 0.3 · 0.3 may come out just below 4.
     return [int(total * fraction / sum(fractions) + 1e-9) for fraction in fractions]

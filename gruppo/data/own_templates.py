@@ -1,13 +1,13 @@
-"""Chat templates that the library brings along, in Jinja.
+"""Chat templates that the library provides, in Jinja.
 
-They are used where a model's own template cannot do what training with tools needs. None of them is a copy of a
-model's template; they write the same turns in the same tokens.
+They replace a model's own template where that does not support training with tools. None of them is a copy of a
+model's template, but they render the same turns with the same tokens.
 """
 
 import json
 
-# ChatML with tools in the style of Hermes: for models whose template has `<|im_start|>` turns but knows no tools, such
-# as SmolLM2-Instruct. Each turn is rendered by itself, so a conversation keeps its tokens when messages are added.
+# ChatML with tools in the style of Hermes: for models whose template has `<|im_start|>` turns but no tools, such as
+# SmolLM2-Instruct. Each turn is rendered independently, so a conversation keeps its tokens when messages are added.
 HERMES_TEMPLATE = """
 {%- macro described(tools) %}
     {{- '# Tools\\n\\nYou can call these functions:\\n<tools>' }}
@@ -110,7 +110,7 @@ _DEEPSEEK = """
 
 
 def deepseek_template(generation_prompt: str) -> str:
-    """A template for DeepSeek-V3, R1 and the distilled models, whose own goes wrong in the second round of calls.
+    """A template for DeepSeek-V3, R1 and the distilled models, whose own template fails in the second round of calls.
 
     Reasoning after the last question is kept (earlier reasoning is left out, as in the original), every turn is
     closed, and `tools` are described, which the original leaves to the user.

@@ -1,7 +1,7 @@
-"""Questions that are put to a chat template by rendering small conversations with it.
+"""Find out what a chat template supports by rendering small conversations with it.
 
-Nothing here compares a template with a stored text: a template is recognised by what it renders, so an edited copy of
-a known template is as good as the original.
+Nothing here compares a template's source with a stored text: a template is recognised by what it renders, so an edited
+copy of a known template works like the original.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from gruppo.data.chat import Message, ProcessingClass, prepare_multimodal_messages
 
-# Plain words, so that no template escapes, trims or translates them.
+# Plain words that no template escapes, trims or translates.
 TOOL, ARGUMENT, VALUE, RESULT = "probetool", "probeargument", "probevalue", "proberesult"
 QUESTION, ANSWER = "probequestion", "probeanswer"
 
@@ -21,14 +21,14 @@ RETURNED: Message = {"role": "tool", "name": TOOL, "content": RESULT}
 
 
 def inner_tokenizer(processing_class: ProcessingClass) -> Any:
-    """The tokenizer of a processor; a tokenizer is its own (some have an attribute `tokenizer` of another kind)."""
+    """The tokenizer of a processor; a tokenizer itself (some have an unrelated `tokenizer` attribute)."""
     from transformers import PreTrainedTokenizerBase
 
     return processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else processing_class.tokenizer
 
 
 def tokenizer_json(processing_class: ProcessingClass) -> str | None:
-    """What tokenizer.json would hold; None for a tokenizer that has no such form."""
+    """The content of tokenizer.json; None for a tokenizer without a fast backend."""
     backend = getattr(inner_tokenizer(processing_class), "backend_tokenizer", None)
     return None if backend is None else str(backend.to_str())
 
@@ -43,12 +43,12 @@ def render(processing_class: ProcessingClass, messages: list[Message], **options
     return str(processing_class.apply_chat_template(messages, **{**options, "tokenize": False}))
 
 
-# A variable with its attributes and subscripts, and the question whether it is None.
+# A variable with attributes and subscripts, tested for None.
 _IS_NONE = re.compile(r"([\w.]+(?:\[[^\[\]]+\])*) is (not )?none\b")
 
 
 def without_none(template: str) -> str:
-    """The template, for which a value that is missing is None: transformers 5.23 leaves out those that are None.
+    """The template, changed to treat missing values as None: transformers 5.23 drops values that are None.
 
     Example:
         without_none("{% if m.content is none %}") == "{% if (m.content | default(none)) is none %}"
@@ -57,22 +57,22 @@ def without_none(template: str) -> str:
 
 
 def options_of(chat_template: str | None) -> dict[str, Any]:
-    """What `render` is told to use another template than the tokenizer's own."""
+    """Options for `render` to use a template other than the tokenizer's own."""
     return {} if chat_template is None else {"chat_template": chat_template}
 
 
 def rendering_errors() -> tuple[type[Exception], ...]:
-    """What a template that does not know a role or a field may raise, in Jinja or in the Python it runs on."""
+    """Exceptions that a template may raise for an unknown role or field, from Jinja or from Python."""
     from jinja2 import TemplateError
 
     return (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 
 class CallForm(NamedTuple):
-    """How a template wants the message that calls tools to be written.
+    """The form in which a template expects a message with tool calls.
 
-    Most take an empty content and the arguments as a dict. DeepSeek's take no content at all (None) and the arguments
-    as JSON text.
+    Most expect empty content and the arguments as a dict. DeepSeek's expect no content (None) and the arguments as
+    JSON text.
     """
 
     content: str | None
@@ -91,8 +91,10 @@ _CALL_FORMS = (CallForm("", False), CallForm(None, False), CallForm(None, True),
 
 
 def call_form(processing_class: ProcessingClass, **options: Any) -> CallForm | None:
-    """The first form in which the template shows a whole tool exchange: the call's name, argument and value, and the
-    result; None if there is none."""
+    """The first form in which the template renders a whole tool exchange, or None.
+
+    A whole exchange shows the call's name, argument and value, and the result.
+    """
     for form in _CALL_FORMS:
         try:
             text = render(processing_class, [*ASKED, form.message(), RETURNED], add_generation_prompt=True, **options)

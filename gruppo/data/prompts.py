@@ -1,4 +1,4 @@
-"""Dataset rows to token ids: reading, checking, rendering, truncating."""
+"""From dataset rows to token ids: reading, checking, rendering, truncating."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from transformers import PreTrainedTokenizerBase
 from gruppo.errors import ConfigError, DataError
 from gruppo.types import Message, Prompt
 
-# Token ids, images and `{"vision": …}` of prompts; without a processor the latter two are None and empty.
+# Token ids, images and `{"vision": …}` of prompts; without a processor, images are None and the dict is empty.
 Encoded = tuple[list[list[int]], list[list[Any]] | None, dict[str, Any]]
-Tokenize = Callable[..., Encoded]  # of prompts, and of `tools` where these differ from row to row
-Schemas = Sequence[Mapping[str, Any]]  # of tools, as chat templates want them
+Tokenize = Callable[..., Encoded]  # takes prompts, and `tools` if these differ from row to row
+Schemas = Sequence[Mapping[str, Any]]  # of tools, in the format of chat templates
 
-# Arguments of apply_chat_template that are decided here, and why.
+# Arguments of apply_chat_template that users cannot set, and why.
 RENDERING = {
     "conversation": "that is the prompt",
     "add_generation_prompt": "the model's turn always follows the prompt",
@@ -30,7 +30,7 @@ IMAGE_COLUMNS = ("image", "images")
 
 
 def require_prompt(row: Mapping[str, Any]) -> None:
-    """Raise for a row without the one column that must be there."""
+    """Raise for a row without the required column, `prompt`."""
     if "prompt" not in row:
         raise DataError(
             f"The dataset has no `prompt` column; its columns are {sorted(row)}. Rename the one that holds the "
@@ -64,7 +64,7 @@ def read_prompt(row: Mapping[str, Any]) -> str | list[Message]:
 
 
 def reject_images(row: Mapping[str, Any]) -> None:
-    """Raise for rows that carry images, which rollouts with a tokenizer would silently ignore."""
+    """Raise for rows with images, which rollouts with a tokenizer would silently ignore."""
     for column in IMAGE_COLUMNS:
         if row.get(column) is not None:
             raise DataError(
@@ -74,7 +74,7 @@ def reject_images(row: Mapping[str, Any]) -> None:
 
 
 def require_conversation(row: Mapping[str, Any]) -> None:
-    """Raise for a plain prompt, in which there is no place for tools or for what an environment shows."""
+    """Raise for a plain prompt, which has no place for tools or an environment's observations."""
     if isinstance(row.get("prompt"), str):
         raise DataError(
             "Tools and environments need prompts that are conversations, which the chat template shows them in, but "
@@ -86,11 +86,11 @@ def require_conversation(row: Mapping[str, Any]) -> None:
 class PromptEncoder:
     """Turns prompts into token ids with the policy's tokenizer.
 
-    `tools` are shown in every conversation or, as a mapping, by the name in the row's `environment` column.
+    `tools` are shown in every conversation; a mapping selects them by the name in the row's `environment` column.
     """
 
     takes_images = False
-    sample_size = 256  # rows of a dataset that are tried before a run
+    sample_size = 256  # rows of a dataset that are encoded as a check before a run
     placeholders: frozenset[int] = frozenset()  # tokens that stand for images
 
     def __init__(
@@ -107,14 +107,14 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.max_prompt_length = max_prompt_length
         self.context_length = context_length
-        self.room = room  # tokens that must fit behind a prompt
+        self.room = room  # tokens that must fit after a prompt
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.chat_template = chat_template  # None is the tokenizer's own
         self.tools = tools
         self._reject_own_arguments()
 
     def _reject_own_arguments(self) -> None:
-        """Raise for keywords of the template that are not the template's."""
+        """Raise for chat_template_kwargs that are arguments set by this class, not by the user."""
         given = {"tools": self.tools, "chat_template": self.chat_template}
         ours = RENDERING | {name: "there are others already" for name, value in given.items() if value}
         for name, reason in ours.items():
@@ -126,7 +126,7 @@ class PromptEncoder:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], tokenize: Tokenize | None = None) -> list[Prompt]:
         """Encode rows in order; a row object that occurs several times (one per completion) is encoded once."""
-        rows = list(rows)  # ids are those of objects that live
+        rows = list(rows)  # keeps the objects alive, so that their ids stay unique
         distinct = {id(row): row for row in rows}
         encoded: dict[int, Prompt] = {}
         for tools, part in self._by_tools(list(distinct.values())):
@@ -142,11 +142,11 @@ class PromptEncoder:
         return read_prompt(row)
 
     def encode(self, prompts: Sequence[str | list[Message]], tools: Schemas | None = None) -> Encoded:
-        """Token ids of prompts, images (None) and further fields (none)."""
+        """Token ids of prompts, no images (None) and no further fields."""
         return self.token_ids(prompts, **({} if tools is None else {"tools": tools})), None, {}
 
     def _by_tools(self, rows: list[Mapping[str, Any]]) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
-        """Rows that are rendered together, and the tools to name for them."""
+        """Groups of rows that are rendered together, each with its `tools` argument."""
         if not isinstance(self.tools, Mapping):
             return [({}, rows)]
         parts: dict[str, list[Mapping[str, Any]]] = {}
@@ -192,7 +192,7 @@ class PromptEncoder:
 
     @property
     def most_tokens(self) -> int | None:
-        """Up to how many tokens a prompt fits; None if every prompt does."""
+        """Most tokens that a prompt may have to fit into the context; None if every prompt fits."""
         if self.context_length is None:
             return None
         most = self.context_length - self.room
@@ -225,7 +225,7 @@ def sample_rows(dataset: Any, size: int = 256) -> list[Mapping[str, Any]]:
     return [dataset[i] for i in range(0, len(dataset), max(1, len(dataset) // size))]
 
 
-# Names under which reward functions get something of their own; a column of that name could not reach them.
+# Names of arguments that every reward function receives; a column with such a name could not be passed to it.
 REWARD_ARGUMENTS = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
 
 
@@ -244,7 +244,7 @@ def check_prompts(
 ) -> None:
     """Read and encode some rows of a dataset, so that bad ones are found before the run starts.
 
-    Without an encoder (a custom rollout function reads the prompts) they only have to be there.
+    Without an encoder (a custom rollout function reads the prompts) the prompts only have to exist.
     """
     for row in rows:
         require_prompt(row)

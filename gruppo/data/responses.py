@@ -1,4 +1,4 @@
-"""Token ids to what a reward function reads: text, or assistant messages."""
+"""From token ids to what a reward function reads: text, or assistant messages."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def decode(
 ) -> list[str | list[Message]]:
     """Text for plain prompts, a list with one assistant message for conversations.
 
-    `ends` are the tokens with which the model may end.
+    `ends` are the tokens that may end a completion.
     """
     texts = _texts(tokenizer, [list(ids) for ids in completion_ids])
     parses = has_response_parser(tokenizer)
@@ -33,7 +33,7 @@ def decode(
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
-    """What `batch_decode` returns; by all cores at once where it is no more than a loop over the backend."""
+    """What `batch_decode` returns; decoded on all cores where it is only a loop over the backend."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     methods = ("batch_decode", "decode", "_decode")
     own = any(getattr(type(tokenizer), name) is not getattr(TokenizersBackend, name) for name in methods)
@@ -44,18 +44,18 @@ def _texts(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str
 
 
 def _cleans_up(tokenizer: Any, backend: Any) -> bool:
-    """Whether spaces before punctuation are taken out, which transformers does not do to byte-pair encodings."""
+    """Whether decoding removes spaces before punctuation, which transformers does not do for byte-pair encodings."""
     forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True)
     return bool(tokenizer.clean_up_tokenization_spaces) and (forced or type(backend.model).__name__ != "BPE")
 
 
 def without_end(ids: Sequence[int], ends: Collection[int]) -> list[int]:
-    """Tokens without the one that ended them, of which a parser may not know: a model may have several."""
+    """Tokens without the final end token: a model may have several, and a parser may not know all of them."""
     return list(ids[:-1] if len(ids) and ids[-1] in ends else ids)
 
 
 def has_response_parser(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer knows how to take a response apart (reasoning, tool calls)."""
+    """Whether the tokenizer can split a response into its parts (reasoning, tool calls)."""
     return bool(getattr(tokenizer, "response_template", None))
 
 
@@ -64,8 +64,8 @@ def parse_response(
 ) -> Message:
     """An assistant message from token ids; text that does not parse is kept as plain content.
 
-    `content` is always a string without the end-of-sequence token, every tool call has a name and arguments. A call
-    that can be seen to be one but not be read has the key `error`, which says what is wrong with it.
+    `content` is always a string without the end-of-sequence token, and every tool call has a name and arguments. A
+    call that is recognised but malformed has the key `error`, which describes what is wrong.
     """
     try:
         parsed = tokenizer.parse_response(ids, prefix=prefix, tools=tools)

@@ -1,9 +1,9 @@
-"""In which order the rows of a dataset are taken, and the loaders that `Trainer` gets.
+"""The order in which the rows of a dataset are taken, and the data loaders for `Trainer`.
 
 sampler     p3 p3 p3 p3 p7 p7 p7 p7 | p3 …          indices, each repeated once per completion of its group
 loader      0 1 2 3 4 5 …                            micro-steps; `Trainer` counts and skips them
 
-What a generation is made of is in `streams`.
+`streams` assembles generations from these indices.
 """
 
 from collections.abc import Iterator, Mapping, Sized
@@ -21,9 +21,9 @@ Shared = TypeVar("Shared", list[Any], range)
 
 
 class RepeatSampler(Sampler[int]):
-    """Indices in chunks of `batch_size`, each index repeated in a row, each chunk repeated as a whole.
+    """Indices in chunks of `batch_size`; each index is repeated consecutively, and each chunk as a whole.
 
-    The ragged last chunk is dropped. Every pass draws the next permutation of one generator, and `set_epoch` goes to
+    An incomplete last chunk is dropped. Each pass uses the next permutation from one generator; `set_epoch` selects
     the permutation of any epoch.
 
     Example:
@@ -49,17 +49,17 @@ class RepeatSampler(Sampler[int]):
         self.seed = torch.Generator().seed() if seed is None else seed
         self.epoch = 0
         self._generator = torch.Generator()
-        self._drawn: int | None = None  # permutations that the generator has given
+        self._drawn: int | None = None  # permutations drawn from the generator so far
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass use the permutation of `epoch`."""
+        """Make the next pass use the permutation of `epoch`."""
         self.epoch = epoch
 
     def order(self, epoch: int) -> Tensor:
         """The indices of an epoch, each once."""
         if not self.shuffle:
             return torch.arange(self.num_samples)
-        if self._drawn is None or self._drawn > epoch:  # else it goes on from the last one that was asked for
+        if self._drawn is None or self._drawn > epoch:  # else continue from the last permutation drawn
             self._generator.manual_seed(self.seed)
             self._drawn = 0
         for _ in range(self._drawn, epoch):
@@ -68,7 +68,7 @@ class RepeatSampler(Sampler[int]):
         return torch.randperm(self.num_samples, generator=self._generator)
 
     def part(self, order: Tensor, places: range) -> list[int]:
-        """What a pass in this order yields at some places, without the pass.
+        """What a pass in this order yields at `places`, computed without iterating.
 
         Example:
             list(sampler)[4:9] == sampler.part(sampler.order(0), range(4, 9))
@@ -94,7 +94,7 @@ class RepeatSampler(Sampler[int]):
 
 
 def split_for_rank(rows: Shared, rank: int, world: int) -> Shared:
-    """The contiguous share of `rows` of one process; shares differ by at most one row."""
+    """One process's contiguous share of `rows`; the sizes of shares differ by at most one row."""
     return rows[len(rows) * rank // world : len(rows) * (rank + 1) // world]
 
 
@@ -118,18 +118,18 @@ class _EndlessSteps(IterableDataset[int]):
 
 
 def micro_step_loader(count: int | None) -> "DataLoader[int]":
-    """A loader of micro-step numbers: `Trainer` takes its length and skips in it, the rows come from the stream."""
+    """A loader of micro-step numbers: `Trainer` uses its length and skips batches; rows come from the stream."""
     steps: Dataset[int] = _EndlessSteps() if count is None else _Steps(count)
     return DataLoader(steps, batch_size=1, collate_fn=lambda batch: batch[0])
 
 
 class _EvalBatches(IterableDataset[list[Row]]):
-    """One pass over the evaluation prompts, in batches of whole groups; this process's share of each."""
+    """One pass over the evaluation prompts in batches of whole groups; yields this process's share of each batch."""
 
     def __init__(self, dataset: Any, sampler: Any, group_size: int, rows_per_batch: int, rank: int, world: int):
         self.dataset, self.sampler = dataset, sampler
         self.group_size = group_size
-        self.rows_per_batch = max(rows_per_batch, -(-world // group_size) * group_size)  # a row for every process
+        self.rows_per_batch = max(rows_per_batch, -(-world // group_size) * group_size)  # at least one row per process
         self.rank, self.world = rank, world
 
     def _rows(self) -> Iterator[Row]:
@@ -150,7 +150,7 @@ class _EvalBatches(IterableDataset[list[Row]]):
         batch = list(islice(rows, self.rows_per_batch))
         while batch:
             following = list(islice(rows, self.rows_per_batch))
-            if len(following) < self.world:  # too few to go round: no process may be left without a row
+            if len(following) < self.world:  # too few: every process needs a row
                 batch, following = batch + following, []
             if len(batch) < self.world:
                 raise DataError(f"The evaluation set gives {len(batch)} rows for {self.world} processes; add prompts.")
@@ -161,5 +161,5 @@ class _EvalBatches(IterableDataset[list[Row]]):
 def eval_loader(
     dataset: Any, sampler: Any, *, group_size: int, rows_per_batch: int, rank: int, world: int
 ) -> "DataLoader[Any]":
-    """A loader of row batches for evaluation; nothing is dropped, nothing is padded with rows seen before."""
+    """A loader of row batches for evaluation; no row is dropped, and none is repeated as padding."""
     return DataLoader(_EvalBatches(dataset, sampler, group_size, rows_per_batch, rank, world), batch_size=None)

@@ -1,4 +1,4 @@
-"""How a template writes tool calls, found out by rendering, and the response template that reads them back."""
+"""Find out by rendering how a chat template writes tool calls, and build the response template that parses them."""
 
 import re
 from typing import Any, NamedTuple, TypeVar
@@ -26,10 +26,10 @@ T = TypeVar("T")
 def add_response_schema(processing_class: T, chat_template: str | None = None) -> T:
     """Set `response_template` on the tokenizer, so that `parse_response` finds the tool calls in a completion.
 
-    Recognised are tool calls written as JSON in `<tool_call>` (Hermes, Qwen2.5, Qwen3), as `<function=…>` tags in
+    Supports tool calls written as JSON in `<tool_call>` (Hermes, Qwen2.5, Qwen3), as `<function=…>` tags in
     `<tool_call>` (Qwen3-Coder, Qwen3.5, Nemotron 3), as JSON with `parameters` (Llama 3.1 and later), and after
-    `<｜tool▁call▁begin｜>` (DeepSeek-V3, R1 and the distilled models). A template that is set already is kept.
-    `chat_template` is looked at instead of the tokenizer's own. Returns its first argument.
+    `<｜tool▁call▁begin｜>` (DeepSeek-V3, R1 and the distilled models). An existing `response_template` is kept. If
+    given, `chat_template` is examined instead of the tokenizer's own. Returns its first argument.
     """
     tokenizer: Any = inner_tokenizer(processing_class)
     if getattr(tokenizer, "response_template", None) is not None:
@@ -63,7 +63,7 @@ class _Turn(NamedTuple):
     """
 
     starts: list[str]  # after a question, and after a tool's result where that differs
-    end: str  # a pattern: the turn's end, and whatever else may end the model's text
+    end: str  # a regex: the turn's end, and anything else that may end the model's text
     call: str
 
 
@@ -82,7 +82,7 @@ def _assistant_turn(processing_class: Any, options: dict[str, Any]) -> _Turn | N
         return None
     if not prompted.startswith(asked) or not called.startswith(asked):
         return None
-    # A prompt may open the reasoning; that belongs to the message, not to the frame.
+    # A generation prompt may open the reasoning; that part belongs to the message, not to the frame.
     start = prompted[len(asked) :].partition("<think>")[0]
     eos = inner_tokenizer(processing_class).eos_token
     ends = [end for end in (answered.rpartition(ANSWER)[2].strip(), eos, "<|eom_id|>") if end]
@@ -98,7 +98,7 @@ def _tagged_json(turn: _Turn) -> dict[str, Any]:
         "open": "<tool_call>",
         "close_pattern": rf"</tool_call>\s*|(?={turn.end})",
         "content": "json",
-        # The whole object is kept: a missing "arguments" is then for the reader to judge, not a parsing error.
+        # The whole object is kept, so that a missing "arguments" is not a parsing error but left to `uniform_calls`.
         "transform": {"type": "function", "function": "{content}"},
     }
 
@@ -117,7 +117,7 @@ def _json_parameters(turn: _Turn) -> dict[str, Any]:
     arguments = {"name": "{content.name}", "arguments": "{content.parameters}"}
     call = r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:'
     return {
-        # No tag need open a call or close it: an object that begins like a call is one, up to the next or the end.
+        # Calls need no opening or closing tag: an object that begins like a call is one, up to the next or the end.
         "open_pattern": rf"<\|python_tag\|>\s*|(?={call})",
         "close_pattern": rf"(?:{turn.end})\s*|(?<=\}})[\s;]*(?={call})",
         "content": "json",
@@ -145,14 +145,14 @@ _TOOL_STYLES = (
 
 
 def _schema(turn: _Turn, tool_calls: dict[str, Any]) -> dict[str, Any]:
-    """A response template, in the form that transformers 5.13 and later read."""
+    """A response template, in the format of transformers 5.13 and later."""
     return {
         "defaults": {"role": "assistant"},
         "start_anchor": turn.starts,
         "fields": {
             "reasoning_content": {"open": "<think>", "close_pattern": rf"</think>\s*|(?={turn.end})"},
             "tool_calls": {"repeats": True, **tool_calls},
-            # Text before, between and after tool calls is one content; what follows the end of the turn is none.
+            # Text before, between and after tool calls forms one content; text after the end of the turn is dropped.
             "content": {"close_pattern": rf"(?:{turn.end}).*", "repeats": True, "join": "\n"},
         },
     }

@@ -1,8 +1,8 @@
-"""Which prompts a generation is made of.
+"""Which prompts a generation consists of.
 
 sampler     p3 p3 p3 p3 p7 p7 p7 p7 | p3 …          indices, see `sampler`
 stream      generation 0: [p3 ×4, p7 ×4]             the rows of one generation, this process's share
-cursor      p3 p7 | p1 p4 | p0 …                     the same prompts one by one, where some are sampled in vain
+cursor      p3 p7 | p1 p4 | p0 …                     the same prompts one by one, if some of them get replaced
 """
 
 from collections import deque
@@ -28,12 +28,12 @@ class NumberedRow(dict[str, Any]):
 class PromptStream(Protocol):
     """The prompts of a run.
 
-    `rows` are those of generation `generation` of epoch `epoch`, this process's share, one per completion. `prompt` is
-    the prompt at a position of the one long sequence that the generations of all epochs make, counted from 0, and
-    `index` says to which epoch it belongs and where it is in the dataset, which a stream without end does not know.
+    `rows` returns this process's share of generation `generation` of epoch `epoch`, one row per completion. `prompt`
+    returns the prompt at a position, counted from 0, in the sequence of the generations of all epochs. `index` returns
+    the epoch of that prompt and its index in the dataset, or None for an endless stream, where they are unknown.
     """
 
-    generations: int | None  # per epoch; None for a stream without end
+    generations: int | None  # per epoch; None for an endless stream
     prompts: int  # per generation
 
     def rows(self, epoch: int, generation: int) -> Sequence[Row]: ...
@@ -50,12 +50,12 @@ class Order(Protocol):
 
 
 class ComputedOrder:
-    """The order of our own sampler: a permutation, from which the rows of a generation are computed when needed."""
+    """The order of a `RepeatSampler`: a permutation, from which a generation's rows are computed when needed."""
 
     def __init__(self, sampler: RepeatSampler, epoch: int, rows_per_pass: int):
         self.sampler = sampler
         self.permutation = sampler.order(epoch)
-        self.rows_per_pass = rows_per_pass  # of a generation and its copies
+        self.rows_per_pass = rows_per_pass  # rows of a generation, including its copies
 
     def part(self, generation: int, rows: range) -> list[int]:
         first = generation * self.rows_per_pass
@@ -63,14 +63,15 @@ class ComputedOrder:
 
 
 class ReadOrder:
-    """The order of a sampler that is not ours.
+    """The order of a user's sampler.
 
-    It is read from end to end: one that draws as it goes along would draw something else between two generations, and
-    not the same in every process. Of the copies of a generation only the first is kept, of a group only one index.
+    The sampler is read to the end at once. If it draws random numbers while it is iterated, reading it in parts would
+    give different numbers, depending on what else is drawn between two generations, and not the same ones in every
+    process. Only the first copy of a generation is kept, and only one index per group.
     """
 
     def __init__(self, sampler: Iterable[int], *, generations: int, rows: int, copies: int, group_size: int):
-        self._kept: list[tuple[NDArray[np.int64], int]] = []  # of each generation, and how often each is repeated
+        self._kept: list[tuple[NDArray[np.int64], int]] = []  # per generation: indices, and repeats of each
         indices = iter(sampler)
         for generation in range(generations):
             row_B = np.fromiter(islice(indices, rows), np.int64)
@@ -83,7 +84,7 @@ class ReadOrder:
             alike = np.array_equal(np.repeat(first_P, group_size), row_B)
             self._kept.append((first_P, group_size) if alike else (row_B, 1))
             deque(islice(indices, rows * (copies - 1)), maxlen=0)
-        deque(indices, maxlen=0)  # some count their passes when one is over
+        deque(indices, maxlen=0)  # some samplers count their passes when one ends
 
     def part(self, generation: int, rows: range) -> list[int]:
         kept, repeated = self._kept[generation]
@@ -93,7 +94,7 @@ class ReadOrder:
 class SampledStream:
     """Prompts of a dataset in the order of a sampler that repeats each chunk once per micro-step.
 
-    Only the first copy of a chunk is read: the copies exist so that lengths count micro-steps.
+    Only the first copy of a chunk is read: the copies exist so that the sampler's length counts micro-steps.
     """
 
     def __init__(
@@ -134,13 +135,13 @@ class SampledStream:
 
     def _order(self, epoch: int) -> Order:
         if epoch not in self._orders:
-            # A generation may reach into the next epoch; a sampler of the user's may not be able to go back.
+            # A generation may extend into the next epoch, and a user's sampler may not be able to go back.
             self._orders = {before: order for before, order in self._orders.items() if before == epoch - 1}
             self._orders[epoch] = self._open(epoch)
         return self._orders[epoch]
 
     def _open(self, epoch: int) -> Order:
-        if type(self.sampler) is RepeatSampler:  # of another one nothing is known but what it yields
+        if type(self.sampler) is RepeatSampler:  # of any other type, only what it yields is known
             return ComputedOrder(self.sampler, epoch, self.rows_per_generation * self.copies)
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
@@ -154,9 +155,9 @@ class SampledStream:
 
 
 class IterableStream:
-    """Prompts of an iterable dataset, read in order and over again when it ends.
+    """Prompts of an iterable dataset, read in order and started again when it ends.
 
-    Every process reads the whole stream and keeps its share, so that a group may straddle processes.
+    Every process reads the whole stream and keeps its share, so that a group may span processes.
     """
 
     def __init__(self, dataset: Iterable[Row], *, prompts: int, group_size: int, rank: int, world: int):
@@ -165,13 +166,13 @@ class IterableStream:
         self.prompts, self.group_size = prompts, group_size
         self.rank, self.world = rank, world
         self._epoch = 0
-        self._first_of_epoch = 0  # each epoch goes on where the last one was left
+        self._first_of_epoch = 0  # each epoch continues where the previous one stopped
         self._start_over()
 
     def _start_over(self) -> None:
         self._chunks_read = 0
         self._chunk: list[Row] = []
-        self._chunk_before: list[Row] = []  # a look ahead may reach into the next one
+        self._chunk_before: list[Row] = []  # looking ahead may already have read the next one
         self._passes = 0
         self._iterator: Iterator[Row] = iter(())
 
@@ -189,12 +190,12 @@ class IterableStream:
         number, place = divmod(position, self.prompts)
         if number == self._chunks_read - 2:
             return self._chunk_before[place]
-        if number < self._chunks_read - 1:  # a resumed run goes back if the generation under way took more this time
+        if number < self._chunks_read - 1:  # a resumed run goes back if the repeated generation took more this time
             self._start_over()
         return self._read_to(number)[place]
 
     def _read_to(self, number: int) -> list[Row]:
-        """Chunk `number`, or the last one if that is later; a resumed run reads past what it has seen."""
+        """Chunk `number`, or the last one read if that is later; a resumed run reads over what it has already seen."""
         while self._chunks_read <= number:
             self._chunk_before, self._chunk = self._chunk, self._next_chunk()
             self._chunks_read += 1
@@ -216,7 +217,7 @@ class IterableStream:
 
 
 class PromptCursor:
-    """Where a run is in its stream if some prompts are sampled in vain: positions count prompts, not generations.
+    """A run's position in its stream if some prompts get replaced: counts prompts, not generations.
 
     Example, groups of 2 and a stream p0 p1 p2 …, where the second of two groups is replaced:
         cursor.begin()
@@ -228,20 +229,20 @@ class PromptCursor:
     def __init__(self, stream: PromptStream, group_size: int):
         self.stream = stream
         self.group_size = group_size
-        self._begun = 0  # where the generation at hand began
-        self._next: int | None = None  # not known before the first generation
-        self._go_on_at: int | None = None  # where the next generation begins, if not after the one at hand
+        self._begun = 0  # where the current generation began
+        self._next: int | None = None  # unknown before the first generation
+        self._go_on_at: int | None = None  # where the next generation begins, if not after the current one
 
     @property
     def consumed(self) -> int:
-        """Prompts taken so far, resumed parts included."""
+        """Prompts taken so far, including those before the run was resumed."""
         return (self._next or 0) if self._go_on_at is None else self._go_on_at
 
     def begin(self, position: int = 0, *, anew: bool = False) -> None:
-        """Begin a generation: behind the last one, or, in a run that knows of none, at `position`.
+        """Begin a generation: after the previous one, or at `position` if no previous one is known.
 
-        With `anew` the generation that was under way when the run was saved is taken again from its beginning. Its
-        rewards may come out differently this time; the generation after it begins where it would have begun.
+        With `anew` the generation that was in progress when the run was saved starts over. Its rewards may differ this
+        time, but the generation after it begins where it would have begun.
         """
         if self._next is None:
             self._next = position
@@ -252,14 +253,14 @@ class PromptCursor:
         self._begun = self._next
 
     def take(self, groups: Sequence[int], places: Sequence[int]) -> list[Row]:
-        """The next prompts, one for each of these groups, as rows at these places of the batch of all processes."""
+        """The next prompts, one per group in `groups`, as the rows at `places` in the global batch."""
         assert self._next is not None
         rows = self._read(self._next, groups, places)
         self._next += len(groups)
         return rows
 
     def peek(self, groups: Sequence[int], places: Sequence[int]) -> list[Row]:
-        """What `take` will give when the generation at hand is done, if no more of its groups are replaced."""
+        """What `take` will return after the current generation, if no more of its groups are replaced."""
         return self._read(self.consumed, groups, places)
 
     def _read(self, first: int, groups: Sequence[int], places: Sequence[int]) -> list[Row]:

@@ -1,6 +1,6 @@
-"""What a chat template can do, and what must be changed in it for training.
+"""What a chat template supports, and what must be changed in it for training.
 
-Templates are judged by what they render (see `probing.py`), never by their text.
+Templates are judged by what they render (see `probing.py`), never by their source.
 """
 
 import re
@@ -39,10 +39,10 @@ __all__ = [
 
 
 def chosen_template(processing_class: ProcessingClass) -> str | None:
-    """The one template for conversations with tools where there are several with names; None if there is only one.
+    """The template for conversations with tools if the tokenizer has several named ones; None if there is only one.
 
-    Each question is then put to this one. transformers would choose by whether tools are shown in a conversation, so
-    that the prompt and what follows it could come from different templates.
+    All rendering then uses this template. transformers would choose one depending on whether a conversation has tools,
+    so that the prompt and what follows it could come from different templates.
     """
     if not isinstance(processing_class.chat_template, dict):
         return None
@@ -62,7 +62,7 @@ def supports_tool_calling(processing_class: ProcessingClass, chat_template: str 
 
 
 def shows_tools(processing_class: ProcessingClass, chat_template: str | None = None) -> bool:
-    """Whether the template tells the model which tools there are; if not, the prompts must say it."""
+    """Whether the template describes the available tools to the model; if not, the prompts must do so."""
     words = ("probetool", "probedescription")
     function = {"name": words[0], "description": words[1], "parameters": {"type": "object", "properties": {}}}
     options = options_of(chat_template)
@@ -76,8 +76,8 @@ def shows_tools(processing_class: ProcessingClass, chat_template: str | None = N
 def is_chat_template_prefix_preserving(processing_class: ProcessingClass, chat_template: str | None = None) -> bool:
     """Whether a conversation keeps its tokens when a tool message is added to it, in the second round as in the first.
 
-    Only then do the tokens the model wrote and those of the longer conversation agree. A template that cannot render
-    tool calls is tried with a second question instead.
+    Only then do the tokens that the model wrote agree with those of the longer conversation. A template that cannot
+    render tool calls is tested with a second question instead.
     """
     options = options_of(chat_template)
     form = call_form(processing_class, **options)
@@ -87,14 +87,14 @@ def is_chat_template_prefix_preserving(processing_class: ProcessingClass, chat_t
         first = _added(processing_class, [*ASKED, form.message()], [RETURNED], **options)
         again = _added(processing_class, [*ASKED, form.message(), RETURNED, form.message()], [RETURNED], **options)
         return first is not None and first == again and _goes_on(processing_class, form, **options)
-    except rendering_errors():  # some refuse a second round
+    except rendering_errors():  # some templates refuse a second round
         return False
 
 
 def _added(
     processing_class: ProcessingClass, messages: list[Message], more: list[Message], **options: Any
 ) -> list[int] | None:
-    """The tokens that more messages and a prompt add to a conversation; None if they change its own."""
+    """The tokens that `more` and the generation prompt add to a conversation; None if they change earlier tokens."""
     tokenizer = inner_tokenizer(processing_class)
     before = render(processing_class, messages, **options)
     after = render(processing_class, [*messages, *more], **{**options, "add_generation_prompt": True})
@@ -106,15 +106,15 @@ def _added(
 
 
 def _goes_on(processing_class: ProcessingClass, form: CallForm, **options: Any) -> bool:
-    """Whether a result stays as it is once the model has answered it."""
+    """Whether a tool result is rendered unchanged once the model has answered it."""
     exchange = [*ASKED, form.message(), RETURNED]
     longer = render(processing_class, [*exchange, form.message()], **options)
     return longer.startswith(render(processing_class, exchange, **options))
 
 
-# Known reasons for a template not to preserve its prefix, and their repair: (what to find, what to put there).
+# Known reasons why a template does not preserve its prefix, and their repair: (pattern, replacement).
 _REPAIRS = (
-    # Qwen3 writes an empty think block into the last assistant message only, and takes it out once a message follows.
+    # Qwen3 writes an empty think block into the last assistant message only, and removes it once a message follows.
     (
         re.compile(r"\bif\s+loop\.last\s+or\s+\(?\s*(?:not\s+loop\.last\s+and\s+)?reasoning_content\s*\)?\s*(?=-?%})"),
         "if true ",
@@ -127,8 +127,8 @@ _REPAIRS = (
 def get_training_chat_template(processing_class: ProcessingClass, chat_template: str | None = None) -> str | None:
     """A version of the chat template that keeps a conversation's tokens when messages are added, or None.
 
-    None means that the template does so already. A template whose fault is not known raises: change it by hand.
-    `chat_template` is looked at instead of the tokenizer's own.
+    None means that the template already does so. If no repair is known, an error asks to edit the template by hand. If
+    given, `chat_template` is examined instead of the tokenizer's own.
     """
     if is_chat_template_prefix_preserving(processing_class, chat_template):
         return None
@@ -155,7 +155,7 @@ def _candidates(processing_class: ProcessingClass, chat_template: str | None) ->
 
 
 def _deepseek(processing_class: ProcessingClass, options: dict[str, Any]) -> Iterator[str]:
-    """DeepSeek's faults are too many to patch; the whole is replaced, if prompts come out as before."""
+    """DeepSeek's template has too many faults to patch; it is replaced if prompts are rendered as before."""
     asked = render(processing_class, ASKED, **options)
     prompted = render(processing_class, ASKED, add_generation_prompt=True, **options)
     template = deepseek_template(prompted.removeprefix(asked))
@@ -177,7 +177,7 @@ def clone_chat_template(
 
     The embeddings are resized to the new vocabulary, rounded up to a multiple of `resize_to_multiple_of`; the
     tokenizer is filled up with `<extra_id_…>` tokens to the same size. Returns the model and the tokenizer, both
-    changed in place, and the ids of all tokens that were added.
+    modified in place, and the ids of all added tokens.
     """
     from transformers import AutoTokenizer
 

@@ -1,9 +1,10 @@
-"""Prompts with images: from a processor's output to the tensors of one prompt, and from those to a batch.
+"""Prompts with images: from a processor's output to the tensors of one prompt, and from these to a batch.
 
     row ─► conversation with images ─► processor, one prompt at a time ─► Vision ─► model_inputs of many rows
 
-The processor is called for each prompt alone, so nothing has to be cut apart: how many rows of `pixel_values` belong
-to a prompt differs from model to model. Joined again, they are what the processor makes of all prompts together.
+The processor is called for each prompt separately, so its output never has to be split by prompt: how many rows of
+`pixel_values` belong to a prompt depends on the model. The joined tensors equal the processor's output for all prompts
+together.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +19,7 @@ from gruppo.data.prompts import Encoded, PromptEncoder, Schemas
 from gruppo.errors import ConfigError, DataError
 from gruppo.types import Message, Prompt, Vision
 
-# Tensors about images, and what they are padded with where the images of other prompts are larger or more.
+# Tensors of images, and their padding value, used if other prompts have larger or more images.
 PIXELS = {
     "pixel_values": 0,
     "image_grid_thw": 0,
@@ -28,11 +29,11 @@ PIXELS = {
     "image_position_ids": -1,
     "pixel_position_ids": -1,
 }
-TYPES = ("token_type_ids", "mm_token_type_ids")  # one number for each token; 0 is text
+TYPES = ("token_type_ids", "mm_token_type_ids")  # one number per token; 0 is text
 
 
 def read_vision(output: Mapping[str, Any], accepts: Collection[str]) -> Vision:
-    """What a processor returned for one prompt, as far as the model's forward takes it."""
+    """The part of a processor's output for one prompt that the model's forward accepts."""
     given = {name: value for name, value in output.items() if name in accepts}
     unknown = given.keys() - {*PIXELS, *TYPES, "input_ids", "attention_mask"}
     if unknown or not all(isinstance(value, Tensor) for value in given.values()):
@@ -55,9 +56,9 @@ def model_inputs(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of several rows beside their ids, which are `width` wide and begin in these columns.
+    """The model inputs of several rows besides their ids, which are `width` wide and begin at the columns `starts`.
 
-    What follows a prompt (completions, answers of tools) is text. Floating-point tensors become `dtype`.
+    Everything after a prompt (completions, tool results) counts as text. Floating-point tensors are cast to `dtype`.
 
     Example, of two rows, the first of which is padded with two tokens and has no image:
         model_inputs([Vision({}, {"token_type_ids": [0, 0]}), Vision({"pixel_values": …}, {"token_type_ids": [1, 1]})],
@@ -79,7 +80,7 @@ def model_inputs(
 
 
 def _stacked(parts: Sequence[Tensor], filler: int) -> Tensor:
-    """Joined along the first dimension, the others as large as the largest."""
+    """Concatenate along the first dimension; pad the others to the largest size."""
     sizes = [max(each) for each in zip(*(part.shape[1:] for part in parts), strict=True)]
 
     def padded(part: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ def _row(vision: Vision | None, name: str, start: int, width: int) -> Tensor:
 class VisionEncoder(PromptEncoder):
     """Turns prompts with and without images into token ids and `Vision`, with the policy's processor.
 
-    `accepts` are the arguments of the model's forward, `placeholders` the ids of tokens that stand for images.
+    `accepts` are the arguments of the model's forward, and `placeholders` the ids of tokens that stand for images.
     """
 
     takes_images = True
@@ -113,7 +114,7 @@ class VisionEncoder(PromptEncoder):
         self.placeholders = frozenset(placeholders)
 
     def read(self, row: Mapping[str, Any]) -> str | list[Message]:
-        """The prompt with its images in it."""
+        """The prompt, including its images."""
         return conversation(row)
 
     def encode(self, prompts: Sequence[str | list[Message]], tools: Schemas | None = None) -> Encoded:
@@ -129,12 +130,12 @@ class VisionEncoder(PromptEncoder):
         try:
             if isinstance(prompt, str):
                 return self.tokenizer(text=[prompt], return_tensors="pt")
-            # Copies of the messages: a processor may write into them.
+            # Copy the messages, since a processor may modify them.
             messages = [dict(message) for message in prompt]
             return self._render([messages], tools, tokenize=True, return_dict=True, return_tensors="pt")
         except DataError:
             raise
-        except (ValueError, StopIteration) as error:  # the latter where a text has more image tokens than images
+        except (ValueError, StopIteration) as error:  # StopIteration: more image tokens than images
             said = str(error) or "its text and its images do not fit"
             raise DataError(
                 f"{type(self.tokenizer).__name__} cannot read a prompt: {said}. It begins with "

@@ -1,19 +1,19 @@
-"""Arithmetic of memory and time: what fits where and how long it takes, computed before anything is allocated.
+"""Forecasts of memory and time: what fits on a device and how long a step takes, before anything is allocated.
 
-    shape      a decoder's sizes: what its passes keep and compute
-    budgets    how much a run samples and trains on at once; engine and trainer ask here
+    shape      a decoder's sizes; what its passes keep in memory and compute
+    budgets    how much a run samples and trains on at once; engine and trainer use it too
     devices    datasheet peaks and memory
-    presets    public shapes by name
+    presets    shapes of public models by name
     reading    a model's shape, from its config
-    job        all that a forecast depends on
+    job        everything that a forecast depends on
     measured   constants that were measured, not derived
-    standing   what of a run stays in memory
-    memory     a run's phases, term by term
-    seconds    a step's parts, term by term
+    standing   what stays in memory during a run
+    memory     memory of each phase of a run, term by term
+    seconds    duration of each part of a step, term by term
     terms      the lines of a forecast
     search     the largest settings that fit
 
-`gruppo plan` shows the forecast. It asks the functions of `budgets` what the run itself will ask them.
+`gruppo plan` shows the forecast. It calls the same functions of `budgets` that the run itself will call.
 """
 
 from gruppo.plan.budgets import (

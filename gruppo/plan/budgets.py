@@ -1,6 +1,6 @@
-"""The budgets that a run gives itself: how much is sampled and trained on at once, so that it fits.
+"""Budgets of a run: how much to sample and to train on at once so that it fits into memory.
 
-Nothing here touches a device except `free_memory`, which asks it how much is left.
+Nothing here touches a device except `free_memory`, which queries how much memory is left.
 """
 
 import os
@@ -11,37 +11,39 @@ from typing import Any
 
 from gruppo.plan.shape import ModelShape, Passes
 
-# Of free memory: where a device cannot lend it, a pool of keys and values stays allocated beside the update.
+# Share of free memory for the KV cache. It leaves room for the update: where a device cannot release the memory of the
+# KV cache between rollouts, the cache stays allocated during the update.
 _POOL_SHARE = 0.6
-# Completions decoded together. Past this the matrix products are compute-bound and a larger batch gains nothing.
+# Most completions decoded together. Beyond this the matmuls are compute-bound and a larger batch gains nothing.
 _MOST_ROWS = {"cuda": 1024, "cpu": 256}
 # Prompt tokens in one forward pass: enough to keep the device busy, few enough that activations stay small.
 _PREFILL_TOKENS = {"cuda": 8192, "cpu": 2048}
-# Tokens in one forward and backward pass. More keep more activations and gain nothing once the device is busy longer
-# than the host needs to give it work. That depends on the layers and not on the tokens: a GPU needs so many products
-# of weights and tokens per layer, within these bounds.
+# Tokens in one forward and backward pass. More tokens keep more activations and gain nothing once the device needs
+# longer than the host takes to launch the kernels. Launch time depends on the number of layers, not of tokens: a GPU
+# is busy with _PRODUCTS_PER_LAYER multiplications (weights × tokens) per layer. _UPDATE_TOKENS bounds the result.
 _PRODUCTS_PER_LAYER = 4e11
 _UPDATE_TOKENS = {"cuda": (8192, 32768), "cpu": (4096, 4096)}
-# A single group may have so many times as many tokens: halves of it would keep a device less than busy.
+# A single group may have this many times as many tokens: half a group would not keep the device busy.
 _GROUP = 2
-# With checkpointing a pass costs the host half as much again, and a token next to no memory.
+# Factor on the tokens with gradient checkpointing: a pass costs the host half as much again, and a token takes hardly
+# any memory.
 _CHECKPOINTED = 2
-# Of free memory: allocators leave gaps.
+# Share of free memory for the update: the allocator fragments memory.
 _UPDATE_SHARE = 0.8
-# Of free memory: weights that are gathered for a rollout, if they stay afterwards, and if they do not.
+# Share of free memory that weights gathered for a rollout may take if they are kept afterwards, and if they are freed.
 _KEPT_SHARE, _FREED_SHARE = 0.3, 0.6
-# Completion tokens of a row in the parity check, and those of its prompt where memory is short.
+# Most completion tokens per row in the parity check; where memory is short, also the most prompt tokens.
 PARITY_TOKENS = 256
-# Free memory that the parity check asks for, in models of the wider type: the copy, its gradient, and half as much for
-# activations.
+# Free memory that the parity check requires, in sizes of the model in the wider dtype: one for the copy, one for its
+# gradient, and half of one for activations.
 PARITY_WIDE_COPIES = 2.5
-# Blocks of logits and of their gradients in the fused head.
+# Bytes for the blocks of logits and of their gradients in the fused LM head.
 _HEAD_WORKSPACE = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """The budgets of a sampling engine. With the same plan and weights it samples the same completions.
+    """The budgets of the sampling engine. With the same plan and weights it samples the same completions.
 
     Example:
         RolloutPlan(kv_tokens=270_000, rows=512, prefill_tokens=8192)
@@ -52,15 +54,15 @@ class RolloutPlan:
     prefill_tokens: int  # most prompt tokens in one forward pass
 
     def halved(self) -> "RolloutPlan":
-        """What to try after an allocation failed."""
+        """The plan to try after an allocation failed."""
         return RolloutPlan(max(self.kv_tokens // 2, 1), max(self.rows // 2, 1), max(self.prefill_tokens // 2, 16))
 
     def covers(self, demand: "RolloutPlan") -> bool:
-        """Whether a rollout that would like `demand` runs well enough under this plan."""
+        """Whether a rollout whose ideal plan is `demand` runs well enough under this plan."""
         return 1.5 * self.kv_tokens >= demand.kv_tokens and 1.5 * self.rows >= demand.rows
 
     def grown(self, demand: "RolloutPlan") -> "RolloutPlan":
-        """Enough for both; a plan never shrinks because a smaller rollout came by."""
+        """A plan large enough for both: a smaller rollout never shrinks the plan."""
         return RolloutPlan(
             max(self.kv_tokens, demand.kv_tokens),
             max(self.rows, demand.rows),
@@ -85,9 +87,9 @@ def plan_rollout(
     device: str,
     filtered: bool = False,
 ) -> RolloutPlan:
-    """Budgets for sampling `completions` completions of prompts that have these prefixes, each kept once.
+    """Budgets for sampling `completions` completions of prompts with these prefix lengths; each prefix is cached once.
 
-    Everything is decoded together if it fits; otherwise as many completions as leave room for the activations.
+    All completions are decoded together if they fit; otherwise as many as leave room for the activations.
 
     Example, 32 prompts of 200 tokens × 16 completions of 512 tokens, with memory to spare:
         kv_tokens = 32 · 199 · 1.25 + 512 · 512 = 270,104, rows = 512
@@ -97,7 +99,7 @@ def plan_rollout(
     working = shape.prefill_bytes(_PREFILL_TOKENS[device], bytes_per_value)
     working += shape.logits_bytes(rows, bytes_per_value, filtered=filtered)
     budget = int(max(free_bytes - working, 0) * _POOL_SHARE) // max(shape.kv_bytes_per_token(bytes_per_value), 1)
-    # A quarter more for prompts: those of later batches are longer or shorter.
+    # A quarter more for prompts, since those of later batches may be longer.
     wanted = int(1.25 * sum(prefix_lengths)) + rows * max_new_tokens
     least = max(prefix_lengths, default=0) + max_new_tokens
     return RolloutPlan(max(min(wanted, budget), least), rows, max(prefill, 16))
@@ -105,18 +107,18 @@ def plan_rollout(
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How an update is cut.
+    """How an update is split into passes.
 
     Example:
         UpdatePlan(tokens=8192, group_tokens=16384, checkpointing=False)
     """
 
     tokens: int  # most tokens of several groups in one forward and backward pass
-    group_tokens: int  # and of a single group, which costs its prompt again to cut
+    group_tokens: int  # and of a single group: splitting it would process its prompt again
     checkpointing: bool
 
     def halved(self) -> "UpdatePlan":
-        """What to try after an allocation failed."""
+        """The plan to try after an allocation failed."""
         return replace(self, tokens=max(self.tokens // 2, 1), group_tokens=max(self.group_tokens // 2, 1))
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,11 +134,12 @@ def plan_update(
     checkpointing: bool | None = None,
     tokens: int | None = None,
 ) -> UpdatePlan:
-    """The cut of an update whose longest row has so many tokens.
+    """How to split an update whose longest row has `longest_row` tokens.
 
-    `free_bytes` is what is left once gradients and optimizer have theirs. `checkpointing` None turns it
-    on only if the smallest useful micro-batch would not fit without it: a single row, and on a GPU half of what keeps
-    it busy, since less would take longer than computing layers twice. `tokens` sets the budget.
+    `free_bytes` is what is left after gradients and optimizer state. With `checkpointing` None, gradient checkpointing
+    is turned on only if the smallest useful micro-batch would not fit without it. That is a single row, and on a GPU
+    at least half the tokens that keep it busy, since fewer would take longer than computing the layers twice.
+    `tokens` overrides the token budget.
     """
 
     def kept(checkpointing: bool) -> int:
@@ -159,7 +162,7 @@ def plan_update(
 
 
 def batch_buckets(rows: int) -> list[int]:
-    """Batch sizes that decoding is prepared for, about a quarter apart: a batch runs in the next one up.
+    """Batch sizes that decoding is prepared for, large ones about a quarter apart; a batch runs in the next size up.
 
     Example:
         batch_buckets(40) == [1, 2, 4, 8, 16, 24, 32, 40]
@@ -171,9 +174,9 @@ def batch_buckets(rows: int) -> list[int]:
 
 
 def training_bytes(parameters: Any) -> int:
-    """Gradients and two optimizer moments of parameters that are trained, if they are not allocated yet.
+    """Bytes of gradients and two optimizer moments of the trainable parameters, 0 once gradients are allocated.
 
-    Of parameters that are sharded over processes, this one's share.
+    Of sharded parameters only the share of this process counts.
     """
     trained = [p for p in parameters if p.requires_grad]
     if any(p.grad is not None for p in trained):
@@ -183,10 +186,10 @@ def training_bytes(parameters: Any) -> int:
 
 
 def plan_whole_weights(weights_bytes: int, free_bytes: int) -> str | None:
-    """What becomes of weights that one process gathers for a rollout: "keep" them for the next one, or "free" them.
+    """Whether to "keep" the weights that a process gathers for a rollout until the next one, or to "free" them.
 
-    Kept, they leave most of what is free to activations and to keys and values; freed, they share it with the latter
-    only. None: they do not fit.
+    Kept weights must leave most of the free memory to activations and the KV cache. Freed ones share it with the KV
+    cache only. None: they do not fit.
 
     Example:
         plan_whole_weights(14e9, 80e9) == "keep"
@@ -199,7 +202,7 @@ def plan_whole_weights(weights_bytes: int, free_bytes: int) -> str | None:
 
 
 def free_memory(device: Any) -> int:
-    """Bytes that can still be allocated on a torch device, what the allocator holds unused included."""
+    """Bytes that can still be allocated on a torch device, including what the allocator has reserved but not used."""
     if device.type != "cuda":
         return _free_ram()
     import torch
@@ -207,12 +210,12 @@ def free_memory(device: Any) -> int:
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     free += torch.cuda.memory_reserved(device) - allocated
-    # A process may have been given a share only (torch.cuda.set_per_process_memory_fraction).
+    # A process may be limited to a share (torch.cuda.set_per_process_memory_fraction).
     return min(free, int(torch.cuda.get_per_process_memory_fraction(device) * total) - allocated)
 
 
 def _free_ram() -> int:
-    """Bytes of main memory for the taking; on Linux with what the page cache would give up."""
+    """Bytes of available main memory; on Linux including what the page cache would give up."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

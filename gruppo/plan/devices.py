@@ -1,4 +1,4 @@
-"""What devices can do: datasheet peaks, and the memory that a program finds on them."""
+"""Devices: their datasheet peaks, and the memory that a program finds free on them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,21 +8,21 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """A device as far as a plan needs it.
+    """The properties of a device that a plan depends on.
 
     Example:
         Device("H100", halves=989, singles=67, bandwidth=3.35, memory=79.2)
     """
 
     name: str
-    halves: float  # TFLOP/s of 16-bit matrix products that accumulate in 32 bits, without sparsity
-    singles: float  # TFLOP/s of float32, outside of the matrix units
+    halves: float  # TFLOP/s of 16-bit matmuls that accumulate in 32 bits, without sparsity
+    singles: float  # TFLOP/s of float32, without the tensor cores
     bandwidth: float  # TB/s of its memory
-    memory: float  # GiB that are free on an empty device, about: ECC and firmware have taken theirs
+    memory: float  # GiB free on an idle device, approximately: less than the nominal size because of ECC and firmware
     kind: str = "cuda"
 
     def peak(self, product_bytes: int) -> float:
-        """Floating-point operations per second of matrix products of so wide numbers."""
+        """Floating-point operations per second of matmuls whose operands have `product_bytes` bytes per value."""
         return (self.halves if product_bytes <= 2 else self.singles) * 1e12
 
     @property
@@ -56,12 +56,12 @@ _DEVICES = (
     Device("MI300X", 1307, 163, 5.3, 191),
 )
 DEVICES: dict[str, Device] = {device.name: device for device in _DEVICES}
-# Parts and variants of a device that have its name in theirs, but another peak.
+# Words that mark a partition or variant of a device: its name contains the device's name, but its peak differs.
 _NOT_THE_SAME = {"LAPTOP", "MIG", "D", "TI"}
 
 
 def find_device(name: str | None) -> Device | None:
-    """The entry with most words in common with a driver's name of a device, or None.
+    """The table entry that matches the most words of the name that a driver gives a device, or None.
 
     Example:
         find_device("NVIDIA H100 PCIe").bandwidth == 2.0
@@ -74,10 +74,10 @@ def find_device(name: str | None) -> Device | None:
 
 
 def peak_flops(device_name: str | None, dtype: Any) -> float | None:
-    """Floating-point operations per second that a device can do at most; None if it is not in the table.
+    """Peak floating-point operations per second of a device; None if it is not in the table.
 
-    `dtype` is that of the matrix products, a torch dtype or its name. The name is the driver's, in which the entry
-    with most words in common is found.
+    `device_name` is the driver's name of the device, see `find_device`. `dtype` is the dtype of the matmuls, a torch
+    dtype or its name.
 
     Example:
         peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12

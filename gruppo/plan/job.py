@@ -1,4 +1,4 @@
-"""What a forecast is about: a model, a device, and the settings of a run that memory and time depend on."""
+"""The input of a forecast: a model, a device, and the settings of a run that memory and time depend on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from gruppo.plan.devices import Device
 from gruppo.plan.shape import ModelShape, Passes
 
-# Bytes of optimizer state: so many values per trained one, of the trained value's width or of the width that is named.
+# Optimizer state: values per trained weight, and bytes per value (None: as many as the trained weight has).
 _STATES: dict[str, tuple[float, int | None]] = {
     "adamw_torch": (2, None),
     "adamw_torch_fused": (2, None),
@@ -28,7 +28,7 @@ _STATES: dict[str, tuple[float, int | None]] = {
     "sgd": (0, None),
     "adafactor": (0.01, None),  # a row and a column for each matrix
 }
-# Optimizers that work on all weights at once and make a temporary copy of their state for it.
+# Optimizers that update all weights at once and make a temporary copy of their state for it.
 _MAKES_COPIES = ("adamw_torch", "rmsprop", "adagrad")
 
 SHARDINGS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp2")
@@ -36,7 +36,7 @@ SHARDINGS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp2")
 
 @dataclass(frozen=True)
 class Projection:
-    """The linear layers of one name: how many, and their sizes."""
+    """The linear layers that share a name: how many there are, and their sizes."""
 
     count: int
     inputs: int
@@ -49,12 +49,12 @@ class Projection:
 
 @dataclass(frozen=True)
 class Model:
-    """A model's shape and the numbers of its weights; `read_model` finds them."""
+    """A model's shape and its weight counts; `read_model` builds one from a config."""
 
     name: str
     shape: ModelShape
     weights: int
-    projections: Mapping[str, Projection] = field(default_factory=dict)  # of the layers, without the head
+    projections: Mapping[str, Projection] = field(default_factory=dict)  # by name; without the LM head
     tied: bool = True
 
     @property
@@ -63,18 +63,18 @@ class Model:
 
     @property
     def linear_weights(self) -> int:
-        """Weights of linear layers, the head's included."""
+        """Weights of linear layers, including the LM head."""
         return sum(projection.weights for projection in self.projections.values()) + self.head_weights
 
     @property
     def multiplied(self) -> int:
-        """Weights that a sampled token is multiplied by: those of linear layers, of experts the active ones."""
+        """Weights that a sampled token is multiplied by: those of linear layers, but only of active experts."""
         return self.shape.layer_weights + self.head_weights
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA: its rank, and the projections that have one."""
+    """LoRA: its rank, and the projections that have an adapter."""
 
     rank: int
     targets: frozenset[str]
@@ -87,7 +87,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Job:
-    """A run, on one of its devices.
+    """A run, as seen by one of its devices.
 
     Example, 32 prompts × 16 completions of 512 tokens:
         Job(model, DEVICES["H200"], rows=512, generations=16, prompt_tokens=200, completion_tokens=512)
@@ -99,17 +99,17 @@ class Job:
     generations: int  # completions of a prompt
     prompt_tokens: int
     completion_tokens: int  # max_completion_length
-    mean_completion_tokens: int | None = None  # for seconds; None: all are written to the limit
+    mean_completion_tokens: int | None = None  # for the time forecast; None: all reach the limit
     weight_bytes: int = 4
-    autocast: bool = True  # 16-bit passes over whatever the weights are
-    bits: int | None = None  # 4 or 8: of quantised layers
+    autocast: bool = True  # 16-bit passes, whatever the dtype of the weights
+    bits: int | None = None  # 4 or 8: bits per weight of quantised layers
     adapter: Adapter | None = None
     optimizer: str = "adamw_torch_fused"
     reference: bool = False  # beta > 0
     old_logps: bool = False  # a generation serves several updates, or another sampler's log-probs are corrected
-    updates: int = 1  # of one generation
-    iterations: int = 1  # passes over it
-    micro_batch_rows: int = 8  # of padded rows
+    updates: int = 1  # per generation
+    iterations: int = 1  # passes over a generation
+    micro_batch_rows: int = 8  # if rows are padded, not packed
     checkpointing: bool | None = None
     tokens: int | None = None  # max_tokens_per_micro_batch
     packed: bool = True
@@ -117,17 +117,17 @@ class Job:
     filtered: bool = False  # top-k, top-p and the like
     parity: bool = True
     sampler: str = "builtin"  # "transformers", "vllm colocate", "vllm server"
-    sampler_share: float = 0.0  # of the device's memory, for a colocated vLLM
-    sampler_sleeps: bool = False  # and gives it back for the update
+    sampler_share: float = 0.0  # share of the device's memory for a colocated vLLM
+    sampler_sleeps: bool = False  # whether vLLM releases it during the update
     processes: int = 1
     sharding: str = "none"
-    threads: int = 1  # of a CPU
-    unmoved: float = 0.0  # share of groups without spread, which an update leaves out; for seconds
+    threads: int = 1  # on a CPU
+    unmoved: float = 0.0  # share of groups without reward spread, which updates leave out; for the time forecast
 
     def with_(self, **changes: object) -> "Job":
         return replace(self, **changes)  # type: ignore[arg-type]
 
-    # ---- what follows from it
+    # ---- derived values
 
     @property
     def on_cpu(self) -> bool:
@@ -153,7 +153,7 @@ class Job:
 
     @property
     def update_groups(self) -> int:
-        """Groups of one update."""
+        """Groups in one update."""
         return max(-(-self.groups // self.updates), 1)
 
     @property
@@ -162,7 +162,7 @@ class Job:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of a trained weight: adapters are float32, beside quantised layers bfloat16."""
+        """Bytes of a trained weight: adapters are float32, or bfloat16 if the layers are quantised."""
         if self.adapter is None:
             return self.weight_bytes
         return 4 if self.bits is None else 2
@@ -178,7 +178,7 @@ class Job:
 
     @property
     def group_tokens(self) -> int:
-        """Tokens of a packed group: its prompt once, and completions less their last token, which is not run."""
+        """Tokens of a packed group: its prompt once, and each completion without its last token, which is not run."""
         return self.prompt_tokens + self.generations * max(self.completion_tokens - 1, 1)
 
     @property
@@ -187,7 +187,7 @@ class Job:
         return row if self.packed else row * self.micro_batch_rows
 
     def state_bytes(self) -> float:
-        """Optimizer state of one trained value."""
+        """Bytes of optimizer state per trained weight."""
         values, width = _STATES.get(self.optimizer, (2, None))
         return values * (width or self.trained_bytes)
 

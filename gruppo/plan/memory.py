@@ -1,7 +1,7 @@
 """A run's memory, phase by phase and term by term, each with its formula filled in.
 
-A phase is what is there all the time (weights, optimizer state, a reference) and what it adds. The peak of a run is
-its largest phase. How much is sampled and trained on at once is asked of `gruppo.plan.budgets`, as the run will ask.
+A phase consists of what is always allocated (weights, optimizer state, a reference) and what the phase adds. The peak
+of a run is its largest phase. `gruppo.plan.budgets` decides how much is sampled and trained on at once, as in the run.
 """
 
 from collections.abc import Iterator
@@ -12,23 +12,23 @@ from gruppo.plan.measured import MEASURED
 from gruppo.plan.standing import Standing
 from gruppo.plan.terms import Phase, Term, plain, product
 
-# As in gruppo.kernels.head: logits in a block at most, and columns at least.
+# As in gruppo.kernels.head: most logits and fewest columns per block.
 _HEAD_LOGITS = {"cuda": 64 * 2**20, "cpu": 2**20}
 _HEAD_COLUMNS, _HEAD_ALIGNED = 1024, 128
 
 
 class Memory(Standing):
-    """The forecast of a job's memory: `phases`, the plans they rest on, and the `peak`.
+    """The forecast of a job's memory: its `phases`, the plans that they are based on, and the `peak`.
 
     Example:
         Memory(job).peak.name == "update"
     """
 
-    # ---- how an update is cut
+    # ---- how an update is split
 
     @cached_property
     def pack_tokens(self) -> int:
-        """Tokens of the largest pass of an update."""
+        """Tokens in the largest pass of an update."""
         job, plan = self.job, self.update_plan
         if not job.packed:
             return job.longest_row
@@ -42,7 +42,7 @@ class Memory(Standing):
 
     @property
     def scored_tokens(self) -> int:
-        """Those of them that log-probs are computed of."""
+        """Tokens in that pass whose log-probs are computed."""
         per_row = self.job.completion_tokens / (self.job.group_tokens / self.job.generations)
         return min(int(self.pack_tokens * per_row), self.pack_tokens) if self.job.packed else self.pack_tokens
 
@@ -64,7 +64,7 @@ class Memory(Standing):
 
     @property
     def _checks_parity(self) -> bool:
-        """Under sharded weights it is left out where a process has no room for the whole model and its gradient."""
+        """With sharded weights, the check is skipped if a process has no room for the whole model and its gradient."""
         if not self.job.parity or not self.job.packed:
             return False
         if self.job.shares == 1:
@@ -93,7 +93,7 @@ class Memory(Standing):
         yield product("logits of a decoding step", (plan.rows, "rows"), (per_row, "B"))
 
     def _parity_check(self) -> Phase | None:
-        """As the run does it where memory is short: without a copy, then with short prompts, then not at all."""
+        """Falls back as the run does when memory is short: without a copy, then with short prompts, then no check."""
         if not self._checks_parity:
             return None
         for prompt_tokens in (self.job.prompt_tokens, min(self.job.prompt_tokens, PARITY_TOKENS)):
@@ -104,7 +104,7 @@ class Memory(Standing):
         return None
 
     def _parity(self, prompt_tokens: int, *, has_copy: bool) -> Iterator[Term]:
-        """The first update's rows in a wider type: a copy of the model, and one row's activations or its gradient."""
+        """Rows of the first update in a wider dtype: a copy of the model, and one row's activations or gradient."""
         job = self.job
         yield self.program
         yield from self.standing()
@@ -122,10 +122,10 @@ class Memory(Standing):
         yield self._parity_row(prompt_tokens, wide)
 
     def _parity_row(self, prompt_tokens: int, wide: int) -> Term:
-        """One row's activations in a type of so many bytes, or its gradient, whichever is more."""
+        """One row's activations or its gradient, whichever is larger, in a dtype of `wide` bytes."""
         job, shape = self.job, self.job.model.shape
         row = prompt_tokens + min(job.completion_tokens, PARITY_TOKENS)
-        # Wide types have no kernel that does without the scores of all pairs.
+        # For wide dtypes there is no attention kernel that avoids the full score matrix.
         values = 6 * shape.hidden + 5 * shape.query_width + 4 * shape.intermediate + shape.heads * row
         per_token, said = shape.layers * values, f"{shape.layers} layers × {plain(values)}"
         if self.update_plan.checkpointing and job.shares == 1:  # weights gathered for the check are not checkpointed
@@ -154,7 +154,7 @@ class Memory(Standing):
         yield self._head_blocks("head: blocks of logits")
 
     def _head_blocks(self, name: str) -> Term:
-        """Blocks of logits; under 16-bit products with a narrow copy for the gradient."""
+        """Blocks of logits; with 16-bit matmuls also a 16-bit copy for the gradient."""
         device = self.job.passes.device
         tokens, columns = self.scored_tokens, head_columns(self.scored_tokens, self.job.model.shape.vocabulary, device)
         width = 4 + (self.job.product_bytes if self.job.product_bytes < 4 and device == "cuda" else 0)
@@ -181,7 +181,7 @@ class Memory(Standing):
         yield from self._widest_moment(layer if plan.checkpointing else 0)
 
     def _widest_moment(self, layer: int) -> list[Term]:
-        """What the backward pass adds: in the head, or in the first of the layers, whichever is more."""
+        """What the backward pass adds: in the LM head or in the first layer it reaches, whichever is larger."""
         job, shape, tokens = self.job, self.job.model.shape, self.pack_tokens
         weight = job.model.head_weights * job.weight_bytes if job.trains_head else 0
         gradient = Term("gradient of the head", weight, f"{plain(job.model.head_weights)} × {job.weight_bytes} B")
@@ -198,7 +198,7 @@ class Memory(Standing):
         working = layer + shape.backward_bytes(job.passes)
         name = "one layer, run again, and its gradients" if layer else "gradients inside a layer"
         layers = [product(name, (tokens, "tokens"), (working, "B"))]
-        # A tied weight's gradient is complete only when the embedding's comes, at the end.
+        # The gradient of a tied head is held until the end, when the gradient of the embedding is added to it.
         after = [*layers, gradient] if job.model.tied and weight else layers
         during = [*inside, gradient] if weight else inside
         return max(during, after, key=lambda terms: sum(term.bytes for term in terms))
@@ -217,7 +217,7 @@ class Memory(Standing):
 
     @cached_property
     def between(self) -> Phase:
-        """What stays from phase to phase once the first update is done."""
+        """What stays allocated between phases after the first update."""
         return Phase("between phases", (self.program, *self.standing(), *self._pool_that_stays(), self.states))
 
     @cached_property
@@ -226,23 +226,23 @@ class Memory(Standing):
 
     @property
     def gap(self) -> float:
-        """How much more an allocator holds than was asked of it, measured."""
+        """Measured share of memory that the allocator reserves on top of what was requested."""
         return float(MEASURED["cpu" if self.job.on_cpu else "cuda"]["gap"])
 
     @property
     def device_bytes(self) -> int:
-        """The peak as the device sees it: the program, and the rest with the allocator's gaps."""
+        """The peak as seen by the device: the program, plus the rest including allocator overhead."""
         return self.program.bytes + int((self.peak.bytes - self.program.bytes) * (1 + self.gap))
 
     @property
     def fits(self) -> bool:
-        """Gaps can be closed when memory is short, so what was asked for counts."""
+        """Compares the requested memory only: the allocator can give up its overhead when memory is short."""
         gathers = self.job.shares > 1 and self.shadow is not None
         return self.peak.bytes <= self.job.device.memory_bytes and not (gathers and self.whole_weights is None)
 
 
 def head_columns(tokens: int, vocabulary: int, device: str) -> int:
-    """The vocabulary's entries in one block of the head; the same as `gruppo.kernels.head.block_columns`."""
+    """Vocabulary entries in one block of the LM head; computes the same as `gruppo.kernels.head.block_columns`."""
     most = max(_HEAD_LOGITS[device] // max(tokens, 1) // _HEAD_ALIGNED * _HEAD_ALIGNED, _HEAD_COLUMNS)
     even = -(-vocabulary // max(-(-vocabulary // most), 1))
     return -(-even // _HEAD_ALIGNED) * _HEAD_ALIGNED

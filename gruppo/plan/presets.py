@@ -1,9 +1,9 @@
-"""Public shapes by name, to plan with before a model is chosen or loaded."""
+"""Shapes of public models by name, for planning before a model is chosen or loaded."""
 
 from gruppo.plan.job import Model, Projection
 from gruppo.plan.shape import ModelShape
 
-# layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary; tied; kind, which says what else has weights
+# layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary; tied; kind, which determines the other weights
 _SHAPES: dict[str, tuple[tuple[int, int, int, int, int, int, int], bool, str]] = {
     "smollm2-135m": ((30, 576, 1536, 9, 3, 64, 49152), True, "llama"),
     "smollm2-360m": ((32, 960, 2560, 15, 5, 64, 49152), True, "llama"),
@@ -27,12 +27,12 @@ _SHAPES: dict[str, tuple[tuple[int, int, int, int, int, int, int], bool, str]] =
     "qwen3-32b": ((64, 5120, 25600, 64, 8, 128, 151936), False, "qwen3"),
 }
 PRESETS = tuple(_SHAPES)
-# From small to large: the classes of which the largest that fits is named.
+# Model sizes in increasing order; a forecast names the largest that fits.
 CLASSES = ("qwen2-0.5b", "qwen2-1.5b", "qwen2-3b", "qwen2-7b", "qwen2-14b", "qwen2-32b", "qwen2-72b")
 
 
 def preset(name: str) -> Model:
-    """A public shape, counted by hand.
+    """The model of this name, with its weights counted by formula.
 
     Example:
         preset("qwen2-1.5b").weights == 1_543_714_304
@@ -49,7 +49,7 @@ def preset(name: str) -> Model:
         "up_proj": (hidden, shape.intermediate),
         "down_proj": (shape.intermediate, hidden),
     }
-    # Norms of the stream, and what is special: biases of Qwen2's attention, norms of Qwen3's queries and keys.
+    # Norms of the hidden states, plus the biases of Qwen2's attention or the norms of Qwen3's queries and keys.
     small = 2 * hidden + {"llama": 0, "qwen2": queries + 2 * keys, "qwen3": 2 * shape.head_dim}[kind]
     embeddings = shape.vocabulary * hidden * (1 if tied else 2)
     return Model(

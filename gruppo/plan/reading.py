@@ -1,4 +1,4 @@
-"""The model of a forecast, from its config: never from its weights."""
+"""Read the model of a forecast from its config, without loading its weights."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,7 +9,7 @@ from gruppo.plan.shape import ModelShape
 
 
 def read_model(config: Any, name: str = "model") -> Model:
-    """Build a transformers config's model without memory for its weights, and count them.
+    """Build the model of a transformers config on the meta device and count its weights.
 
     Example:
         read_model(AutoConfig.from_pretrained("Qwen/Qwen2.5-1.5B")).weights == 1_543_714_304
@@ -31,7 +31,7 @@ def read_model(config: Any, name: str = "model") -> Model:
 
 
 def _model_class(config: Any) -> Any:
-    """The class that the config names, or the usual one for its kind: of language models, or of those that see."""
+    """The class that the config names, else the auto mapping's: a causal language model, or one with vision."""
     import transformers
 
     named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
@@ -44,7 +44,7 @@ def _model_class(config: Any) -> Any:
 
 
 def _projections(module: Any, head: Any) -> dict[str, Projection]:
-    """The linear layers but the head, by the last part of their names."""
+    """The linear layers except the LM head, by the last part of their names."""
     from torch import nn
 
     sizes: dict[str, Counter[tuple[int, int]]] = {}
@@ -52,12 +52,12 @@ def _projections(module: Any, head: Any) -> dict[str, Projection]:
         if isinstance(part, nn.Linear) and part is not head:
             found = sizes.setdefault(path.rpartition(".")[2], Counter())
             found[part.in_features, part.out_features] += 1
-    # Layers of one name are nearly always of one size; where not, the commonest stands for all.
+    # Layers with the same name nearly always have the same size; where not, the most common size is used for all.
     return {name: Projection(sum(found.values()), *found.most_common(1)[0][0]) for name, found in sizes.items()}
 
 
 def _active_shape(text: Any) -> ModelShape:
-    """The shape that a token sees: of a mixture of experts, the experts that it is sent to side by side."""
+    """The shape that one token uses; in a mixture of experts, the active experts count as one wide MLP."""
     shape = ModelShape.from_config(text)
     active = getattr(text, "num_experts_per_tok", None)
     width = getattr(text, "moe_intermediate_size", None) or shape.intermediate

@@ -1,4 +1,4 @@
-"""The largest settings that fit, one at a time with the others as they are."""
+"""The largest settings that fit, each searched with the other settings unchanged."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from gruppo.plan.job import Adapter, Job
 from gruppo.plan.memory import Memory
 from gruppo.plan.presets import CLASSES, preset
 
-_LONGEST = 1 << 20  # tokens and completions that nobody asks for
+_LONGEST = 1 << 20  # more tokens or completions than any run uses
 
 
 @dataclass(frozen=True)
 class Largest:
-    """A setting, its largest value (None: not even the smallest fits), and what holds up to there."""
+    """A setting, its largest value (None: not even the smallest fits), and what that value guarantees."""
 
     setting: str
     value: int | str | None
@@ -20,7 +20,7 @@ class Largest:
 
 
 def largest(fits: Callable[[int], bool], step: int = 1, most: int = _LONGEST) -> int | None:
-    """The largest multiple of `step` up to `most` that fits, if all below it do; None if none does.
+    """The largest multiple of `step` up to `most` that fits; None if none fits. Assumes that all smaller ones fit too.
 
     Example:
         largest(lambda tokens: tokens * tokens <= 50) == 7
@@ -38,7 +38,7 @@ def largest(fits: Callable[[int], bool], step: int = 1, most: int = _LONGEST) ->
 
 
 def decoded_together(job: Job) -> bool:
-    """Whether all completions are decoded at once and it fits."""
+    """Whether the job fits with all completions decoded at once."""
     memory = Memory(job)
     plan = memory.rollout_plan
     wanted = job.groups * max(job.prompt_tokens - 1, 0) + job.rows * job.completion_tokens
@@ -50,7 +50,7 @@ def fits(job: Job) -> bool:
 
 
 def largest_settings(job: Job) -> list[Largest]:
-    """What could be raised: completions, their length, and the class of the model."""
+    """The limits of what could be raised: number of completions, their length, and the size of the model."""
     size = job.generations
     together = largest(lambda rows: decoded_together(job.with_(rows=rows)), size)
     whole = largest(lambda tokens: _without_checkpointing(job.with_(completion_tokens=tokens)), 16)
@@ -65,7 +65,7 @@ def largest_settings(job: Job) -> list[Largest]:
 
 
 def _means_together(job: Job, together: int | None) -> str:
-    """A run may have more completions than are decoded at once: some of them wait for a slot."""
+    """Explains the limit: a run may have more completions than are decoded at once, some then wait for a slot."""
     means = f"all completions of a device, {job.generations} of a prompt, decode at once"
     if together is None or together >= job.rows or not fits(job):
         return means
@@ -78,7 +78,7 @@ def _without_checkpointing(job: Job) -> bool:
 
 
 def _model_class(job: Job, *, whole_weights: bool) -> Largest:
-    """The largest public shape that fits with the settings of the job."""
+    """The largest preset that fits with the settings of the job."""
     targets = frozenset(preset(CLASSES[0]).projections)
     adapter = None if whole_weights else job.adapter or Adapter(16, targets)
     bits = None if whole_weights else job.bits

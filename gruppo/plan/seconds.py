@@ -1,8 +1,8 @@
-"""How long a step takes, part by part, from what a device can do and how much of it was reached in measurements.
+"""How long a step takes, part by part, from a device's peaks and the measured fraction of them that is reached.
 
-A decoding step reads the weights and the keys and values, multiplies, and draws from the logits; its kernels take a
-least time in every layer. A pass of an update computes; the host needs a time to launch each layer's kernels, and
-where that is longer, it counts. Constants come from `gruppo.plan.measured`.
+The time of a decoding step is that of reading the weights and the KV cache, multiplying, and sampling from the logits,
+plus a minimum kernel time per layer. The time of an update's pass is that of computing, or of launching each layer's
+kernels on the host if that takes longer. Constants come from `gruppo.plan.measured`.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,18 @@ from gruppo.plan.job import Job
 from gruppo.plan.measured import MEASURED
 from gruppo.plan.memory import Memory
 
-# Over the forward pass: backward twice as much, and with checkpointing the forward pass again.
+# Cost relative to a forward pass: the backward pass costs two more, and checkpointing runs the forward pass again.
 _WITH_BACKWARD, _WITH_CHECKPOINTS = 3.0, 4.0
-# From so long prompts on, a kernel reads them once for a group (gruppo.engine.ops).
+# Prompts of at least this many tokens are read once per group by a dedicated kernel (gruppo.engine.ops).
 _SHARED_PROMPTS = 256
-# Of a group's shared prompt, what comes from the cache and not from memory if each row reads it anew.
+# For shorter prompts each row of a group reads the shared prompt again: the share of these reads that the GPU's cache,
+# not its memory, serves.
 _FROM_CACHE = 0.5
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step: what it is, its seconds, and how they were found."""
+    """A part of a step: its name, its seconds, and how they were computed."""
 
     name: str
     seconds: float
@@ -43,7 +44,7 @@ class Seconds:
 
     @property
     def length(self) -> int:
-        """Tokens of a completion, in the mean."""
+        """Mean number of tokens of a completion."""
         return self.job.mean_completion_tokens or self.job.completion_tokens
 
     @property
@@ -55,7 +56,7 @@ class Seconds:
 
     @cached_property
     def decode_step(self) -> dict[str, float]:
-        """Seconds of one decoding step in the middle of a rollout, by what they are spent on."""
+        """Seconds of one decoding step in the middle of a rollout, by cause."""
         job, shape, constants = self.job, self.job.model.shape, self.constants
         rows = self.rows_together
         bandwidth = job.device.bytes_per_second * constants["bandwidth_reached"]
@@ -75,7 +76,7 @@ class Seconds:
 
     @property
     def rows_together(self) -> float:
-        """Completions that are decoded together, in the mean: short ones leave early, and the pool may be small."""
+        """Mean number of completions decoded together: short ones end early, and the KV cache may be small."""
         plan, job = self.memory.rollout_plan, self.job
         places = plan.kv_tokens - job.groups * max(job.prompt_tokens - 1, 0)
         together = max(min(plan.rows, places // max(job.completion_tokens, 1)), 1)
@@ -83,7 +84,7 @@ class Seconds:
 
     @property
     def decode_steps(self) -> float:
-        """A rollout's steps: as many as the longest completion has, and so often as rows come in waves."""
+        """Decoding steps of a rollout: the length limit, times the number of waves if rows do not fit at once."""
         return max(self.job.rows * self.length / self.rows_together, self.length)
 
     @cached_property
@@ -107,7 +108,7 @@ class Seconds:
 
     @cached_property
     def update_tokens(self) -> float:
-        """Tokens that the passes of a generation run: of groups with spread."""
+        """Tokens that the update's passes over a generation process: only groups with reward spread count."""
         job = self.job
         moving = 1 - job.unmoved
         if not job.packed:
@@ -116,7 +117,7 @@ class Seconds:
         return job.groups * group * job.iterations * moving
 
     def passes(self, name: str, times: float) -> Part:
-        """Passes over the generation's rows, `times` the work of a forward pass."""
+        """Time of passes over the generation's rows that cost `times` a forward pass."""
         job, shape = self.job, self.job.model.shape
         tokens = self.update_tokens
         scored = min(job.rows * self.length * job.iterations * (1 - job.unmoved), tokens)
@@ -147,5 +148,5 @@ class Seconds:
 
     @property
     def step(self) -> float:
-        """Seconds of a generation and all its updates. Rewards are not known here and not counted."""
+        """Seconds of a generation and all its updates, without the rewards, whose time is unknown here."""
         return sum(part.seconds for part in self.parts)

@@ -1,4 +1,4 @@
-"""What of a run stays in memory, and what the run will decide from what is left."""
+"""What stays in memory during a run, and the plans that the run will make for the rest."""
 
 from functools import cached_property
 
@@ -9,7 +9,7 @@ from gruppo.plan.terms import Term, plain, product
 
 
 class Standing:
-    """The terms that several phases of a job have in common, and the plans that it makes."""
+    """The terms that several phases of a job share, and the job's plans."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -37,14 +37,14 @@ class Standing:
 
     @cached_property
     def reference(self) -> Term | None:
-        """A second set of weights; with an adapter the reference is the model without it."""
+        """A second set of weights; not needed with an adapter, as the reference is then the model without it."""
         if not self.job.reference or self.job.adapter is not None:
             return None
         return Term("reference", self.weights.bytes, f"as the weights: {self.weights.formula}")
 
     @cached_property
     def shadow(self) -> Term | None:
-        """What the engine samples from where that is not the weights themselves."""
+        """The copy of the weights that the engine samples from, if it does not use the weights themselves."""
         job = self.job
         if job.sampler != "builtin" or job.bits is not None:
             return None
@@ -73,7 +73,7 @@ class Standing:
 
     @cached_property
     def program(self) -> Term:
-        """What is there before any weight: a CUDA context, or an interpreter with its libraries."""
+        """Memory in use before any weight is loaded: a CUDA context, or an interpreter with its libraries."""
         size = MEASURED["cpu" if self.job.on_cpu else "cuda"]["program_bytes"]
         what = "interpreter with torch, transformers, datasets" if self.job.on_cpu else "CUDA context and kernels"
         return Term("program", int(size), f"{what}, measured")
@@ -86,7 +86,7 @@ class Standing:
         return product("vLLM", (job.sampler_share, "of"), (job.device.memory_bytes, "B"))
 
     def standing(self) -> list[Term]:
-        """Weights and what stays with them from the beginning to the end."""
+        """Weights and everything else that stays allocated for the whole run, except optimizer state."""
         kept = [self.weights, self.adapter, self.reference, self.shadow if self._keeps_shadow else None]
         if self.sampler is not None and not self.job.sampler_sleeps:
             kept.append(self.sampler)
@@ -100,7 +100,7 @@ class Standing:
 
     @cached_property
     def whole_weights(self) -> str | None:
-        """What becomes of weights that are gathered for a rollout; None: they do not fit."""
+        """Whether weights gathered for a rollout are kept or freed afterwards; None: they do not fit."""
         assert self.shadow is not None
         held = self.weights.bytes + (self.reference.bytes if self.reference else 0)
         return plan_whole_weights(self.shadow.bytes, self.capacity - held - self.expected_training)
@@ -109,12 +109,12 @@ class Standing:
 
     @property
     def capacity(self) -> int:
-        """Bytes for everything but the program itself."""
+        """Device memory for everything except the program itself."""
         return self.job.device.memory_bytes - self.program.bytes
 
     @property
     def expected_training(self) -> int:
-        """What the budgets leave to gradients and optimizer: `training_bytes` of the trained weights."""
+        """Bytes that the budgets reserve for gradients and optimizer state, as `training_bytes` computes them."""
         return 3 * self.job.trained * self.job.trained_bytes // self.job.shares
 
     @cached_property
@@ -146,7 +146,7 @@ class Standing:
         )
 
     def _pool_that_stays(self) -> list[Term]:
-        """A CPU's pool of keys and values, which nobody can lend."""
+        """The KV cache on a CPU, whose memory cannot be released during the update."""
         return [self.pool] if self.job.on_cpu and self.job.sampler == "builtin" else []
 
     @cached_property

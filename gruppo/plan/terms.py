@@ -1,4 +1,4 @@
-"""Lines of a forecast: what they are, how much, and how that was counted."""
+"""Lines of a forecast: name, size, and how the size was computed."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Term:
-    """One line: what it is, how many bytes, and how they were counted."""
+    """One line: its name, its bytes, and the formula that gives them."""
 
     name: str
     bytes: int
@@ -16,7 +16,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run, and all that is allocated in it."""
+    """A phase of a run, and everything that is allocated in it."""
 
     name: str
     terms: tuple[Term, ...]
@@ -27,7 +27,7 @@ class Phase:
 
 
 def product(name: str, *factors: tuple[float, str], over: int = 1) -> Term:
-    """A term that is a product, divided among processes where it says so.
+    """A term that is a product, divided among `over` processes.
 
     Example:
         product("weights", (1000, "weights"), (2, "B")) == Term("weights", 2000, "1,000 weights × 2 B")
