@@ -15,7 +15,6 @@ __all__ = [
     "decode_attention",
     "prefill_attention",
     "sample_tokens",
-    "shares_prompts",
     "write_kv",
 ]
 
@@ -38,14 +37,6 @@ def choose_splits(batch: int, kv_heads: int) -> int:
     while batch * kv_heads * splits < _ENOUGH_PROGRAMS and splits < _MOST_SPLITS:
         splits *= 2
     return splits
-
-
-def shares_prompts(batch: int, prompt_tokens: float) -> bool:
-    """Whether a kernel that reads prompts once for several rows pays, for prompts of this mean length.
-
-    Short ones come from the cache for all but the first row, and a second kernel costs more than that.
-    """
-    return batch >= 64 and prompt_tokens >= 256
 
 
 def write_kv(keys: Tensor, values: Tensor, pool_k: Tensor, pool_v: Tensor, places: Tensor) -> None:

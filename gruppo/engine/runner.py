@@ -21,6 +21,7 @@ from gruppo.engine.sampling import choose
 from gruppo.engine.scheduler import PromptWork
 from gruppo.engine.settings import SamplingSettings
 from gruppo.engine.turns import Turns
+from gruppo.plan.budgets import shares_prompts
 from gruppo.policy.inplace import autocast, without_collection
 
 logger = logging.getLogger(__name__)
@@ -241,7 +242,7 @@ class Runner:
         self.rows.record(state, choice)
 
     def _shares_prompts(self, bucket: int) -> bool:
-        return ops.shares_prompts(bucket, self.prompt_tokens)
+        return shares_prompts(bucket, self.prompt_tokens)
 
     # ---- graphs
 

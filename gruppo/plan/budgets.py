@@ -25,8 +25,8 @@ _PRODUCTS_PER_LAYER = 4e11
 _UPDATE_TOKENS = {"cuda": (8192, 32768), "cpu": (4096, 4096)}
 # A single group may have this many times as many tokens: half a group would not keep the device busy.
 _GROUP = 2
-# Factor on the tokens with gradient checkpointing: a pass costs the host half as much again, and a token takes hardly
-# any memory.
+# Factor on the tokens with gradient checkpointing: the host launches the forward kernels twice, and a token takes
+# hardly any memory.
 _CHECKPOINTED = 2
 # Share of free memory for the update: the allocator fragments memory.
 _UPDATE_SHARE = 0.8
@@ -159,6 +159,14 @@ def plan_update(
     if checkpointing:
         enough *= _CHECKPOINTED
     return UpdatePlan(max(min(fits, enough), longest_row), max(min(fits, _GROUP * enough), longest_row), checkpointing)
+
+
+def shares_prompts(rows: float, prompt_tokens: float) -> bool:
+    """Whether a kernel that reads prompts once for several rows pays, for prompts of this mean length.
+
+    Short ones come from the cache for all but the first row, and a second kernel costs more than that.
+    """
+    return rows >= 64 and prompt_tokens >= 256
 
 
 def batch_buckets(rows: int) -> list[int]:

@@ -73,8 +73,9 @@ def _means_together(job: Job, together: int | None) -> str:
 
 
 def _without_checkpointing(job: Job) -> bool:
-    memory = Memory(job)
-    return memory.fits and (job.checkpointing is True or not memory.update_plan.checkpointing)
+    """Whether the job fits with no gradient checkpointing, even if its config turns it on."""
+    memory = Memory(job.with_(checkpointing=None) if job.checkpointing else job)
+    return memory.fits and not memory.update_plan.checkpointing
 
 
 def _model_class(job: Job, *, whole_weights: bool) -> Largest:

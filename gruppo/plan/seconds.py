@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from gruppo.plan.budgets import shares_prompts
 from gruppo.plan.job import Job
 from gruppo.plan.measured import MEASURED
 from gruppo.plan.memory import Memory
 
 # Cost relative to a forward pass: the backward pass costs two more, and checkpointing runs the forward pass again.
 _WITH_BACKWARD, _WITH_CHECKPOINTS = 3.0, 4.0
-# Prompts of at least this many tokens are read once per group by a dedicated kernel (gruppo.engine.ops).
-_SHARED_PROMPTS = 256
-# For shorter prompts each row of a group reads the shared prompt again: the share of these reads that the GPU's cache,
-# not its memory, serves.
-_FROM_CACHE = 0.5
+# Without the kernel that reads prompts once per group, each row reads its prompt again: the share of these reads that
+# goes to the GPU's memory because its cache does not hold the prompt any more.
+_READ_AGAIN = 0.5
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,8 @@ class Seconds:
         products = 2 * rows * job.model.multiplied / (self.peak * constants["decode_reached"])
         own = rows * self.length / 2
         shared = job.prompt_tokens * rows / job.generations
-        if job.prompt_tokens < _SHARED_PROMPTS:
-            shared += _FROM_CACHE * job.prompt_tokens * rows * (1 - 1 / job.generations)
+        if not shares_prompts(rows, job.prompt_tokens):
+            shared += _READ_AGAIN * job.prompt_tokens * rows * (1 - 1 / job.generations)
         keys = (own + shared) * shape.kv_bytes_per_token(job.product_bytes) / bandwidth
         return {
             "products": max(weights, products),

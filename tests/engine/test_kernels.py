@@ -315,7 +315,7 @@ def test_all_three_modules_offer_the_same_functions() -> None:
         expected = inspect.signature(getattr(reference, name))
         assert inspect.signature(getattr(ops, name)) == expected
         assert inspect.signature(getattr(kernels, name)) == expected
-    assert set(ops.__all__) == {*reference.__all__, "choose_splits", "shares_prompts"}
+    assert set(ops.__all__) == {*reference.__all__, "choose_splits"}
 
 
 def test_cpu_tensors_need_no_triton() -> None:

@@ -41,6 +41,23 @@ def test_larger_settings_do_not_fit() -> None:
     assert models == ["qwen2-1.5b", "qwen2-7b"], "all weights trained, and with LoRA"
 
 
+def test_the_length_without_checkpointing_is_the_same_if_the_config_turns_it_on() -> None:
+    def lengths(job: Job) -> list[object]:
+        return [one.value for one in largest_settings(job) if one.setting == "max_completion_length"]
+
+    assert lengths(JOB.with_(checkpointing=True)) == lengths(JOB)
+    assert len(set(lengths(JOB))) == 2
+
+
+def test_a_prompt_is_read_once_per_group_where_the_kernel_for_that_runs() -> None:
+    def seconds(prompt_tokens: int, rows: int) -> float:
+        job = JOB.with_(prompt_tokens=prompt_tokens, rows=rows)
+        return Seconds(job, Memory(job)).decode_step["keys and values"]
+
+    assert seconds(256, 128) < seconds(255, 128)
+    assert seconds(256, 32) > seconds(255, 32)
+
+
 def test_nothing_fits_a_device_that_is_too_small() -> None:
     tiny = JOB.with_(device=replace(JOB.device, memory=2.0))
     assert not Memory(tiny).fits
