@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 Regrade = Callable[[Mapping[str, Problem], Sequence[Attempt]], list[GradedAttempt]]
 
 FORMAT = 1
+RESULT_FILES = ("results.json", "results.md", "results.tex")
 IDENTITY = b"gruppo.evaluation"
 
 COLUMNS: dict[str, pa.DataType] = {
@@ -89,11 +90,12 @@ class EvaluationFolder:
         _write(folder / f"{number:05}.parquet", problems, scored, identity)
 
     def restart(self) -> None:
-        """Delete all attempts, and results.json."""
+        """Delete all attempts, and the results computed from them."""
         for benchmark, decoding in self.passes():
             for path in self._files(benchmark, decoding):
                 path.unlink()
-        (self.path / "results.json").unlink(missing_ok=True)
+        for name in RESULT_FILES:
+            (self.path / name).unlink(missing_ok=True)
 
     def write_results(self, results: Mapping[str, Any], tables: Mapping[str, str]) -> None:
         """Write the numbers, and the tables by file name."""

@@ -21,7 +21,7 @@ class Sandbox:
     machine cannot enforce a protection, the constructor raises `SandboxError`, unless `allow_unconfined` names it.
 
     Example:
-        Sandbox(Limits(seconds=2)).run("print(6 * 7)").stdout == "42\n"
+        Sandbox(Limits(seconds=2)).run("print(6 * 7)").stdout == "42\\n"
 
     Runs are independent: one sandbox may be used from many threads.
     """

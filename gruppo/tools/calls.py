@@ -74,6 +74,11 @@ def _arguments(given: Any) -> dict[str, Any]:
     return dict(given)
 
 
+def unchanged(value: Any) -> Any:
+    """Reads a result that is not shown to a model."""
+    return value
+
+
 def shown(value: Any) -> str:
     """The text of a tool's result; raises TypeError for results that have no text form."""
     if isinstance(value, bytes | bytearray | memoryview):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gruppo.tools.calls import Call, reason
+from gruppo.tools.calls import Call, reason, unchanged
 from gruppo.tools.executor import ToolExecutor
 from gruppo.tools.threads import NoThreadError
 
@@ -49,12 +49,12 @@ def close_unheard(instances: Sequence[Any], executor: ToolExecutor) -> None:
 def close(instances: Sequence[Any], executor: ToolExecutor) -> None:
     """Call `close` of the instances that have it; a failure does not prevent closing the others."""
     waiting = [env for env in instances if has_close(env)]
-    outcomes = executor.run([[_call(env)] for env in waiting], read=_as_it_is, timeout=CLOSE_TIME)
+    outcomes = executor.run([[_call(env)] for env in waiting], read=unchanged, timeout=CLOSE_TIME)
     errors = [outcome.error for (outcome,) in outcomes]
     # During interpreter shutdown no thread can be started; the remaining calls run one by one on an existing thread.
     left = [i for i, error in enumerate(errors) if isinstance(error, NoThreadError)]
     if left and len(left) < len(waiting):
-        (again,) = executor.run([[_call(waiting[i]) for i in left]], read=_as_it_is, timeout=CLOSE_TIME)
+        (again,) = executor.run([[_call(waiting[i]) for i in left]], read=unchanged, timeout=CLOSE_TIME)
         for i, outcome in zip(left, again, strict=True):
             errors[i] = outcome.error
     for env, error in zip(waiting, errors, strict=True):
@@ -65,10 +65,6 @@ def close(instances: Sequence[Any], executor: ToolExecutor) -> None:
 def _call(instance: Any) -> Call:
     # Without an owner, since the executor refuses calls of given-up environments, and these must be closed too.
     return Call("close", instance.close, {}, inspect.iscoroutinefunction(instance.close))
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _warn(instance: Any, error: BaseException) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from gruppo.data.copying import copy_of
 from gruppo.errors import ConfigError, DataError, RolloutError
-from gruppo.tools.calls import Call, printable, reason, text_of_blocks
+from gruppo.tools.calls import Call, printable, reason, text_of_blocks, unchanged
 from gruppo.tools.closing import close_all, close_unheard, has_close
 from gruppo.tools.executor import ToolExecutor
 from gruppo.tools.functions import Tool, make_tool
@@ -180,7 +180,7 @@ class Environments:
             """None for environments of other classes; NaN, which counts as a failure, for those that fail."""
             asked = [env for env in environments if type(env) is cls and id(env) not in self.unstarted]
             # In the tools' executor, since clients that an environment keeps may be bound to its event loop.
-            outcomes = self.executor.run([[method_call(env, "get_reward")] for env in asked], read=_as_it_is)
+            outcomes = self.executor.run([[method_call(env, "get_reward")] for env in asked], read=unchanged)
             found: dict[int, Any] = {}
             for env, (outcome,) in zip(asked, outcomes, strict=True):
                 found[id(env)] = outcome.value
@@ -245,10 +245,6 @@ def method_call(instance: Any, name: str, arguments: Mapping[str, Any] | None = 
     """A call of a method of an environment."""
     method = getattr(instance, name)
     return Call(name, method, arguments or {}, inspect.iscoroutinefunction(method), owner=instance)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def observation(value: Any) -> str | list[Any] | None:

@@ -116,13 +116,14 @@ def test_restart_forgets_everything(tmp_path: Path) -> None:
     folder = EvaluationFolder(tmp_path)
     for decoding in ("greedy", "sampled"):
         folder.add("set", decoding, PROBLEMS, [scored("set/0")], IDENTITY)
-    folder.write_results({"format": 1}, {})
+    folder.write_results({"format": 1}, {"results.md": "| 1 |", "results.tex": "1"})
     assert folder.identity("set", "greedy") == {"format": 1, **IDENTITY}
     folder.restart()
     assert folder.kept("set", "greedy", PROBLEMS, IDENTITY) == []
     assert list(folder.passes()) == []
     assert folder.results() is None
     assert folder.identity("set", "greedy") == {}
+    assert not list(tmp_path.glob("results.*"))
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
