@@ -126,7 +126,7 @@ class Runner:
         self.device = rows.device
         self.use_graphs = use_graphs and self.device.type == "cuda"
         self.inverse_temperature = torch.ones(1, device=self.device)
-        self.seen: Tensor | None = None  # (rows, V): tokens that occur in a completion or its prompt, by seat
+        self.seen: Tensor | None = None  # (rows + 1, V): tokens that occur in a completion or its prompt, by seat
         self.seen_memory: Tensor | None = None  # kept even if a call does not use it: captured graphs refer to it
         self.lean: LeanForward | None = None  # replaces the model's own forward
         self.workspace = Workspace()
