@@ -1,9 +1,9 @@
-"""The engine's own attention: how a transformers model reads and writes the pool of keys and values.
+"""The engine's attention: how a transformers model reads and writes the KV cache pool.
 
 Inside a layer a transformers model does two things that matter here: it calls `past_key_values.update(k, v, layer)`
-and then the attention function registered under the config's attention name. `EngineCache` is both ends: its `update`
-writes the new keys and values to their places, and the function registered here hands the queries back to it.
-The cache travels as a forward argument, so nothing is global.
+and then the attention function registered under the config's attention name. `EngineCache` serves both: its `update`
+writes the new keys and values to their places, and the attention function registered here passes it the queries.
+The cache is passed as a forward argument, so there is no global state.
 
 Tokens are packed: a forward pass has one row of N tokens, whichever sequences they belong to.
 """
@@ -25,9 +25,9 @@ ATTENTION_NAME = "gruppo_engine"
 
 @dataclass
 class PrefillLayout:
-    """N prompt tokens of P sequences, one after another; sequence p goes on after its first `past[p]` tokens."""
+    """N prompt tokens of P sequences, concatenated; `past[p]` tokens of sequence p are already in the pool."""
 
-    places: Tensor  # (N,) where each token's key goes
+    places: Tensor  # (N,) where each token's key and value are written
     starts: Tensor  # (P,) where each sequence begins in the pool
     past: Tensor  # (P,)
     cu_query: Tensor  # (P + 1,) int32
@@ -41,7 +41,7 @@ class PrefillLayout:
 
 @dataclass
 class DecodeLayout:
-    """One token of each of N completions; all vectors are (N,)."""
+    """One token of each of N completions; all tensors are (N,)."""
 
     places: Tensor
     prompt_start: Tensor
@@ -64,10 +64,10 @@ class DecodeLayout:
 
 
 class EngineCache(Cache):
-    """What a model sees as its cache during one forward pass of the engine."""
+    """The cache object that the model receives in one forward pass of the engine."""
 
     def __init__(self, pool: KvPool, layout: PrefillLayout | DecodeLayout):
-        # Cache's own constructor builds storage; ours is the pool.
+        # Cache.__init__ is not called: it would create storage, and here the pool is the storage.
         self.layers: list[Any] = []
         self.pool = pool
         self.layout = layout
@@ -85,19 +85,20 @@ class EngineCache(Cache):
         out = self.layout.attend(query[0].transpose(0, 1).to(self.pool.dtype), keys, values, **options)
         return out[None]
 
-    # What a lean model calls instead (lean.py); nothing is transposed.
+    # Called by a lean model (lean.py) instead of `update` and `attend`; nothing is transposed.
 
     def write_and_attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
-        """Queries, keys and values (N, heads, D) of one layer to outputs (N, H, Dv)."""
+        """Write one layer's keys and values (N, heads, D) and return the attention output (N, H, Dv)."""
         self.write(layer, keys, values)
         return self.layout.attend(query, *self.pool.layer(layer), **options)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keys and values (N, heads, D) of one layer to their places."""
+        """Write one layer's keys and values (N, heads, D) to their places."""
         dtype = self.pool.dtype
         ops.write_kv(keys.to(dtype), values.to(dtype), *self.pool.layer(layer), self.layout.places)
 
-    # What models ask a cache besides; positions are always given, and no mask is made for this attention.
+    # The rest of the interface that models use. Positions are always passed in and this attention needs no mask, so
+    # constants suffice.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -121,7 +122,7 @@ class EngineCache(Cache):
 
 
 class ShapeProbe(Cache):
-    """A cache that only looks: which layers ask for keys and values, and of which shape."""
+    """A cache that stores nothing and only records which layers use it and the shapes of their keys and values."""
 
     def __init__(self) -> None:
         self.layers: list[Any] = []

@@ -1,7 +1,7 @@
 """The built-in sampler: requests in, completions out, from the training weights themselves.
 
 sample ─► work (distinct prompts, limits, noise keys) ─► plan (budgets) ─► borrow the module
-       ─► loop: admit · prefill · decode a few steps · take out what has ended ─► completions in order
+       ─► loop: admit · prefill · decode a few steps · remove what has ended ─► completions in order
 """
 
 import logging
@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Samples from a model in place.
 
-    `policy` is called anew for every rollout, as wrapping a model for training replaces it. Between calls the engine
-    keeps its graphs, under autocast the cast weights, and where memory cannot be lent its pool of keys and values;
-    `release` frees all of it.
+    `policy` is called at every rollout, because wrapping a model for training replaces the module. Between calls the
+    engine keeps its CUDA graphs, the cast weights (under autocast) and, where memory cannot be lent, its KV cache
+    pool; `release` frees all of it.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class Engine:
         reserved: Callable[[], int] | None = None,
     ):
         self.policy = policy
-        self.reserved = reserved  # bytes that training will take of what is free now, if not what the model says
+        self.reserved = reserved  # returns the free bytes that training will need; None = estimate from the parameters
         self.autocast_dtype = autocast_dtype
         self.tokenizer = tokenizer
         self.context_length = context_length
-        self.plan = plan  # budgets in force; kept from rollout to rollout
-        self.may_grow = plan is None  # not after they were given, or an allocation failed
+        self.plan = plan  # the current budgets, kept between rollouts
+        self.may_grow = plan is None  # False if the budgets were passed in, or after a failed allocation
         self.fuse = fuse
         self.graphs = graphs
-        self.counters = Counters()  # of the last call, or of the block of turns under way
+        self.counters = Counters()  # of the last call, or of the current block of turns
         self.last_call = self.counters
-        self.weights_version: int | None = None  # of the weights that were sampled from last
+        self.weights_version: int | None = None  # of the weights last sampled from
         self.pause: Callable[[], None] = lambda: None  # called between steps; may raise to abandon the call
         self._in_turns = False
         self._least = 0  # places that the largest prompt and one completion of it need
@@ -93,22 +93,22 @@ class Engine:
         while True:
             work = Work.of(requests, settings.max_new_tokens, vocabulary, self.context_length)
             try:
-                # What is made here serves later calls too, which inference tensors would not allow.
+                # Tensors created here are reused by later calls, so they must not be inference tensors.
                 with torch.inference_mode(False), self._borrowed(model) as lean:
                     return self._run(model, lean, work, settings, entropies) if work.completions else []
             except torch.OutOfMemoryError:
                 pass
-            self._shrink()  # not in the handler: the traceback would keep what must be freed
+            self._shrink()  # outside the handler: the traceback would keep the memory alive that must be freed
 
     def release(self) -> None:
-        """Free pool, graphs and cast weights. The next call makes them again."""
+        """Free the pool, the CUDA graphs and the cast weights. The next call recreates them."""
         self._runner, self._shadow, self._addresses, self._swaps = None, None, None, []
         self._lean, self._looked_for_lean = None, False
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _shrink(self) -> None:
-        """After a failed allocation: half the budgets. Noise does not depend on them, so nothing is lost."""
+        """Halve the budgets after a failed allocation. The noise is independent of them, so a retry draws the same."""
         plan = self.plan
         self.release()
         if plan is None or (plan.rows == 1 and plan.kv_tokens <= self._least):
@@ -121,10 +121,10 @@ class Engine:
 
     @contextmanager
     def turns(self) -> Iterator[None]:
-        """Calls that go on from each other's completions, whose keys and values stay in the pool meanwhile.
+        """A block of calls that continue each other's completions, whose KV cache stays in the pool between calls.
 
-        A request goes on from a completion with the same noise key and sample if its prompt begins with that one's
-        prompt and ids: only what is new is encoded. `counters` are those of all calls of the block.
+        A request continues a completion with the same noise key and sample number if its prompt begins with that
+        completion's prompt and ids; then only the new tokens are encoded. `counters` cover all calls of the block.
 
         Example:
             with engine.turns():
@@ -148,9 +148,9 @@ class Engine:
 
     @contextmanager
     def _borrowed(self, model: Any) -> Iterator[LeanModel | None]:
-        """The module in evaluation mode with the engine's attention; everything comes back, whatever happens.
+        """Put the model into evaluation mode with the engine's attention; restore everything at the end, always.
 
-        Yields the lean version of it where there is one.
+        Yields the lean version of the model, or None.
         """
         with sampling_mode(model):
             self._notice_changes(model)
@@ -166,9 +166,9 @@ class Engine:
                     self._shadow.forget()
 
     def _notice_changes(self, model: Any) -> None:
-        """Graphs, cast weights and fused layers are tied to where the weights lie and to the adapters that are active.
+        """Start over if the addresses of the weights or the active adapters have changed.
 
-        When those change, begin anew.
+        CUDA graphs, cast weights and fused layers depend on both.
         """
         tensors = [*model.parameters(), *model.buffers()]
         addresses = (id(model), *(tensor.data_ptr() for tensor in tensors), *adapter_states(model))
@@ -188,7 +188,7 @@ class Engine:
         self._addresses = addresses
 
     def _lean_model(self, model: Any) -> LeanModel | None:
-        """A shorter way through the model, while there is nothing on its parts that it would pass by."""
+        """The lean version of the model, if it has one and no submodule has a hook or forward it would bypass."""
         if not self.fuse or self.autocast_dtype is not None or not untouched(model):
             return None
         if not self._looked_for_lean:
@@ -200,11 +200,12 @@ class Engine:
         return self._lean
 
     def _demand(self, model: Any, work: Work, settings: SamplingSettings, device: torch.device) -> RolloutPlan:
-        """The budgets that this call would like, within what is free or in our own pool."""
+        """The budgets this call would like, within the free memory and the memory of the engine's own pool."""
         free = free_memory(device) + (0 if self._runner is None else self._runner.pool.held_bytes)
-        if self.plan is None:  # later the optimizer has what it needs
+        if self.plan is None:  # only at first: later the optimizer has already allocated its memory
             free -= training_bytes(model.parameters()) if self.reserved is None else self.reserved()
-        # In later turns each completion has a prefix of its own: a pool that grew then would lose what is kept.
+        # In later turns each completion has its own prefix. Plan for it now: growing the pool then would lose the kept
+        # KV cache.
         prefixes = [[prompt.prefix_length] * (len(prompt.owed) if self._in_turns else 1) for prompt in work.runnable]
         return plan_rollout(
             ModelShape.from_config(model.config),
@@ -218,7 +219,7 @@ class Engine:
         )
 
     def _prepare(self, model: Any, work: Work, settings: SamplingSettings, entropies: bool) -> Runner:
-        """A runner with room for this work: the one of the last call if it will do."""
+        """A runner with room for this work; the last call's runner is reused if it fits."""
         device = next(model.parameters()).device
         demand = self._demand(model, work, settings, device)
         if self.plan is None:
@@ -233,7 +234,7 @@ class Engine:
             or (runner.pool.tokens, runner.rows.capacity) != (self.plan.kv_tokens, self.plan.rows)
             or not self._fits(runner, work, settings, entropies)
         ):
-            self._runner = None  # its memory first
+            self._runner = None  # free its memory first
             self._runner = runner = self._make_runner(model, work, settings, entropies, device)
         runner.rows.clear()
         runner.rows.results.clear()
@@ -252,7 +253,7 @@ class Engine:
         assert self.plan is not None
         shapes, dtype = self._kv
         pool = KvPool(shapes, self.plan.kv_tokens, dtype=dtype, device=device)
-        completions = max(work.completions, self.plan.rows)  # a small rollout must not make room for small ones only
+        completions = max(work.completions, self.plan.rows)  # leave room for a larger rollout after a small one
         results = Results(completions, settings.max_new_tokens, entropies=entropies, device=device)
         return Runner(
             model,
@@ -267,7 +268,7 @@ class Engine:
         if not needs_seen(settings):
             return None
         if runner.seen_memory is None:
-            vocabulary = model.get_input_embeddings().weight.shape[0]  # of prompts; some heads have fewer
+            vocabulary = model.get_input_embeddings().weight.shape[0]  # of the prompt tokens; some heads have fewer
             size = (self.plan.rows + 1, vocabulary)  # type: ignore[union-attr]
             runner.seen_memory = torch.zeros(size, dtype=torch.bool, device=device)
         return runner.seen_memory
@@ -281,7 +282,7 @@ class Engine:
         runner.lean = lean
         assert self.plan is not None
         turns = self._turns_in(runner, model)
-        runner.turns = None  # a call that fails leaves nothing to go on from
+        runner.turns = None  # a failed call leaves nothing to continue from
         turns.hand_on(work)
         scheduler = Scheduler(work.prompts, turns.places, self.plan.rows, keeps=self._in_turns)
         captured = runner.captures, runner.capture_seconds
@@ -304,7 +305,7 @@ class Engine:
         return completions
 
     def _turns_in(self, runner: Runner, model: Any) -> Turns:
-        """What the calls before have kept in this runner's pool; nothing if the weights have changed since."""
+        """The turns that earlier calls have kept in this runner's pool; none if the weights have changed since."""
         weights = weights_of(model)
         if runner.turns is not None and runner.turns.weights == weights:
             return runner.turns

@@ -1,4 +1,4 @@
-"""Where keys and values live: one pool of token places per layer, handed out in contiguous ranges.
+"""KV cache storage: one pool of places (token slots) per layer, allocated in contiguous ranges.
 
 A completion's context is two ranges: the prefix of its prompt, which its whole group reads, and its own tail.
 
@@ -28,9 +28,9 @@ class RangeAllocator:
         self.size = size
         self.used = 0
         self.high_water = 0
-        self._free: list[tuple[int, int]] = [(0, size)] if size else []  # (start, length), by start
+        self._free: list[tuple[int, int]] = [(0, size)] if size else []  # (start, length), sorted by start
         self._taken: dict[int, int] = {}
-        self._shares: dict[int, int] = {}  # owners besides the first
+        self._shares: dict[int, int] = {}  # additional owners of a range, by its start
 
     def take(self, length: int) -> int | None:
         """The start of a free range of this length, or None."""
@@ -47,7 +47,7 @@ class RangeAllocator:
         return None
 
     def share(self, start: int) -> None:
-        """One owner more: the range is free when each has given it back."""
+        """Add an owner to a range; it becomes free when every owner has given it back."""
         self._shares[start] = self._shares.get(start, 0) + 1
 
     def shrink(self, start: int, length: int) -> None:
@@ -78,7 +78,7 @@ class RangeAllocator:
 class KvPool:
     """The keys (S, Hkv, D) and values (S, Hkv, Dv) of every layer; layers may differ in their heads.
 
-    Its memory is there inside `held`; outside others may use it, if the device can lend memory.
+    Its memory is usable inside `held`; outside, other code may use it if the device can lend memory (memory.py).
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class KvPool:
         self.tokens = tokens
         self.shapes = list(shapes)
         self.dtype = dtype
-        # One place more: what padding rows write.
+        # One extra place, which padding rows write to.
         sizes = [(tokens + 1, h, width) for h, *widths in shapes for width in widths]
         self.bytes = sum(places * h * width for places, h, width in sizes) * dtype.itemsize
         self._memory = lent_memory(self.bytes, device)
@@ -102,18 +102,18 @@ class KvPool:
 
     @property
     def held_bytes(self) -> int:
-        """What it keeps from others at the moment."""
+        """Bytes that are currently unavailable to other code."""
         return self.bytes if self._memory is None or self._memory.held else 0
 
     @contextmanager
     def held(self, *, stay: bool = False) -> Iterator[None]:
-        """The time in which keys and values can be written and read.
+        """Context in which keys and values can be written and read.
 
-        Nothing is kept beyond it, or with `stay` beyond the next `lend`.
+        They are valid until the context ends, or with `stay` until the next `lend`.
         """
         if self._memory is not None and not self._memory.held:
             self._memory.take()
-            self._whole.zero_()  # whatever stands in places that nobody wrote is multiplied by 0
+            self._whole.zero_()  # unwritten places get weight 0, and 0 · NaN would be NaN
         try:
             yield
         finally:
@@ -127,7 +127,7 @@ class KvPool:
 
     @property
     def scratch(self) -> int:
-        """The place that belongs to nobody."""
+        """The extra place, which belongs to no sequence."""
         return self.tokens
 
     def layer(self, i: int) -> tuple[Tensor, Tensor]:

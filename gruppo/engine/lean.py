@@ -1,8 +1,8 @@
-"""A shorter way through a decoder, on a CPU: there, Python between small operations costs as much as they do.
+"""A faster forward pass for decoders on a CPU, where Python between small operations costs as much as they do.
 
-The usual decoder (RMSNorm, attention with rotary embedding, RMSNorm, gated MLP) as one function over the module's own
-weights. It is used only for a model that is made of plain parts and for which it writes the same keys and values and
-gives the same logits as the model's own forward, and only while no part has a hook or another forward than its class.
+It runs the usual decoder (RMSNorm, attention with rotary embedding, RMSNorm, gated MLP) as one function over the
+module's own weights. It is used only for a model of standard parts for which it gives the same logits, keys and values
+as the model's own forward, and only while no submodule has a hook or a replaced forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,21 +23,21 @@ _DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_PROBE = (3, 2)  # tokens of the sequences that the two are compared on
-_TOLERANCE = 1e-4  # of the norm; the order of additions differs
+_PROBE = (3, 2)  # lengths of the sequences on which the two forwards are compared
+_TOLERANCE = 1e-4  # relative to the norm; the order of additions differs
 
 Function = Callable[[Tensor], Tensor]
 
 
 def untouched(model: nn.Module) -> bool:
-    """No part has a hook or a forward of its own. The model itself may: the engine passes by those anyway."""
+    """Whether no submodule has a hook or a replaced forward. The engine bypasses those of the model itself anyway."""
     parts = list(model.modules())[1:]
     return not any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in parts)
 
 
 @torch.no_grad()
 def lean_model(model: Any, shapes: Sequence[tuple[int, int, int]]) -> "LeanModel | None":
-    """The lean version of a model, if there is one. The engine's attention is in place; `shapes` as in KvPool."""
+    """The lean version of a model, or None. The engine's attention must be installed; `shapes` as in KvPool."""
     if not _is_plain(model) or any(size != value_size for _, size, value_size in shapes):
         return None
     lean = None
@@ -53,7 +53,7 @@ def lean_model(model: Any, shapes: Sequence[tuple[int, int, int]]) -> "LeanModel
 
 
 def _first_positions(config: Any) -> list[int]:
-    """Where to compare: at the beginning, and past the lengths from which on some models do things differently."""
+    """The first positions to compare at: 0, and beyond the lengths at which some models change their behaviour."""
     rope = getattr(config, "rope_parameters", None) or {}
     lengths = {rope.get("original_max_position_embeddings"), getattr(config, "max_position_embeddings", None)}
     return [0, *sorted(2 * length for length in lengths if isinstance(length, int))]
@@ -84,12 +84,12 @@ def _is_plain(model: Any) -> bool:
     embedding = model.model.embed_tokens
     if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
         return False
-    # Weights of zeros would hide what the model does with a part's output.
+    # All-zero weights would hide what the model does with a part's output.
     return all(type(linear) is nn.Linear and bool(linear.weight.any()) for linear in linears)
 
 
 class _Observed(EngineCache):
-    """Remembers what every layer asked for."""
+    """Records the query heads and the attention options of every layer."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -105,7 +105,7 @@ class _Observed(EngineCache):
 def _probe(
     model: Any, shapes: Sequence[tuple[int, int, int]], run: Callable[..., Tensor], first: int
 ) -> _Observed | None:
-    """Run two short sequences, packed as prompts are; what comes of them are logits, keys and values."""
+    """Run two short sequences, packed like prompts, and record logits, keys and values; None if it fails."""
     count = sum(_PROBE)
     pool = KvPool(shapes, count, dtype=torch.float32, device=torch.device("cpu"))
     starts, none_before = torch.tensor([0, _PROBE[0]]), torch.zeros(2, dtype=torch.long)
@@ -116,7 +116,7 @@ def _probe(
     try:
         logits = run(ids, positions, cache)
     except (TypeError, ValueError, RuntimeError, AttributeError):
-        return None  # it is called in another way
+        return None  # the model cannot be called this way
     cache.tensors = [logits, *pool.keys, *pool.values]
     return cache
 
@@ -152,12 +152,12 @@ def _layer(layer: Any, heads: int, options: dict[str, Any]) -> "LeanLayer | None
 
 @dataclass(frozen=True)
 class LeanLayer:
-    """The two halves of a layer, on either side of attending."""
+    """The two halves of a layer: before and after attention."""
 
     before_attention: Function
     before_mlp: Function
     activation: Function
-    weights: list[tuple[Tensor, Tensor | None]]  # and biases, of `_ATTENTION` and `_MLP`
+    weights: list[tuple[Tensor, Tensor | None]]  # (weight, bias) of `_ATTENTION` and `_MLP`
     heads: int
     options: dict[str, Any]  # of its attention
 
@@ -172,7 +172,7 @@ class LeanLayer:
         return turning[:, : self.heads], turning[:, self.heads :], linear(x, *value).view(len(x), -1, size)
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output (N, hidden) of its input and what was attended to (N, heads, D)."""
+        """The layer's output (N, hidden), given its input and the attention output (N, heads, D)."""
         out, gate, up, down = self.weights[3:]
         linear = functional.linear
         x = linear(attended.reshape(len(x), -1), *out).add_(x)
@@ -193,11 +193,11 @@ class LeanModel:
         self._factors: tuple[Tensor, Tensor] | None = None
 
     def forget(self) -> None:
-        """Before a rollout: what follows from the model's buffers is computed anew."""
+        """Drop what was derived from the model's buffers, so that the next rollout recomputes it."""
         self._factors = None
 
     def __call__(self, ids: Tensor, positions: Tensor, cache: EngineCache, logits: bool = True) -> Tensor:
-        """Logits (N, V) of packed tokens (N,); without `logits` nothing of use, but keys and values are written."""
+        """Logits (N, V) of packed tokens (N,); with `logits=False` only keys and values are written."""
         x = functional.embedding(ids, self.embedding)
         cos, sin = self._rotation(x, positions)
         for i, layer in enumerate(self.layers):
@@ -209,10 +209,10 @@ class LeanModel:
         return functional.linear(self.norm(x), *self.head)
 
     def _rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors (N, 1, D) of a head and of the same head with its halves exchanged, from a table by position."""
+        """Factors (N, 1, D) for a head and for the same head with its halves swapped, looked up by position."""
         length = int(positions.max()) + 1
         if self._factors is None or len(self._factors[0]) < length:
-            every = torch.arange(2 * length)  # the completions go on from here
+            every = torch.arange(2 * length)  # with room for the completions that follow
             cos, sin = self.rotary(x[None], every[None])
             first, second = sin[0].chunk(2, -1)
             self._factors = cos[0, :, None], torch.cat((-first, second), -1)[:, None]  # "rotate half"

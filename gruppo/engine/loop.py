@@ -1,8 +1,8 @@
-"""The loop of a rollout: admit, encode prompts, decode a few steps, take out what has ended.
+"""The loop of a rollout: admit, encode prompts, decode a few steps, remove finished completions.
 
 On CUDA the host runs ahead of the device. It launches a few steps and an asynchronous copy of the stop flags, and only
-then looks at the flags of the steps before; the device never waits. A completion that has ended meanwhile is computed
-for a few steps more; its row is frozen (see rows.py), and what that costs is counted as waste.
+then reads the flags of the previous steps, so the device never waits. A completion that has ended in the meantime is
+computed for a few more steps; its row is frozen (see rows.py), and these steps are counted as waste.
 """
 
 import time
@@ -22,25 +22,25 @@ from gruppo.engine.stopping import StopStrings
 from gruppo.engine.work import Work
 from gruppo.types import Completion, StopReason
 
-# Decoding steps between two looks at what has ended. A look costs the device nothing, a late one costs wasted rows.
+# Decoding steps between two looks at the stop flags. A look costs the device nothing, a late one wastes rows.
 _STEPS_PER_LOOK = {"cuda": 4, "cpu": 1}
 
 
 @dataclass
 class Counters:
-    """What a rollout did."""
+    """Statistics of a rollout."""
 
     calls: int = 1  # more than one in a block of turns
     prefill_tokens: int = 0
-    kept_tokens: int = 0  # of prompts, but not encoded: their keys and values were there from an earlier turn
+    kept_tokens: int = 0  # prompt tokens not encoded, because an earlier turn left their KV cache
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     decode_steps: int = 0
-    computed_rows: int = 0  # rows of all decoding steps
+    computed_rows: int = 0  # batch rows, summed over all decoding steps
     wasted_rows: int = 0  # those that gave no token: the completion had ended, or the row only padded the batch
     kv_tokens: int = 0  # places in the pool
-    kv_high_water: int = 0  # most of them in use at once
+    kv_high_water: int = 0  # peak number of places in use
     graph_captures: int = 0
     capture_seconds: float = 0.0
 
@@ -50,7 +50,7 @@ class Counters:
         self.decode_seconds = max(seconds - self.prefill_seconds - self.capture_seconds, 0.0)
 
     def plus(self, other: "Counters") -> "Counters":
-        """Both together."""
+        """The counters of both together."""
         sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
         places = {name: max(getattr(self, name), getattr(other, name)) for name in ("kv_tokens", "kv_high_water")}
         return Counters(**(sums | places))
@@ -68,11 +68,11 @@ class Counters:
 
 @dataclass(frozen=True)
 class Look:
-    """Stop flags, and with stop strings the newest tokens, on their way to the host."""
+    """Stop flags, and with stop strings the newest tokens, being copied to the host."""
 
     stops: Tensor  # (C + 1,) on the host
     lengths: Tensor  # (C + 1,)
-    fresh: Tensor | None  # (n, steps) tokens of `completions` from `columns` on
+    fresh: Tensor | None  # (n, steps) tokens of `completions`, starting at `columns`
     completions: Sequence[int]
     columns: Sequence[int]
     ready: Callable[[], Any]
@@ -109,7 +109,7 @@ class Loop:
         self._prefill_marks: list[tuple[Any, Any]] = []
 
     def run(self) -> dict[int, int]:
-        """Run until everything has ended; returns the lengths of what stop strings ended."""
+        """Run until every completion has ended; returns the lengths of those that a stop string ended."""
         looks: deque[Look] = deque()
         while not self.scheduler.finished:
             self.pause()
@@ -150,11 +150,11 @@ class Loop:
     # ---- steps
 
     def _column_of(self, completion: int) -> int:
-        """Tokens that a running completion has."""
+        """The number of tokens that a running completion has so far."""
         return self.counters.decode_steps - self.entered[completion]
 
     def _steps(self) -> int:
-        """Steps until the next look; none when every completion is known to have reached its limit."""
+        """Steps until the next look; 0 when every completion is known to have reached its limit."""
         left = max((self.work.limits[c] - self._column_of(c) for c in self.order), default=0)
         return min(_STEPS_PER_LOOK[self.runner.device.type], max(left, 0))
 
@@ -181,7 +181,7 @@ class Loop:
     # ---- out
 
     def _take_out(self, look: Look) -> None:
-        """Free what has ended by the time of this look."""
+        """Remove the completions that had ended at the time of this look."""
         look.ready()
         live = self.scheduler.live
         stops = look.stops.tolist()
@@ -191,7 +191,7 @@ class Loop:
             return
         lengths = look.lengths.tolist()
         for completion in ended:
-            by_itself = STOPS[stops[completion]] is StopReason.EOS  # others are not gone on with
+            by_itself = STOPS[stops[completion]] is StopReason.EOS  # after LENGTH and NAN nothing is kept
             self.scheduler.finish(completion, self.cut.get(completion, lengths[completion] if by_itself else 0))
             self.seats.append(self.seat_of.pop(completion))
         kept = [row for row, completion in enumerate(self.order) if completion in live]
@@ -213,7 +213,7 @@ class Loop:
     # ---- clocks
 
     def _mark(self) -> Any:
-        """A point in the device's time."""
+        """A timestamp on the device: a CUDA event, or the host clock on a CPU."""
         if not self.on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -236,7 +236,7 @@ def collect(results: Results, work: Work, cut: dict[int, int]) -> list[Completio
     for i in range(count):
         length, stop = lengths[i], STOPS[stops[i]]
         if i in cut:
-            # An end-of-sequence token that came with the string's last token is the nearer reason.
+            # If the token that completes the string is also an end-of-sequence token, EOS is the reason.
             length, stop = cut[i], stop if stop is StopReason.EOS and lengths[i] == cut[i] else StopReason.STOP_STRING
         if not work.limits[i]:
             length, stop = 0, StopReason.NO_ROOM

@@ -1,9 +1,9 @@
-"""Memory that keeps its address while others use what is behind it.
+"""GPU memory that keeps its addresses while other code uses the physical memory.
 
-A captured graph finds keys and values at fixed addresses, so their pool must never move. But between two rollouts
-nobody reads it, and an update could use the memory. So a range of addresses is reserved for good, and memory is put
-behind it for the time of a rollout (CUDA's virtual memory management). Where that is not to be had, memory is
-ordinary and stays.
+A captured CUDA graph reads keys and values at fixed addresses, so their pool must never move. But between two rollouts
+nothing reads it, and the training update could use the memory. So a range of addresses is reserved permanently, and
+physical memory is mapped to it only during a rollout (CUDA's virtual memory management). Where that is unavailable,
+the pool is ordinary memory and stays allocated.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ class DriverError(RuntimeError):
 
 
 class _Driver:
-    """The few functions of the CUDA driver that torch has no name for."""
+    """The few functions of the CUDA driver that torch does not expose."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
@@ -59,11 +59,11 @@ class LentMemory:
     """`size` bytes on a CUDA device. While they are lent, nothing may read or write them; their content is lost."""
 
     def __init__(self, size: int, device: torch.device):
-        torch.zeros(1, device=device)  # the device's context
+        torch.zeros(1, device=device)  # creates the CUDA context
         self.driver = _Driver()
         index = torch.cuda.current_device() if device.index is None else device.index
-        self._location = _Location(type=1, id=index)  # of the kind "device"
-        self._properties = _AllocationProperties(type=1, location=self._location)  # "pinned": on the device to stay
+        self._location = _Location(type=1, id=index)  # CU_MEM_LOCATION_TYPE_DEVICE
+        self._properties = _AllocationProperties(type=1, location=self._location)  # CU_MEM_ALLOCATION_TYPE_PINNED
         step = ctypes.c_size_t()
         self.driver("cuMemGetAllocationGranularity", ctypes.byref(step), ctypes.byref(self._properties), 0)
         self.size = -(-size // step.value) * step.value
@@ -90,24 +90,24 @@ class LentMemory:
         return torch.as_tensor(Range(), device=device)
 
     def take(self) -> None:
-        """Put memory behind the addresses."""
+        """Map physical memory to the addresses."""
         if self.held:
             return
         size, none = ctypes.c_size_t(self.size), ctypes.c_uint64(0)
         if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() >= self.size:
-            torch.cuda.empty_cache()  # what the last update left is enough: a run needs no more than its larger half
+            torch.cuda.empty_cache()  # reuse what the last update left: the peak is the larger phase, not the sum
         try:
             self.driver("cuMemCreate", ctypes.byref(self._handle), size, ctypes.byref(self._properties), none)
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # what torch keeps for later allocations may be enough
+            torch.cuda.empty_cache()  # the blocks that torch caches may be enough
             self.driver("cuMemCreate", ctypes.byref(self._handle), size, ctypes.byref(self._properties), none)
-        access = _AccessDescription(self._location, 3)  # reading and writing
+        access = _AccessDescription(self._location, 3)  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self.driver("cuMemMap", self._address, size, ctypes.c_size_t(0), self._handle, none)
         self.driver("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
         self.held = True
 
     def lend(self) -> None:
-        """Give the memory back to the device; the addresses stay ours."""
+        """Give the physical memory back to the device; the addresses stay reserved."""
         if self.held:
             torch.cuda.synchronize()
             self.driver("cuMemUnmap", self._address, ctypes.c_size_t(self.size))
@@ -123,16 +123,16 @@ def _give_up(driver: _Driver, address: ctypes.c_uint64, handle: ctypes.c_uint64,
             driver("cuMemUnmap", address, size)
             driver("cuMemRelease", handle)
         driver("cuMemAddressFree", address, size)
-    except (DriverError, RuntimeError):  # at the end of the process the driver may be gone
+    except (DriverError, RuntimeError):  # at process exit the driver may already be shut down
         logger.debug("the pool of keys and values was not given back", exc_info=True)
 
 
 def lent_memory(size: int, device: torch.device) -> LentMemory | None:
-    """Memory that can be lent, or None where only ordinary memory is to be had."""
+    """Memory that can be lent, or None where only ordinary memory is available."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     try:
         return LentMemory(size, device)
-    except (OSError, AttributeError, DriverError) as error:  # no such library or function, or no such ability
+    except (OSError, AttributeError, DriverError) as error:  # the library, function or feature is missing
         logger.info(f"Sampling keeps its memory between rollouts: {error}")
         return None

@@ -1,13 +1,13 @@
-"""Counter-based sampling noise: the same integers for a completion whatever else is in its batch, on every device.
+"""Counter-based sampling noise: a completion gets the same integers on every device and in every batch.
 
 Philox4x32-10 (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405) turns a counter and a key into four 32-bit
-words. A completion has a 64-bit key; the counter of a draw is made of its position and its vocabulary index i:
+words. A completion has a 64-bit key; the counter of a draw consists of its position and its vocabulary index i:
 
     block, rest = divmod(i, 4 W)    lane, j = divmod(rest, W)
     word = philox(counter=(W · block + j, position, 0, 0), key)[lane]
 
-so that a GPU program draws for 4 W neighbouring entries with one call per W counters, each lane a coalesced run. The
-width W is 1024, less for vocabularies that have not so many entries in four lanes.
+Thus a GPU program draws for 4 W neighbouring entries with one call on W counters, and each lane is a contiguous range.
+The width W is 1024, or less if four narrower lanes cover the vocabulary (`lane_width`).
 """
 
 import hashlib
@@ -33,14 +33,14 @@ def lane_width(vocabulary: int) -> int:
 
 
 def derive_key(*words: int) -> int:
-    """A well-mixed key of non-negative integers, all of 64 bits, the same in every process and on every platform."""
+    """Hash non-negative 64-bit integers to a 64-bit key, the same in every process and on every platform."""
     packed = b"".join(word.to_bytes(8, "little") for word in words)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
 @cache
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The multipliers (1, 2), and what is added to the two key words in each round (10, 2)."""
+    """The multipliers (1, 2), and the sum added to the two key words by each round (10, 2)."""
     with torch.inference_mode(False):
         rounds = torch.arange(_ROUNDS)[:, None] * torch.tensor(_KEY_STEPS)
         return torch.tensor([_MULTIPLIERS]).to(device), rounds.to(device)
@@ -51,9 +51,9 @@ def philox(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10 of four counter words and two key words, all int64 holding 32 bits and broadcast together.
 
-    A product of two 32-bit words wraps in int64, which leaves all of its 64 bits right: only the sign is wrong, and
-    masking after the shift drops it. c1 and c3 keep high bits through the rounds; they are only ever xored into what
-    is masked next. Pairs of words are computed together: for small batches the number of operations counts.
+    A product of two 32-bit words may wrap in int64, but its 64 bits are all correct: only the sign is wrong, and
+    masking after the shift drops it. c1 and c3 keep high bits through the rounds; they are only xored into values that
+    are masked next. Pairs of words are computed together, since the number of operations matters for small batches.
     """
     words = torch.broadcast_tensors(c0, c1, c2, c3)
     even, odd = torch.stack(words[::2]), torch.stack(words[1::2])
@@ -83,8 +83,8 @@ def uniform_words(noise_keys: Tensor, positions: Tensor, vocabulary: int) -> Ten
 def gumbel(words: Tensor) -> Tensor:
     """Standard Gumbel noise of 32-bit words, float32 and finite: -log(E), E = -log(1 - v), v = (word + ½) / 2³².
 
-    log1p keeps the small v, where the winning draws come from; 1 - v would round them away. Words that round to v = 1
-    count as 1 - v = 2⁻³³.
+    log1p is accurate for small v, where the winning draws come from; 1 - v would round them away. Words that round to
+    v = 1 count as 1 - v = 2⁻³³.
     """
     minus_v = words.to(torch.float32).add_(0.5).mul_(-(2.0**-32))
     return minus_v.log1p_().clamp_(min=-33 * math.log(2)).neg_().log_().neg_()

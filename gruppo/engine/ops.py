@@ -1,6 +1,6 @@
-"""The engine's operations, each by the device its tensors are on: a Triton kernel on CUDA, plain torch elsewhere.
+"""The engine's operations, dispatched by device: Triton kernels on CUDA, plain torch elsewhere and for float64.
 
-What they compute is said in `gruppo.engine.reference`. Triton is imported with the first CUDA tensor.
+`gruppo.engine.reference` documents what they compute. Triton is imported at the first use with a CUDA tensor.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ __all__ = [
     "write_kv",
 ]
 
-# Programs a decode launch should have at least: two for each of an H200's 132 multiprocessors.
+# The least number of programs in a decode launch: two for each of an H200's 132 multiprocessors.
 _ENOUGH_PROGRAMS = 264
 _MOST_SPLITS = 32
 
@@ -32,7 +32,7 @@ def _home(tensor: Tensor) -> Any:
 
 
 def choose_splits(batch: int, kv_heads: int) -> int:
-    """Programs to divide a row's keys among: a power of two that fills a GPU, 1 where the batch alone does."""
+    """How many programs share a row's keys: a power of two that fills a GPU, or 1 if the batch alone does."""
     splits = 1
     while batch * kv_heads * splits < _ENOUGH_PROGRAMS and splits < _MOST_SPLITS:
         splits *= 2

@@ -1,7 +1,7 @@
-"""Plain torch twins of the GPU kernels: what the engine runs on a CPU, and what the kernels are tested beside.
+"""Plain torch versions of the GPU kernels: the engine runs them on a CPU, and the kernels are tested against them.
 
 Same names, arguments and results as `gruppo.engine.kernels`. Shapes: B rows, H query heads, Hkv key/value heads,
-D and Dv their sizes, N tokens, P sequences, S places of the key/value pool, V vocabulary.
+D and Dv key and value head sizes, N tokens, P sequences, S places of the key/value pool, V vocabulary.
 """
 
 import math
@@ -28,13 +28,13 @@ def write_kv(keys: Tensor, values: Tensor, pool_k: Tensor, pool_v: Tensor, place
 
 
 class Workspace:
-    """Memory for the keys and values that a layer gathers, kept: fresh pages cost more than the copy into them."""
+    """Reused memory for the keys and values that a layer gathers: fresh pages cost more than the copy into them."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
 
     def gather(self, name: str, pool: Tensor, table: "KeyTable") -> Tensor:
-        """The keys [B, L, Hkv, D] that each row sees, in the memory of this name; the next layer writes over them."""
+        """Gather the keys [B, L, Hkv, D] that each row sees into the buffer `name`; the next layer overwrites them."""
         shape = (len(table.places), *pool.shape[1:])
         size = math.prod(shape)
         memory = self._memory.get(name)
@@ -50,7 +50,7 @@ class KeyTable(NamedTuple):
 
     places: Tensor  # int64 [B * L], row by row
     width: int  # L
-    bias: Tensor | None  # float32 [B, 1, 1, L], -inf where a row has no key; None = all have
+    bias: Tensor | None  # float32 [B, 1, 1, L], -inf where a row has no key; None if every row has L keys
 
     @classmethod
     def of(
@@ -63,14 +63,14 @@ class KeyTable(NamedTuple):
         if window is not None:
             key = key + (total - window).clamp_(min=0)
         bias = None if shortest >= width else _bias(key < total)
-        # What is past the end reads the row's last place: one of its own, so no stranger's value meets a zero weight.
+        # Entries past the end read the row's own last place, so no other row's values are multiplied by zero weights.
         key = torch.minimum(key, total - 1)
         start = torch.where(key < prompt_len[:, None], prompt_start[:, None], (tail_start - prompt_len)[:, None])
         return cls(start.add_(key).flatten(), width, None if bias is None else bias[:, None, None])
 
 
 def _bias(visible: Tensor) -> Tensor:
-    """What masks scores by addition."""
+    """An additive mask: 0 where visible, -inf elsewhere."""
     return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
@@ -90,12 +90,12 @@ def decode_attention(
     splits: int = 1,
     shared: bool = False,
 ) -> Tensor:
-    """Attention of one query per row, [B, H, D] -> [B, H, Dv], over its prompt's places and then its own tail's.
+    """Attention of one query per row, [B, H, D] -> [B, H, Dv], over the places of its prompt and then of its tail.
 
-    Keys have the positions 0, 1, ... in that order and the query, whose own key is in the pool, the last of them; it
-    sees those less than `window` back. `softcap` bounds the scaled scores, `sinks` [H] are scores without a value.
-    The four int64 [B] say where the two ranges lie; tail_len is at least 1. `splits` and `shared` (how a GPU
-    divides the work) change nothing here.
+    Keys have the positions 0, 1, ... in that order. The query has the last position; its own key is already in the
+    pool. It sees the keys less than `window` positions back. `softcap` bounds the scaled scores; `sinks` [H] are
+    scores without a value. The four int64 [B] tensors locate the two ranges; tail_len is at least 1. `splits` and
+    `shared` (how a GPU divides the work) have no effect here.
     """
     table = KeyTable.of(prompt_start, prompt_len, tail_start, tail_len, window)
     space = Workspace()
@@ -115,11 +115,11 @@ def decode_attention_at(
     sinks: Tensor | None,
     workspace: Workspace,
 ) -> Tensor:
-    """`decode_attention` with the table made before, once for all layers."""
+    """`decode_attention` with a precomputed table, which layers with the same window share."""
     (batch, heads, _), kv_heads = query.shape, pool_k.shape[1]
     keys = workspace.gather("keys", pool_k, table).transpose(1, 2)
     values = workspace.gather("values", pool_v, table).transpose(1, 2)
-    # The heads that share keys stand as queries of one head; nothing is repeated.
+    # Query heads that share a key head are treated as several queries of one head, so that no key is repeated.
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, -1)
     shaped_sinks = None if sinks is None else sinks.view(1, kv_heads, -1)
     return _attend(grouped, keys, values, table.bias, scale, softcap, shaped_sinks).reshape(batch, heads, -1)
@@ -141,8 +141,8 @@ def prefill_attention(
 ) -> Tensor:
     """Causal attention of P sequences' next tokens, packed, [N, H, D] -> [N, H, Dv], over their keys in the pool.
 
-    Sequence p has `past[p]` tokens from before and its queries at cu_query[p] .. cu_query[p+1]; query i has position
-    past[p] + i and sees the keys at starts[p] + 0 .. position, of these the last `window`. Scores as in
+    Sequence p already has `past[p]` tokens in the pool, and its queries are cu_query[p] .. cu_query[p+1]. Query i has
+    position past[p] + i and sees the last `window` of the keys at starts[p] + 0 .. position. Scores are computed as in
     `decode_attention`.
     """
     heads, kv_heads = query.shape[1], pool_k.shape[1]
@@ -156,7 +156,7 @@ def prefill_attention(
         if begin == end:
             continue
         length = before + end - begin
-        first = 0 if window is None else max(0, before - window + 1)  # what the chunk's first query still sees
+        first = 0 if window is None else max(0, before - window + 1)  # the first key that the chunk's first query sees
         keys = _per_query_head(pool_k[start + first : start + length], group)
         values = _per_query_head(pool_v[start + first : start + length], group)
         queries = query[begin:end].transpose(0, 1).unflatten(0, (kv_heads, group))
@@ -170,7 +170,7 @@ def prefill_attention(
 
 
 def _causal(before: int, length: int, first: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The bias [M, L] of queries at before .. length to keys from `first` on; None = they see all."""
+    """The bias [M, L] for queries at positions before .. length and keys from `first` on; None if all are visible."""
     position = torch.arange(before, length, device=device)[:, None]
     key = torch.arange(first, length, device=device)
     visible = key <= position
@@ -221,14 +221,14 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """One token per row of logits [B, V], its log-prob and the entropy, all of softmax(logits * inverse_temperature).
 
-    The noise of `gruppo.engine.noise` belongs to noise_keys and positions, int64 [B]; greedy takes the lowest index
-    of the largest logits instead. Logits of -inf are never chosen. A row with NaN, +inf or nothing but -inf gives
-    token -1 and NaN. Returns int64 [B], float32 [B], and float32 [B] or None.
+    noise_keys and positions, int64 [B], determine the noise (`gruppo.engine.noise`). With `greedy` the largest logit
+    is taken instead, and among equals the lowest index. Logits of -inf are never chosen. A row with NaN, +inf or only
+    -inf gives token -1 and NaN. Returns int64 [B], float32 [B], and float32 [B] or None.
     """
     x = logits.float() * inverse_temperature
     noisy = x if greedy else x + gumbel(uniform_words(noise_keys, positions, x.shape[1]))
     tokens = noisy.argmax(-1)
-    logp_all = x.log_softmax(-1)  # all NaN where the row has NaN, +inf or nothing but -inf
+    logp_all = x.log_softmax(-1)  # all NaN if the row has NaN, +inf or only -inf
     logps = logp_all.gather(1, tokens[:, None])[:, 0]
     entropies = None
     if entropy:

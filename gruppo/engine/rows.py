@@ -1,8 +1,8 @@
 """The state of a decoding batch on the device, and the step that advances it.
 
 One integer matrix holds a column per row of the batch, so that rows enter, leave and move with single copies.
-Results are addressed by the number of the completion, not by its row: whatever happens to rows, nothing gets lost or
-mixed up. Everything here can be captured in a CUDA graph: no value is read back to the host.
+Results are indexed by completion number, not by row, so they cannot be lost or mixed up when rows move. The step can
+be captured in a CUDA graph: no value is read back to the host.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ class Field(IntEnum):
     PROMPT_LEN = 2  # tokens of that prefix
     TAIL_START = 3
     TAIL_LEN = 4  # tokens in the tail, and tokens sampled so far
-    LIMIT = 5  # most tokens that may be sampled
+    LIMIT = 5  # maximum number of tokens to sample
     KEY = 6  # of the noise
-    RESULT = 7  # number of the completion
-    SEAT = 8  # row of `seen`, fixed while the completion lives
+    RESULT = 7  # number of the completion: its row in `Results`
+    SEAT = 8  # row of `Runner.seen`, fixed for the lifetime of the completion
     DONE = 9
 
 
-# Codes on the device, by position; 0 is a completion that still runs.
+# The stop codes on the device are indices into this tuple; 0 means that the completion is still running.
 STOPS: tuple[StopReason | None, ...] = (None, StopReason.EOS, StopReason.LENGTH, StopReason.NAN)
 
 
 class Results:
-    """What the completions of one call became: tokens, log-probs, entropies (C, T), and how they ended (C,)."""
+    """The completions of one call: tokens, log-probs, entropies (C, T), lengths and stop codes (C,)."""
 
     def __init__(self, completions: int, tokens: int, *, entropies: bool, device: torch.device):
         self.completions = completions
@@ -62,7 +62,7 @@ class Results:
 
 
 class Rows:
-    """The batch: column r of `state` is row r, for the first `count` of them; the rest only pads."""
+    """The batch: column r of `state` holds row r; the first `count` columns are in use, the rest are padding."""
 
     def __init__(self, rows: int, results: Results, *, scratch: int, eos: Sequence[int], device: torch.device):
         self.results = results
@@ -75,7 +75,7 @@ class Rows:
         self.padding[Field.RESULT] = len(results.lengths) - 1
         self.padding[Field.SEAT] = rows
         self.padding[Field.DONE] = 1
-        # Every row of the matrix begins at a multiple of 16 bytes: kernels are compiled for such addresses.
+        # Every row of the matrix is 16-byte aligned: kernels are compiled for such addresses.
         self.state = self.padding[:, None].repeat(1, -(-rows // 2) * 2)
         self.eos = torch.tensor(list(eos), dtype=torch.long, device=device)
 
@@ -102,10 +102,10 @@ class Rows:
         self.count = 0
 
     def record(self, state: Tensor, choice: Choice) -> None:
-        """Write down what was sampled for the rows of `state` (a view of the first columns) and advance them.
+        """Store what was sampled for the rows of `state` (a view of the first columns) and advance these rows.
 
-        A row that is done stays as it is, so that it can be replayed harmlessly until the host takes it out: it
-        never leaves its tail, and what it writes goes to the row of results that nobody reads.
+        A finished row keeps its state, so replaying it is harmless until the host removes it: it never writes beyond
+        its tail, and its results go to the last row of `Results`, which is never read.
         """
         results = self.results
         fields = state.unbind()

@@ -1,4 +1,4 @@
-"""Forward passes of the engine: prompts in packed chunks, and decoding steps, eagerly or as captured graphs."""
+"""Forward passes of the engine: prompts in packed chunks, and decoding steps, run eagerly or as CUDA graphs."""
 
 import logging
 import time
@@ -32,7 +32,8 @@ LeanForward = Callable[[Tensor, Tensor, EngineCache, bool], Tensor]
 def forward(model: nn.Module, ids: Tensor, positions: Tensor, cache: Any, **options: Any) -> Tensor:
     """Logits of packed tokens (N,).
 
-    The class's own forward is called: the instance's may be wrapped for training, which would cast logits to float32.
+    Calls the forward of the class: that of the instance may be wrapped for training, which would cast logits to
+    float32.
     """
     output = type(model).forward(
         model,
@@ -48,7 +49,7 @@ def forward(model: nn.Module, ids: Tensor, positions: Tensor, cache: Any, **opti
 
 
 def kv_shapes(model: nn.Module, device: torch.device) -> tuple[list[tuple[int, int, int]], torch.dtype]:
-    """Heads and sizes of every layer's keys and values and their type, seen in a pass over one token."""
+    """Head count and sizes of every layer's keys and values, and their dtype, observed in a pass over one token."""
     probe = ShapeProbe()
     zero = torch.zeros(1, dtype=torch.long, device=device)
     forward(model, zero, zero, probe, logits_to_keep=1)
@@ -58,7 +59,7 @@ def kv_shapes(model: nn.Module, device: torch.device) -> tuple[list[tuple[int, i
 def prompt_chunks(prompts: Sequence[PromptWork], budget: int) -> Iterator[list[tuple[PromptWork, int, int]]]:
     """Prefixes in batches of at most `budget` tokens, as (prompt, from, to); a longer one is cut into chunks.
 
-    What is copied from an earlier turn is left out.
+    Tokens whose KV cache is copied from an earlier turn are left out.
 
     Example, prefixes of 5 and 3 tokens with a budget of 4:
         [(a, 0, 4)], [(a, 4, 5), (b, 0, 3)]
@@ -84,25 +85,25 @@ def _length_matters(settings: SamplingSettings) -> int:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures of a process: libraries keep a workspace for every stream they have seen."""
+    """One stream per device for all captures: libraries keep a workspace for every stream they have seen."""
     return torch.cuda.Stream(device)
 
 
 def clean_up_capture(device: torch.device, memory: Any) -> None:
-    """What torch leaves behind of a capture that failed.
+    """Clear the state that torch leaves behind when a CUDA graph capture fails.
 
-    Its random numbers wait for the capture's end, so that the next dropout would raise. Its allocator still asks the
-    graph, which is gone, whether memory is for it, keeps what was used on several streams from being used again, and
-    counts the capture as a user of `memory`, the graphs' pool, which is freed when it has none.
+    The random number generator still waits for the end of the capture, so the next dropout would raise. The allocator
+    still asks the deleted graph whether an allocation belongs to it, does not reuse memory that was used on several
+    streams, and counts the capture as a user of `memory`, the graphs' pool, which is freed only without users.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())
-    if memory is None:  # it failed before there was a pool
+    if memory is None:  # the capture failed before there was a pool
         return
-    with suppress(RuntimeError):  # the capture had not begun, or torch ended it: then its graph leaves the pool
+    with suppress(RuntimeError):  # the capture had not begun, or torch ended it and its graph releases the pool
         torch._C._cuda_endAllocateToPool(index, memory)
-        torch._C._cuda_releasePool(index, memory)  # for this capture; earlier graphs are users of their own
+        torch._C._cuda_releasePool(index, memory)  # for this capture; earlier graphs hold their own references
 
 
 class Runner:
@@ -126,20 +127,20 @@ class Runner:
         self.device = rows.device
         self.use_graphs = use_graphs and self.device.type == "cuda"
         self.inverse_temperature = torch.ones(1, device=self.device)
-        self.seen: Tensor | None = None  # (rows, V): tokens that a completion and its prompt have, by seat
-        self.seen_memory: Tensor | None = None  # stays when a call needs none: graphs that were captured point to it
-        self.lean: LeanForward | None = None  # instead of the model's own forward
+        self.seen: Tensor | None = None  # (rows + 1, V): tokens that occur in a completion or its prompt, by seat
+        self.seen_memory: Tensor | None = None  # kept even if a call does not use it: captured graphs refer to it
+        self.lean: LeanForward | None = None  # replaces the model's own forward
         self.workspace = Workspace()
         self.turns: Turns | None = None  # what the calls of a block keep in the pool
-        self.prompt_tokens = 0.0  # mean length of the prefixes at hand, if they are shared
+        self.prompt_tokens = 0.0  # mean prefix length of the current prompts; 0 if they are hardly shared
         self.captures = 0
         self.capture_seconds = 0.0
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
-        self._memory: Any = None  # the graphs' common pool: they never run at the same time
+        self._memory: Any = None  # the memory pool that all graphs share: they never run concurrently
         self._stream: Any = None
 
     def _forward(self, ids: Tensor, positions: Tensor, cache: EngineCache, *, logits: bool = True) -> Tensor:
-        """Logits of packed tokens; without `logits` only their keys and values matter."""
+        """Logits of packed tokens; with `logits=False` only their keys and values matter."""
         if self.lean is not None:
             return self.lean(ids, positions, cache, logits)
         with autocast(self.device, self.autocast_dtype):
@@ -149,7 +150,7 @@ class Runner:
 
     def prefill(self, prompts: Sequence[PromptWork], budget: int) -> int:
         """Encode the prefixes of these prompts; returns the number of tokens."""
-        self._copy_turns(prompts, budget)  # before anything is written to what they leave
+        self._copy_turns(prompts, budget)  # before anything is written to the places they are copied from
         tokens = 0
         for batch in prompt_chunks(prompts, budget):
             ids, positions, layout = self._packed(batch)
@@ -158,9 +159,9 @@ class Runner:
         return tokens
 
     def _copy_turns(self, prompts: Sequence[PromptWork], budget: int) -> None:
-        """Put what was kept of earlier turns where the prefixes of these prompts begin, `budget` tokens at a time.
+        """Copy the KV cache kept from earlier turns to the prefixes of these prompts, `budget` tokens at a time.
 
-        In the order of the prompts: a prefix may lie on what one before it has left.
+        The order of the prompts matters: a prefix may be placed where an earlier prompt's KV cache was kept.
         """
         parts = [(prompt, start, length) for prompt in prompts for start, length in prompt.copied]
         if not parts:
@@ -184,7 +185,7 @@ class Runner:
         return id_s, position_s, PrefillLayout(place_s, start_s, past_s, cu_query.int(), max(lengths))
 
     def _upload(self, *lists: Sequence[int] | Tensor) -> list[Tensor]:
-        """Lists on the device, in one copy. Each begins at a multiple of 16 bytes, as kernels are compiled for."""
+        """Copy lists to the device in one transfer, each 16-byte aligned, as kernels are compiled for."""
         sizes = [-(-len(values) // 2) * 2 for values in lists]
         host = torch.zeros(sum(sizes), dtype=torch.long)
         for part, values in zip(host.split(sizes), lists, strict=True):
@@ -195,7 +196,7 @@ class Runner:
     # ---- decoding
 
     def set_temperature(self, temperature: float) -> None:
-        self.inverse_temperature.fill_(1 / (temperature or 1.0))  # 0 is a way to say greedy, which has none
+        self.inverse_temperature.fill_(1 / (temperature or 1.0))  # 0 stands for greedy decoding
 
     def decode(self, settings: SamplingSettings, steps: int) -> int:
         """Sample `steps` more tokens for every row; returns the size of the batch that was run."""
@@ -247,8 +248,8 @@ class Runner:
     # ---- graphs
 
     def _graph(self, bucket: int, settings: SamplingSettings) -> torch.cuda.CUDAGraph | None:
-        """The recorded step for a batch of this size; None if the model cannot be recorded."""
-        # What is not part of the recorded step: the temperature is read from memory, limits are per row.
+        """The captured step for a batch of this size; None if the model cannot be captured."""
+        # Settings that are not part of the captured step: the temperature is read from memory, limits are per row.
         shared = self._shares_prompts(bucket)
         key = (
             bucket,
@@ -262,7 +263,7 @@ class Runner:
                 self._graphs[key] = self._capture(bucket, settings)
             except RuntimeError as error:
                 clean_up_capture(self.device, self._memory)
-                self._memory = None  # without users it may be freed, and torch takes no more captures into it
+                self._memory = None  # it may be freed without users, and torch accepts no more captures into it
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 self.use_graphs = False
@@ -277,7 +278,7 @@ class Runner:
         return self._graphs[key]
 
     def _capture(self, bucket: int, settings: SamplingSettings) -> torch.cuda.CUDAGraph:
-        """A step over this many rows, recorded. It is run once before, on padding, to compile what it needs."""
+        """Capture a step over `bucket` rows. It first runs once on padding rows, to compile its kernels."""
         self.rows.state.copy_(self.rows.padding[:, None].expand_as(self.rows.state))
         torch.cuda.synchronize(self.device)
         if self._memory is None:
@@ -285,7 +286,7 @@ class Runner:
             self._stream = _capture_stream(self.device)
         graph = torch.cuda.CUDAGraph()
         recording = torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local")
-        with torch.cuda.stream(self._stream):  # around the recording too: one that fails leaves its stream in use
+        with torch.cuda.stream(self._stream):  # around the capture too: a failed one leaves its stream current
             self._step(bucket, settings)
             self._stream.synchronize()
             with without_collection(), recording:

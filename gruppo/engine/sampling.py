@@ -3,16 +3,16 @@
     raw logits ── penalty, bans, forced tokens ── temperature ── top_k ── top_p ── min_p ──► scores ──► token
         └───────── × 1/temperature ──► the plain distribution, whose log-probs and entropy are reported
 
-Filters take several passes over float32 copies of the logits. Where all there is to do is to ban a few tokens
-(`few_bans`), the draw reads the model's own logits with −inf in those columns, and the plain distribution follows from
-the numbers that stood there.
+Filters take several passes over float32 copies of the logits. If the only filter is a ban on a few tokens
+(`few_bans`), the draw reads the model's own logits with −inf in those columns, and the plain distribution is computed
+from the original values of these columns.
 
 Shapes: B rows, V tokens of the vocabulary, K of them banned. Everything can be captured in a CUDA graph: nothing is
 read back to the host and shapes depend on B, V and the settings alone. Run it once before capturing: lists of tokens
 are copied from the host the first time (`_mask`, `_ban_tensors`).
 
-Two things differ from `generate` by nature: a row here knows nothing of padding, so the padding token is not penalised
-as a repetition in rows that a batch pads, and the length of a prompt is its own, not the longest one's.
+Two differences from `generate` are inherent: rows have no padding here, so the padding token is never penalised as a
+repetition because a batch was padded, and a prompt has its own length, not that of the longest prompt in the batch.
 """
 
 import math
@@ -26,7 +26,7 @@ from torch import Tensor
 from gruppo.engine.ops import sample_tokens
 from gruppo.engine.settings import SamplingSettings
 
-# Most tokens that are banned column by column: so many columns cost nothing beside a vocabulary of them.
+# Maximum number of tokens to ban column by column: this many columns cost little compared to the whole vocabulary.
 _FEW = 64
 
 
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
     """What was drawn for each row. A row whose logits cannot be sampled from has token −1 and NaN elsewhere."""
 
     tokens: Tensor  # int64 [B]
-    logps: Tensor  # float32 [B]: of the distribution drawn from; with greedy decoding, which has none, as the next
+    logps: Tensor  # float32 [B]: of the distribution drawn from; with greedy decoding the same as plain_logps
     plain_logps: Tensor  # float32 [B]: of softmax(logits / temperature), before any filter
     entropies: Tensor | None  # float32 [B]: of that plain distribution
 
@@ -45,14 +45,14 @@ def needs_seen(settings: SamplingSettings) -> bool:
 
 
 def needs_filter(settings: SamplingSettings) -> bool:
-    """Whether anything but the temperature stands between the logits and the draw."""
+    """Whether anything but the temperature changes the logits before the draw."""
     return _has_processors(settings) or _has_warpers(settings)
 
 
 def few_bans(settings: SamplingSettings, vocabulary: int) -> tuple[tuple[int, int], ...]:
-    """Banned tokens, each with the number of generated tokens from which on it is free; nothing where that is not all.
+    """Banned tokens, each with the number of generated tokens at which its ban ends.
 
-    Nothing, too, where no token is banned or too many are.
+    Empty if there are other filters too, if no token is banned, or if too many are.
 
     Example, min_new_tokens=4 with the end token 2, begin_suppress_tokens=(2, 7), suppress_tokens=(5,):
         ((2, 4), (5, sys.maxsize), (7, 1))
@@ -85,13 +85,13 @@ def choose(
 ) -> Choice:
     """Draw one token per row.
 
-    raw_logits          [B, V] as the model wrote them, and so they are left; meanwhile, bans may write to them
+    raw_logits          [B, V] the model's output; bans may overwrite entries temporarily and restore them
     keys, positions     int64 [B]: address the noise of a draw, see `ops.sample_tokens`
     inverse_temperature float32 [1]
     generated           int64 [B]: tokens this completion has so far
     seen                bool [B, V]: tokens of prompt and completion, where `needs_seen`
     prompt_lengths      int64 [B]: only read for `forced_bos_token_id`, which generate applies after a prompt of one
-                        token; None says that all prompts are longer
+                        token; None means that all prompts are longer
     """
     greedy = settings.greedy
     if not needs_filter(settings):
@@ -130,7 +130,7 @@ def _choose_without(
     greedy: bool,
     entropy: bool,
 ) -> Choice:
-    """`choose` where `few_bans` are all there is between logits and draw."""
+    """`choose` if the bans of `few_bans` are the only filter."""
     if 0 in logits.stride():  # rows that share memory cannot be banned one by one
         logits = logits.contiguous()
     ids, until = _ban_tensors(bans, logits.device)
@@ -142,25 +142,25 @@ def _choose_without(
     drawn = logits.gather(1, tokens.clamp(min=0)[:, None])
     logits.index_copy_(1, ids, columns)
 
-    # The plain distribution: the log of what falls to all that could be drawn together, and to each banned token.
+    # The plain distribution: the log of the mass of all tokens that could be drawn, and of each banned token.
     log_mass = drawn * inverse_temperature - logps[:, None]
     log_masses = torch.cat([log_mass, columns.masked_fill(~banned, -math.inf) * inverse_temperature], dim=1)
     log_shares = log_masses.log_softmax(-1, dtype=torch.float32)  # [B, 1 + K]
     log_share = log_shares[:, 0]
     plain_logps = logps + log_share
     if entropies is not None:
-        # Of the parts, and inside the one that has more than one token.
+        # The entropy over these parts, plus the entropy within the one part that has several tokens.
         entropies = torch.special.entr(log_shares.exp()).sum(-1) + log_share.exp() * entropies
     return Choice(tokens, plain_logps if greedy else logps, plain_logps, entropies)
 
 
 def _ban(logits: Tensor, ids: Tensor, columns: Tensor, unwanted: Tensor) -> Tensor:
-    """Write −inf to the columns `ids` of logits where `unwanted` says so; returns where it stayed, bool [B, K].
+    """Write −inf to the columns `ids` of logits where `unwanted` is true; returns the bans that remain, bool [B, K].
 
-    columns, those of logits [B, K]; unwanted, bool [B, K]. As in `filter_logits`, the best tokens of a row are kept
-    where nothing would be left, and a row with NaN or +inf still has it afterwards.
+    `columns` [B, K] are the values of these columns; `unwanted` is bool [B, K]. As in `filter_logits`, the best tokens
+    of a row are kept if nothing else would be left, and a row with NaN or +inf still has it afterwards.
     """
-    # Minus infinity makes NaN of NaN and of +inf: then the row has no maximum to compare, nor does it look sound.
+    # Subtracting infinity turns NaN and +inf into NaN: the row's maximum is then NaN, and the row stays invalid.
     logits.index_copy_(1, ids, torch.where(unwanted, columns - math.inf, columns))
     something_left = logits.amax(-1, keepdim=True) > -math.inf
     banned = unwanted & (something_left | (columns < columns.amax(-1, keepdim=True)))
@@ -173,7 +173,7 @@ def actual_and_plain(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs [B] of `tokens` as drawn from `scores` and under the plain tempered distribution, and its entropy.
 
-    Greedy decoding draws from no distribution: its first log-prob is the plain one, too. Rows with token −1 get NaN.
+    Greedy decoding draws from no distribution: both log-probs are the plain one. Rows with token −1 get NaN.
     """
     missing = tokens < 0
     index = tokens.clamp(min=0)[:, None]
@@ -200,11 +200,11 @@ def filter_logits(
     inverse_temperature: Tensor,
     prompt_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Scores [B, V] to draw from: what `generate` makes of float32 logits [B, V]. See `choose` for the arguments.
+    """Scores [B, V] to draw from, as `generate` computes them from float32 logits [B, V]. Arguments as in `choose`.
 
     The order is that of `GenerationMixin._get_logits_processor`: forced tokens come before bans, and greedy decoding
-    stops before the temperature. Where nothing is left of a row, its best tokens are kept. A row with NaN or +inf, or
-    of −inf alone, comes out as NaN: no filter may make it look sound.
+    stops before the temperature. If nothing is left of a row, its best tokens are kept. A row with NaN, +inf or only
+    −inf becomes NaN, so that no filter makes it look valid.
     """
     best = logits.amax(-1, keepdim=True)  # NaN if there is one in the row
     scores = logits
@@ -283,11 +283,11 @@ def _warp(scores: Tensor, settings: SamplingSettings) -> Tensor:
 
 
 def _nucleus(scores: Tensor, ascending: Tensor, top_p: float) -> Tensor:
-    """Remove the least likely tokens of together at most 1 − top_p.
+    """Remove the least likely tokens whose total probability is at most 1 − top_p.
 
     scores [B, V]; ascending [B, K] are its K highest values, sorted; all others are −inf or tie with the lowest of
-    them, as top_k leaves them. With logits that were bfloat16, ties are everywhere: as many go as in transformers,
-    which cuts through them wherever its sort has put them; here it is those with the lowest ids, on every device.
+    them, as top_k leaves them. Ties are common if the logits were bfloat16. As many tied tokens are removed as in
+    transformers, where the order of a sort decides which ones; here those with the lowest ids go, on every device.
     """
     lowest, highest = ascending[:, :1], ascending[:, -1:]
     unlisted = (scores == lowest).sum(-1, keepdim=True) - (ascending == lowest).sum(-1, keepdim=True)
@@ -297,7 +297,7 @@ def _nucleus(scores: Tensor, ascending: Tensor, top_p: float) -> Tensor:
     cumulative = (of_unlisted + weights.cumsum(-1)) / total
     listed_out = (cumulative <= 1 - top_p)[:, :-1].sum(-1, keepdim=True)  # the likeliest always stays
 
-    # Tokens that tie with the lowest but are not listed come first; they may be cut in their midst.
+    # Tokens that tie with the lowest but are not listed go first, perhaps only some of them.
     fitting = ((1 - top_p) * total / weights[:, :1]).floor()
     unlisted_out = torch.where(listed_out > 0, unlisted, torch.minimum(fitting, unlisted).nan_to_num().long())
 
@@ -310,13 +310,13 @@ def _nucleus(scores: Tensor, ascending: Tensor, top_p: float) -> Tensor:
 
 
 def _only(tokens: tuple[int, ...], vocabulary: int, device: torch.device) -> Tensor:
-    """Scores [V] that leave these tokens alone, all equally likely."""
+    """Scores [V] that allow only these tokens, all equally likely."""
     return torch.zeros(vocabulary, device=device).masked_fill(~_mask(tokens, vocabulary, device), -math.inf)
 
 
 @cache
 def _mask(tokens: tuple[int, ...], vocabulary: int, device: torch.device) -> Tensor:
-    """bool [V], true at these tokens. Kept for good: a CUDA graph cannot copy from the host and reads this memory."""
+    """bool [V], true at these tokens. Never freed: a CUDA graph cannot copy from the host and reads this memory."""
     with torch.inference_mode(False):
         mask = torch.zeros(vocabulary, dtype=torch.bool)
         mask[[token for token in tokens if 0 <= token < vocabulary]] = True
@@ -325,7 +325,7 @@ def _mask(tokens: tuple[int, ...], vocabulary: int, device: torch.device) -> Ten
 
 @cache
 def _ban_tensors(bans: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """`few_bans` as int64 [K] tokens and [K] counts. Kept for good, as `_mask` is."""
+    """`few_bans` as int64 [K] tokens and [K] counts. Never freed, like `_mask`."""
     with torch.inference_mode(False):
         ids, until = torch.tensor(bans).unbind(1)
         return ids.contiguous().to(device), until.contiguous().to(device)

@@ -1,12 +1,12 @@
-"""Which completions run when. Plain Python: it counts places and rows and knows no tensors.
+"""Which completions run when. Plain Python: it counts places and rows and uses no tensors.
 
     waiting ──admit──► live ──finish──► done
        ▲ one entry per distinct prompt, with the completions it still owes
 
-A completion is admitted only with its whole tail reserved, so a batch that runs never lacks memory. When it ends, its
-tail is free at once; the prompt's prefix is free when the last completion of the prompt has ended.
+A completion is admitted only with its whole tail reserved, so a running batch never runs out of memory. When it ends,
+its tail is freed at once; the prompt's prefix is freed when the last completion of the prompt has ended.
 
-In a block of turns (turns.py) both stay for the call after, as far as nobody needs the room.
+In a block of turns (turns.py) both are kept for the next call, unless the room is needed.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from gruppo.engine.kv import RangeAllocator
 
 @dataclass(frozen=True)
 class Turn:
-    """A completion that has ended, and where the keys and values of its context are kept.
+    """A finished completion and the ranges of the pool that hold its KV cache.
 
     Example, a prompt of four tokens and three sampled ones, the last of which was never fed to the model:
         Turn(ids=(5, 6, 7, 8, 9, 9, 2), ranges=((0, 3), (10, 3)))
@@ -41,8 +41,8 @@ class PromptWork:
     owed: deque[int] = field(default_factory=deque)  # completions not admitted yet, by number
     start: int | None = None  # of the prefix in the pool
     live: int = 0
-    kept: Turn | None = None  # an earlier turn that it begins with
-    copied: tuple[tuple[int, int], ...] = ()  # where that lay, to be copied to `start`
+    kept: Turn | None = None  # an earlier turn that the prompt begins with
+    copied: tuple[tuple[int, int], ...] = ()  # the ranges of that turn, to be copied to `start`
 
     @property
     def prefix_length(self) -> int:
@@ -65,7 +65,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Admission:
-    """What enters now: prompts whose prefix must be encoded first, and completions."""
+    """What is admitted now: prompts whose prefix must be encoded first, and completions."""
 
     prompts: list[PromptWork]
     entries: list[Entry]
@@ -83,9 +83,9 @@ class Scheduler:
         self.rows = rows
         self.keeps = keeps
         self.live: dict[int, Entry] = {}
-        self.ended: dict[int, Turn] = {}  # what is kept of completions, with the ids of the prompt alone
-        self._needed = 0  # places of what is live
-        # A new prompt costs a forward pass that the others wait for: let some rows come free first.
+        self.ended: dict[int, Turn] = {}  # completions that are kept, with the ids of the prompt alone
+        self._needed = 0  # places in use, without those of kept turns
+        # A new prompt costs a forward pass that all other rows wait for, so wait until several rows are free.
         self._enough_rows = max(rows // 8, 1)
 
     @property
@@ -93,10 +93,10 @@ class Scheduler:
         return not self.live and not self.waiting
 
     def admit(self) -> Admission:
-        """Take in what fits. Something always does when nothing is live.
+        """Admit what fits. When nothing is live, something always fits.
 
-        The largest request fits an empty pool. A prefix that lies in its middle, with too little room on either side,
-        is placed anew.
+        The largest request fits an empty pool. A prefix in the middle of the pool that leaves too little room on
+        either side is placed again.
         """
         prompts: list[PromptWork] = []
         entries: list[Entry] = []
@@ -110,7 +110,7 @@ class Scheduler:
             tail_start = self._take(prompt.tail_tokens)
             if tail_start is None and not self.live:
                 self._lift(prompt)
-                prompts = []  # it could only be this one
+                prompts = []  # it can contain only this prompt
                 continue
             if tail_start is None:
                 break
@@ -125,7 +125,7 @@ class Scheduler:
     def finish(self, completion: int, written: int = 0) -> None:
         """A completion has ended: free its tail, and its prompt if it was the last one.
 
-        `written` tokens of it may be gone on from.
+        If turns are kept, its first `written` tokens stay in the pool for a later turn.
         """
         entry = self.live.pop(completion)
         prompt = entry.prompt
@@ -139,7 +139,7 @@ class Scheduler:
             self._lift(prompt)
 
     def _place(self, prompt: PromptWork) -> bool:
-        """Find room for a prefix. What is kept of it is free from now on, and copied before anything is written."""
+        """Find room for a prefix. Its kept turn is freed now; the runner copies it before anything is written."""
         start = self._take(prompt.prefix_length) if prompt.prefix_length else 0
         if start is None:
             return False
@@ -151,7 +151,7 @@ class Scheduler:
         return True
 
     def _lift(self, prompt: PromptWork) -> None:
-        """Take a prefix out of the pool; if its prompt still owes completions, it is placed and encoded again."""
+        """Remove a prefix from the pool; if its prompt still owes completions, it is placed and encoded again."""
         if prompt.prefix_length:
             assert prompt.start is not None
             self.places.give_back(prompt.start)
@@ -171,7 +171,7 @@ class Scheduler:
         return Turn(prompt.ids, tuple(ranges))
 
     def _take(self, length: int) -> int | None:
-        """A free range, for which as much is given up of what is kept as it takes, if that is enough."""
+        """Allocate a range, giving up kept turns if necessary and if that can free enough; else None."""
         start = self.places.take(length)
         while start is None and self._needed + length <= self.places.size and self._give_up_one():
             start = self.places.take(length)
@@ -180,7 +180,7 @@ class Scheduler:
         return start
 
     def _give_up_one(self) -> bool:
-        """Free the oldest of what ended in this call, which may never be gone on from; then what is used last."""
+        """Free a kept turn: the oldest that ended in this call, as it may never be continued; else the last needed."""
         if self.ended:
             turn = self.ended.pop(next(iter(self.ended)))
         else:

@@ -1,8 +1,8 @@
-"""What a GenerationConfig asks of the sampler, and what of it the engine can do.
+"""Sampling settings from a GenerationConfig, and which of its fields the engine supports.
 
-The measure is `model.generate(generation_config=config)`. It fills every field that is None from the model's own
+The reference is `model.generate(generation_config=config)`. It fills every field that is None from the model's own
 generation config, then from transformers' defaults (`top_k=50` among them); `merged_config` does the same. Every field
-stands in one of three tables below; what is in none of them must be unset.
+is listed in one of the first three tables below; a field that is in none of them must be unset.
 """
 
 import copy
@@ -19,9 +19,9 @@ from gruppo.errors import ConfigError
 HONOURED = frozenset(
     {
         "max_new_tokens",
-        "max_length",  # where max_new_tokens is set it has no say; see `_length_reasons`
+        "max_length",  # ignored if max_new_tokens is set; see `_length_reasons`
         "min_new_tokens",
-        "min_length",  # likewise
+        "min_length",  # likewise with min_new_tokens
         "do_sample",
         "temperature",
         "top_k",
@@ -38,7 +38,7 @@ HONOURED = frozenset(
     }
 )
 
-# Fields that change nothing about what is sampled, and why.
+# Fields that do not affect what is sampled, and why.
 IRRELEVANT = {
     "bos_token_id": "starts an empty prompt, and there is always one",
     "decoder_start_token_id": "encoder-decoder models",
@@ -59,7 +59,7 @@ IRRELEVANT = {
     "transformers_version": "metadata",
 }
 
-# Fields that the engine cannot honour: the values, besides None, at which they do nothing, and what they would do.
+# Fields that the engine does not support: the values (besides None) at which they have no effect, and what they do.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_beams": ((1,), "beam search"),
     "num_beam_groups": ((1,), "diverse beam search"),
@@ -102,7 +102,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_dict_in_generate": ((False,), "the output of anything but tokens and their log-probs"),
 }
 
-# Values at which the honoured fields do nothing. Padding is no part of what is sampled.
+# Values at which the honoured fields have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "temperature": (1,),
     "top_k": (0,),
@@ -114,7 +114,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "do_sample": (False,),
 }
 
-# Fields that say when a completion ends or how it is computed, but not what its tokens are drawn from.
+# Fields that control when a completion ends or how it is computed, but not which distribution its tokens come from.
 NO_FILTER = frozenset(
     {
         *("max_new_tokens", "max_length", "eos_token_id", "stop_strings", "max_time", "do_sample"),
@@ -128,7 +128,7 @@ NO_FILTER = frozenset(
 # generate looks at these only with do_sample=True.
 SAMPLING_ONLY = frozenset({"typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"})
 
-# Below this, logits divided by the temperature leave the range in which float32 tells them apart.
+# Below this, logits divided by the temperature leave the range in which float32 can distinguish them.
 SMALLEST_TEMPERATURE = 1e-6
 LARGEST_FLOAT32 = 3.4e38
 
@@ -136,8 +136,8 @@ LARGEST_FLOAT32 = 3.4e38
 def merged_config(config: Any, model_config: Any | None) -> Any:
     """A copy of `config` with its gaps filled as `generate` fills them; `model_config` is model.generation_config.
 
-    One thing is decided here that generate decides later: where nobody set a length, transformers' default
-    `max_length` of 20 means 20 *new* tokens, so `max_new_tokens` becomes 20.
+    One thing is decided here that generate decides later: if no length is set, transformers' default `max_length` of
+    20 means 20 *new* tokens, so `max_new_tokens` becomes 20.
     """
     if model_config is None:
         model_config = GenerationConfig()
@@ -146,7 +146,7 @@ def merged_config(config: Any, model_config: Any | None) -> Any:
     defaults = merged._get_default_generation_params()
     merged.update(**model_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     merged.update(**defaults, defaults_only=True)
-    if merged.cache_implementation == "hybrid":  # written by old checkpoints; generate drops it, whoever set it
+    if merged.cache_implementation == "hybrid":  # found in old checkpoints; generate always drops it
         merged.cache_implementation = None
     if no_length:
         merged.max_new_tokens = defaults["max_length"]
@@ -154,7 +154,7 @@ def merged_config(config: Any, model_config: Any | None) -> Any:
 
 
 def in_effect(config: Any) -> dict[str, Any]:
-    """The fields of a config that shape what is sampled, where they are set to do so."""
+    """The fields of a config that affect what is sampled, if their values have an effect; not padding."""
     off = NEUTRAL | {name: values for name, (values, _) in UNSUPPORTED.items()}
     return {
         name: value
@@ -165,9 +165,9 @@ def in_effect(config: Any) -> dict[str, Any]:
 
 
 def filters(config: Any, temperature: float) -> dict[str, Any]:
-    """The fields of a merged config by which tokens are drawn from another distribution than the policy's.
+    """The fields of a merged config that make the sampling distribution differ from the policy's.
 
-    That is the one at `temperature`, which the loss knows.
+    The policy's distribution is the one at `temperature`, which the loss takes into account.
 
     Example:
         filters(merged_config(GenerationConfig(do_sample=True, temperature=0.7, top_k=0), model_config), 0.7)
@@ -181,9 +181,9 @@ def filters(config: Any, temperature: float) -> dict[str, Any]:
 
 
 def unsupported(config: Any) -> list[str]:
-    """Why the engine cannot do what `config` asks for: one reason per field, none if it can.
+    """Why the engine cannot sample with `config`: one reason per field, empty if it can.
 
-    To judge what a model would do with it, pass the result of `merged_config`.
+    To take the model's own defaults into account, pass the result of `merged_config`.
     """
     reasons = _length_reasons(config)
     for name, value in config.to_dict().items():
@@ -200,7 +200,7 @@ def unsupported(config: Any) -> list[str]:
 
 
 def _length_reasons(config: Any) -> list[str]:
-    """Lengths that count the prompt: generate counts its padding too, so they differ between batches."""
+    """Reject lengths that include the prompt: generate counts its padding too, so they vary between batches."""
     reasons = []
     if config.max_new_tokens is None and config.max_length is not None:
         reasons.append(f"max_length={config.max_length} counts the tokens of the prompt; set max_new_tokens.")
@@ -215,7 +215,7 @@ class SamplingSettings:
 
     max_new_tokens: int
     greedy: bool = False
-    temperature: float = 1.0  # with greedy: only of the log-probs that are reported
+    temperature: float = 1.0  # with greedy: affects only the reported log-probs
     top_k: int = 0  # 0 is off
     top_p: float = 1.0  # 1 is off
     min_p: float = 0.0  # 0 is off
@@ -248,7 +248,7 @@ class SamplingSettings:
     def from_generation_config(
         cls, config: Any, *, stop_ids: Sequence[int], vocab_size: int | None = None
     ) -> "SamplingSettings":
-        """The settings of a config, best one that `merged_config` has completed; else None means the default.
+        """The settings of a config, preferably the result of `merged_config`; otherwise None means the default.
 
         `stop_ids` is the full set of tokens that end a completion; the config's `eos_token_id` must be part of it.
         """
@@ -263,7 +263,7 @@ class SamplingSettings:
                 f"stop tokens {list(stop_ids)}; add them to model.generation_config.eos_token_id or unset them."
             )
         greedy = not config.do_sample
-        # temperature=0 is a common way to write greedy, and the log-probs need some temperature.
+        # temperature=0 is a common way to ask for greedy decoding, but the log-probs need a usable temperature.
         usable = not greedy or _temperature_is_usable(config.temperature)
         strings = config.stop_strings or ()
         settings = cls(
@@ -288,9 +288,9 @@ class SamplingSettings:
         return settings
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise for tokens to suppress or to force that the model does not have.
+        """Raise if a token to suppress or force is outside the model's vocabulary.
 
-        A stop token outside the vocabulary is none of a user's mistakes: it is never sampled, by generate neither.
+        A stop token outside the vocabulary is not an error: it is never sampled, just as in generate.
         """
         bos = () if self.forced_bos_token_id is None else (self.forced_bos_token_id,)
         for name, tokens in (

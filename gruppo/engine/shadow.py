@@ -1,9 +1,9 @@
 """Float32 master weights under bfloat16 autocast: one bfloat16 copy of what autocast would cast at every step.
 
 The trainer's forward pass casts the weights of linear layers once per pass, which costs little beside a batch of whole
-sequences. Decoding is one pass per token, and the casts would be most of it. So the engine keeps the cast weights and
-refreshes them when a rollout begins. The arithmetic is the trainer's own: norms, embeddings and the residual stream
-stay in float32.
+sequences. Decoding is one pass per token, and the casts would dominate it. So the engine keeps the cast weights and
+refreshes them when a rollout begins. The arithmetic is the same as the trainer's: norms, embeddings and the residual
+stream stay in float32.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from gruppo.policy.inplace import Swap
 
 
 class Shadow:
-    """Copies of linear weights and biases in the autocast type; a tied weight has one copy."""
+    """Copies of linear weights and biases in the autocast dtype; a tied weight has one copy."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self.dtype = dtype
-        # A layer with a forward of its own (an adapter made by hand, say) is left to autocast.
+        # A layer whose forward was replaced (by a hand-written adapter, say) is left to autocast.
         plain = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
         self.linears = [m for m in plain if m.weight.dtype is torch.float32]
         self._originals: dict[int, Tensor] = {}
@@ -31,11 +31,11 @@ class Shadow:
                     self._originals[parameter.data_ptr()] = parameter.detach()
                     self._copies[parameter.data_ptr()] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         self._last: tuple[Any, Tensor] | None = None
-        self._copied_at: int | None = None  # writes to the originals when they were last copied
+        self._copied_at: int | None = None  # `_writes` at the time of the last copy
 
     @property
     def behind(self) -> int:
-        """Writes to the weights that the copies have not seen."""
+        """The number of writes to the weights that the copies do not include."""
         writes = self._writes()
         return writes if self._copied_at is None else writes - self._copied_at
 
@@ -47,7 +47,7 @@ class Shadow:
         return sum(copy.numel() * copy.element_size() for copy in self._copies.values())
 
     def refresh(self) -> None:
-        """Copy the weights as they are now."""
+        """Copy the current weights."""
         if self._copies:
             torch._foreach_copy_(list(self._copies.values()), list(self._originals.values()))
         self._copied_at = self._writes()
@@ -71,5 +71,5 @@ class Shadow:
         return self._last[1]
 
     def forget(self) -> None:
-        """Let go of the last input."""
+        """Drop the reference to the last input."""
         self._last = None

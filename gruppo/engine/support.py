@@ -1,4 +1,4 @@
-"""Which models the engine can run: what is missing structurally, and a trial of a few tokens."""
+"""Which models the engine can run: a structural check, and a trial that samples a few tokens."""
 
 from typing import Any
 
@@ -25,14 +25,14 @@ def unsupported_model(model: nn.Module) -> list[str]:
 
 
 def _is_wrapped(model: Any) -> bool:
-    """Whether something was put around the model as a whole, other than what accelerate puts there."""
+    """Whether the model itself has a hook, or a replaced forward that is not accelerate's."""
     by_accelerate = hasattr(model, "_hf_hook") or hasattr(model, "_original_forward")
     return bool(model._forward_hooks or model._forward_pre_hooks or ("forward" in vars(model) and not by_accelerate))
 
 
 @torch.no_grad()
 def trial(model: nn.Module, *, autocast_dtype: torch.dtype | None = None) -> str | None:
-    """Sample a few tokens and check their log-probs against a plain forward pass; what is wrong, or None."""
+    """Sample a few tokens and check their log-probs against a plain forward pass; returns what is wrong, or None."""
     prompts = support.trial_prompts(model, _TRIAL_TOKENS)
     engine = Engine(lambda: model, autocast_dtype=autocast_dtype, plan=RolloutPlan(256, 4, 16), graphs=False)
     settings = SamplingSettings(max_new_tokens=_TRIAL_TOKENS)

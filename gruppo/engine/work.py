@@ -1,4 +1,4 @@
-"""What a call asks for, checked and sorted before anything runs."""
+"""The requests of a call, checked and grouped by prompt before anything runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from gruppo.types import SampleRequest
 
 Name = tuple[int, int]  # the noise key and the number of a sample: the same for all turns of a completion
 
-_BY_PLACE = 2**63  # sets keys made of a request's number apart from those that are given
+_BY_PLACE = 2**63  # separates keys derived from a request's number from those that are given
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Work:
 
     @property
     def mean_limit(self) -> int:
-        """Tokens that the completions may have in the mean, rounded up."""
+        """The mean token limit of the completions that have room, rounded up."""
         limits = [limit for limit in self.limits if limit]
         return -(-sum(limits) // max(len(limits), 1))
 
@@ -84,7 +84,7 @@ def _check(ids: Sequence[int], number: int, vocabulary: int) -> None:
 
 
 def _noise_key(request: SampleRequest, number: int, sample: int) -> int:
-    """The key of a completion's noise; that of a first turn does not depend on whether others follow."""
+    """The noise key of a completion; that of a first turn is the same whether or not other turns follow."""
     stream = derive_key(_BY_PLACE, number) if request.noise_key is None else request.noise_key
     return _signed(derive_key(stream, sample, *([request.turn] if request.turn else [])))
 

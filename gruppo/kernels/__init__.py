@@ -1,1 +1,1 @@
-"""Operations of a decoder that are worth a kernel of their own, each in plain torch and, for CUDA, in Triton."""
+"""Decoder operations that are worth a dedicated kernel, each in plain torch and, for CUDA, in Triton."""

@@ -1,9 +1,10 @@
-"""Causal attention of packed sequences that may share their beginning, with a gradient.
+"""Causal attention of packed sequences that may share a prefix, with a gradient.
 
-A prompt stands in the pack once, its completions behind it: each of them sees the whole prompt and itself, and none of
-the others. On CUDA the Triton kernels of `gruppo.kernels.gpu.attention` do it; elsewhere, and in float64, segments of
-similar size are gathered into padded batches for torch's own attention. Shapes: N tokens, S segments, H query heads,
-Hkv key/value heads, D and Dv their sizes; in a batch B segments, M queries and L keys each.
+The pack contains a prompt once, followed by its completions: each completion sees the whole prompt and itself, but not
+the other completions. On CUDA the Triton kernels of `gruppo.kernels.gpu.attention` compute it; elsewhere, and in
+float64, segments of similar size are gathered into padded batches for torch's own attention. Shapes: N tokens,
+S segments, H query heads, Hkv key/value heads, D and Dv key and value head sizes; in a batch B segments, with M
+queries and L keys each.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +18,15 @@ from torch.nn import functional
 
 __all__ = ["Segments", "packed_attention"]
 
-# Queries of children that one program of the backward pass sums over for a block of their parent's keys. More leave
-# programs that outlast all others, fewer leave more sums to be added up.
+# Number of child queries that one program of the backward pass sums over, for a block of their parent's keys. With
+# more, a few programs run longer than all others; with fewer, there are more partial sums to add up.
 QUERIES_PER_SUM = 512
-# Scores that cost about as much as one more call of torch's attention.
+# Number of scores that cost about as much as one more call of torch's attention.
 _CELLS_PER_CALL = 1 << 14
 
 
 class Span(NamedTuple):
-    """Where a segment's tokens and its parent's lie. Without a parent `before` is 0 and `parent_start` is `start`."""
+    """The tokens of a segment and of its parent. Without a parent `before` is 0 and `parent_start` is `start`."""
 
     start: int
     length: int
@@ -34,10 +35,10 @@ class Span(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Keys of one segment and neighbouring tokens that see them: all of them, or if causal those not after themselves.
+    """The keys of one segment and a run of queries that see them: all keys, or if `causal` those not after the query.
 
-    All children of a parent are neighbours and see all of it, so their queries are one run of tokens, cut into pieces
-    without regard to where one child ends.
+    The children of a parent are adjacent and see all of it, so their queries form one run of tokens, which is cut into
+    pieces regardless of the boundaries between children.
     """
 
     key_start: int
@@ -45,11 +46,11 @@ class Reading(NamedTuple):
     query_start: int
     queries: int
     causal: int
-    sum_row: int  # where the gradient of these keys goes among the partial sums; -1: nobody else reads them
+    sum_row: int  # first row of these keys' gradient among the partial sums; -1: no other reading has these keys
 
 
 class Shared(NamedTuple):
-    """A parent's tokens, and its partial sums: `pieces` times `length` rows from `first_row` on."""
+    """A parent's tokens and its partial sums: `pieces` times `length` rows, starting at `first_row`."""
 
     start: int
     length: int
@@ -59,14 +60,14 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """N packed tokens in S segments, one after another.
+    """N packed tokens in S consecutive segments.
 
-    A segment may have a parent, whose tokens it sees before its own. Made by `Segments.of` once for a batch, used by
-    every layer; what layers have in common is kept here.
+    A segment may have a parent, whose tokens it sees before its own. `Segments.of` creates one object per batch, which
+    every layer uses; it also caches what the layers have in common.
     """
 
     lengths: tuple[int, ...]  # at least 1 each
-    parents: tuple[int, ...]  # the parent's index or -1; parents have none themselves, children follow theirs directly
+    parents: tuple[int, ...]  # the parent's index or -1; parents have no parent, children directly follow theirs
     bounds: Tensor  # (S + 1,) int32: segment s has the tokens from bounds[s] to bounds[s + 1]
     spans: tuple[Span, ...] = field(repr=False)
     readings: tuple[Reading, ...] = field(repr=False)
@@ -96,12 +97,12 @@ class Segments:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens that the last token of a segment sees at most, itself included."""
+        """The largest number of tokens that any token sees, itself included."""
         return max((span.before + span.length for span in self.spans), default=0)
 
     @cached_property
     def sum_rows(self) -> int:
-        """Rows of all partial sums."""
+        """The number of rows of all partial sums."""
         return sum(shared.length * shared.pieces for shared in self.shared)
 
     @cached_property
@@ -109,7 +110,7 @@ class Segments:
         return max((shared.length for shared in self.shared), default=0)
 
     def positions(self) -> Tensor:
-        """(N,) int64: as if each segment stood alone behind its parent."""
+        """(N,) int64: positions as if each segment directly followed its parent."""
 
         def make() -> Tensor:
             device = self.bounds.device
@@ -121,13 +122,13 @@ class Segments:
         return self.keep("positions", make)
 
     def keep(self, name: Any, make: Callable[[], Any]) -> Any:
-        """What `make` returned when it was first called under this name."""
+        """The cached result of `make` under this name; the first call computes it."""
         if name not in self._kept:
             self._kept[name] = make()
         return self._kept[name]
 
     def query_tiles(self, block: int) -> Tensor:
-        """(T, 5) int32: each block of a segment's queries, as its span and first query; those with most keys first."""
+        """(T, 5) int32: one row per block of a segment's queries, its span and first query; most keys first."""
 
         def make() -> Tensor:
             tiles = [(*span, first) for span in self.spans for first in range(0, span.length, block)]
@@ -136,7 +137,7 @@ class Segments:
         return self.keep(("query tiles", block), make)
 
     def key_tiles(self, block: int) -> Tensor:
-        """(T, 7) int32: each block of a reading's keys, as the reading and the first key; most queries first."""
+        """(T, 7) int32: one row per block of a reading's keys, the reading and the first key; most queries first."""
 
         def make() -> Tensor:
             tiles = [(*reading, first) for reading in self.readings for first in range(0, reading.keys, block)]
@@ -165,9 +166,10 @@ def _check(lengths: Sequence[int], parents: Sequence[int]) -> None:
 
 
 def _readings(spans: Sequence[Span], parents: Sequence[int]) -> tuple[tuple[Reading, ...], tuple[Shared, ...]]:
-    """Who reads which keys, for the gradient of keys and values."""
+    """Which queries read which keys, for the gradient of keys and values."""
     readings, shared, rows = [], [], 0
-    ends = {parent: child.start + child.length for parent, child in zip(parents, spans, strict=True)}  # the last's
+    # The end of each parent's last child.
+    ends = {parent: child.start + child.length for parent, child in zip(parents, spans, strict=True)}
     for s, (start, length, _, _) in enumerate(spans):
         own = Reading(start, length, start, length, 1, -1)
         if s in ends:
@@ -196,9 +198,10 @@ def packed_attention(
 ) -> Tensor:
     """Attention of query (N, H, D) over key (N, Hkv, D) and value (N, Hkv, Dv): (N, H, Dv), contiguous.
 
-    A token sees its segment's parent and its segment up to itself, of these with a window those less than `window`
-    back. `softcap` bounds the scaled scores, `sinks` (H,) are scores without a value. Differentiable in query, key,
-    value and sinks. Under autocast computed in its dtype, as torch's attention is.
+    A token sees the parent of its segment and its segment up to itself; with a window, only the tokens less than
+    `window` positions back. `softcap` bounds the scaled scores; `sinks` (H,) are scores without a value.
+    Differentiable in query, key, value and sinks. Under autocast it is computed in the autocast dtype, like torch's
+    attention.
     """
     if scale <= 0 or (softcap is not None and softcap <= 0):
         raise ValueError(f"scale {scale} and softcap {softcap} must be positive")
@@ -224,17 +227,17 @@ def packed_attention(
 
 
 class Batch(NamedTuple):
-    """Some segments, padded: B of them, M queries each, and P keys of a parent before M of its own.
+    """B segments, padded to M queries each, with P keys of the parent before M keys of their own.
 
-    Parents end at key P, shorter ones begin later. So query j is key P + j, and how far a query and a key lie apart
-    does not depend on the segment.
+    Parents are right-aligned: they all end at key P, and shorter ones begin later. So query j is key P + j, and the
+    distance between a query and a key does not depend on the segment.
     """
 
-    queries: Tensor  # (B * M,) int64, tokens; what is past a segment's end repeats its last token
+    queries: Tensor  # (B * M,) int64, tokens; past the end of a segment its last token is repeated
     keys: Tensor  # (B * (P + M),) int64, tokens
     bias: Tensor  # (B or 1, 1, M, P + M) float32: 0 or -inf
     shape: tuple[int, int, int]  # B, M, P
-    is_causal: bool  # the bias is what torch calls causal, so torch need not read it
+    is_causal: bool  # the bias is torch's causal mask, so torch need not read it
 
 
 def padded_attention(
@@ -273,7 +276,7 @@ def _by_scores(
     """(B, H, M, D) over (B, Hkv, L, D) and (B, Hkv, L, Dv), with all scores in memory: (B, H, M, Dv)."""
     (size, heads, queries, _), kv_heads = query.shape, key.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
-    # The heads that share keys stand as queries of one head; nothing is repeated.
+    # Query heads that share a key head are treated as several queries of one head, so that no key is repeated.
     grouped = query.reshape(size, kv_heads, -1, query.shape[3]).to(wide)
     scores = (grouped @ key.to(wide).transpose(-1, -2) * scale).view(size, heads, queries, -1)
     if softcap is not None:
@@ -289,7 +292,7 @@ def _by_scores(
 
 
 def _batches(segments: Segments, window: int | None) -> tuple[list[Batch], Tensor]:
-    """All segments in batches, and where each token's result is (N,) when theirs stand one after another."""
+    """All segments in batches, and the index (N,) of each token's result in the concatenated batch results."""
     batches, back, done = [], torch.empty(segments.tokens, dtype=torch.int64), 0
     for spans in _alike(segments.spans):
         batch = _batch(spans, window, segments.bounds.device)
@@ -302,7 +305,7 @@ def _batches(segments: Segments, window: int | None) -> tuple[list[Batch], Tenso
 
 
 def _alike(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans in lists of similar sizes: padding adds a tenth of their scores at most, or few altogether."""
+    """Group spans of similar sizes, so that padding adds at most a tenth of their scores, or few in total."""
     lists: list[list[Span]] = []
     cells = longest = before = 0
     for span in sorted(spans, key=lambda span: (span.before > 0, span.length, span.before), reverse=True):

@@ -1,12 +1,12 @@
 """A language model's head without its logits: log-probs and entropies of tokens straight from the hidden states.
 
 The logits of M tokens over a vocabulary of V are the largest tensor of a training step. Here they exist for one block
-of the vocabulary at a time. Forward, a block's logits are a matrix product, and one pass takes them into a running
-softmax per token (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867). Backward computes the block's logits
-again and turns them into their gradient. It is the vocabulary that is divided and not the tokens: so a row of the
-weight gets its gradient from one product over all tokens, summed in float32, and is written once.
+of the vocabulary at a time. The forward pass computes a block's logits as a matrix product and adds them, in one pass,
+to a running softmax per token (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867). The backward pass
+recomputes the block's logits and turns them into their gradient. The vocabulary is divided, not the tokens, so that
+the gradient of a weight row is one product over all tokens, summed in float32 and written once.
 
-Between the products run Triton kernels on CUDA (`gruppo.kernels.gpu.head`); elsewhere, and in float64, plain torch.
+Between the products, Triton kernels run on CUDA (`gruppo.kernels.gpu.head`); elsewhere, and in float64, plain torch.
 """
 
 import functools
@@ -21,12 +21,12 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["Head", "head_scores"]
 
-# Logits in a block, at most: 256 MiB of float32 on a GPU, what a large cache holds on a CPU.
+# Maximum number of logits in a block: 256 MiB of float32 on a GPU, what fits a large cache on a CPU.
 _LOGITS_ON_CUDA = 64 * 2**20
 _LOGITS_ON_CPU = 2**20
 _FEWEST_COLUMNS = 1024  # below that the products are inefficient
-_COLUMNS_ALIGNED = 128  # rows of a block then begin where a GPU reads 16 bytes at once
-_FLOOR = -1e4  # e to this is 0 in any type, and so is 0 times this; 0 times -inf would be NaN
+_COLUMNS_ALIGNED = 128  # aligns the rows of a block, so that a GPU can read 16 bytes at once
+_FLOOR = -1e4  # e to this is 0 in any dtype, and so is 0 times this; 0 times -inf would be NaN
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,11 @@ def head_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(logits / temperature) at `targets`, and the entropy of that softmax on request, (M,) each.
 
-    Hidden states (M, H), targets int64 (M,); one outside the vocabulary gives NaN. Matrix products are computed in
-    `dtype`, what autocast would choose; None is the common type of hidden states and weight. float64 is left alone, as
-    by autocast. The results are in float32, or in float64 for that. The entropy takes part in the backward pass only
-    with `entropy_gradient`. Tokens whose incoming gradient is 0 add nothing to any gradient, not even a NaN.
+    Hidden states are (M, H), targets int64 (M,); a target outside the vocabulary gives NaN. Matrix products are
+    computed in `dtype`, for example the autocast dtype; None means the promoted dtype of hidden states and weight.
+    As under autocast, float64 stays float64. The results are float32, or float64 for float64 inputs. The entropy takes
+    part in the backward pass only with `entropy_gradient`. Tokens whose incoming gradient is 0 add nothing to any
+    gradient, not even a NaN.
     """
     _check(hidden, head, targets, temperature)
     if entropy_gradient and not entropy:
@@ -106,12 +107,12 @@ class _Settings(NamedTuple):
 
     @property
     def wide(self) -> torch.dtype:
-        """Of logits, sums and results."""
+        """The dtype of logits, sums and results."""
         return torch.promote_types(self.product, torch.float32)
 
     @property
     def work(self) -> torch.dtype:
-        """Of the operands of a product. A CPU rounds sums of half precision on the way, so there they are widened."""
+        """The dtype of a product's operands. A CPU rounds half-precision sums midway, so they are widened there."""
         return self.product if self.on_cuda else self.wide
 
     def operand(self, tensor: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ class _Settings(NamedTuple):
 
     @property
     def home(self) -> Any:
-        """Where `take_in` and `differentiate` are."""
+        """The module or class that implements `take_in` and `differentiate`."""
         if not self.on_cuda or self.wide is torch.float64:  # the kernels compute in float32
             return _Plain
         from gruppo.kernels.gpu import head
@@ -133,16 +134,16 @@ class Running(NamedTuple):
     highest: Tensor  # the largest z
     total: Tensor  # the sum of e^(z - highest)
     moment: Tensor | None  # the sum of e^(z - highest) (z - highest); only the entropy needs it
-    picked: Tensor  # the target's z; NaN until its block has come
+    picked: Tensor  # the target's z; NaN until its block is processed
 
 
 class Incoming(NamedTuple):
-    """What the backward pass knows of each token, (M,): its target, its softmax and the gradients of its results."""
+    """Inputs of the backward pass per token, (M,): its target, its softmax and the gradients of its results."""
 
     targets: Tensor
     logsumexp: Tensor
     by_logp: Tensor
-    entropy: Tensor | None  # None, with the next, where the entropy has no gradient
+    entropy: Tensor | None  # None, like by_entropy, if the entropy has no gradient
     by_entropy: Tensor | None
 
     def absent(self) -> Tensor:
@@ -161,7 +162,7 @@ class _HeadScores(torch.autograd.Function):
             for block in _blocks(settings.operand(hidden), weight, bias, settings):
                 settings.home.take_in(block.products, block.bias, targets, block.first, settings.curve, running)
             log_total = running.total.log()
-            # Subtracted from each other first: the sum of a large maximum and a small logarithm would lose digits.
+            # The maximum is subtracted first: adding a small logarithm to a large maximum would lose digits.
             logps = (running.picked - running.highest).sub_(log_total)
             entropies = None if running.moment is None else log_total - running.moment / running.total
             logsumexp = running.highest + log_total
@@ -204,13 +205,13 @@ def _gradients(
     settings: _Settings,
     needed: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of hidden states, weight and bias, each in its type, or None where it is not needed."""
-    room = torch.empty_like if len(hidden) else torch.zeros_like  # without tokens there are no blocks to fill it
+    """The gradients of hidden states, weight and bias, each in its dtype, or None if not needed."""
+    room = torch.empty_like if len(hidden) else torch.zeros_like  # without tokens there are no blocks that fill it
     d_hidden = room(hidden, dtype=settings.wide) if needed[0] else None
     d_weight = room(weight) if needed[1] else None
     d_bias = None if bias is None or not needed[2] else room(bias)
     operand = settings.operand(hidden)
-    # An absent token's row of the gradient is 0, but 0 times a NaN in its hidden state is not.
+    # An absent token's row of the gradient is 0, but 0 times a NaN in its hidden state would be NaN.
     tokens = operand.masked_fill(incoming.absent()[:, None], 0.0) if needed[1] else None
     narrow: Tensor | None = None
     for block in _blocks(operand, weight, bias, settings):
@@ -229,15 +230,15 @@ def _gradients(
 
 
 class _Block(NamedTuple):
-    first: int  # the vocabulary's entry of the first column
+    first: int  # the vocabulary index of the first column
     products: Tensor  # (M, W): hidden @ weight.T, without the bias
     weight: Tensor  # (W, H), as an operand
     bias: Tensor | None  # (W,)
-    buffer: Tensor  # (M, at least W) where the products lie
+    buffer: Tensor  # (M, at least W), the memory of the products
 
 
 def _blocks(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings) -> Iterator[_Block]:
-    """The head on hidden states, an operand, block by block. Each block overwrites the products of the one before."""
+    """The products of the head with hidden states (an operand), block by block; each overwrites the previous one."""
     vocabulary, tokens = len(weight), len(hidden)
     columns = block_columns(tokens, vocabulary, settings.on_cuda)
     buffer = hidden.new_empty(tokens, columns, dtype=settings.wide)
@@ -250,7 +251,7 @@ def _blocks(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _Sett
 
 
 def block_columns(tokens: int, vocabulary: int, on_cuda: bool) -> int:
-    """Columns of a block: what the budget allows, spread evenly so that the last block is not a sliver."""
+    """Columns per block: within the budget, and spread evenly so that the last block is not much smaller."""
     budget = (_LOGITS_ON_CUDA if on_cuda else _LOGITS_ON_CPU) // max(tokens, 1)
     most = max(budget // _COLUMNS_ALIGNED * _COLUMNS_ALIGNED, _FEWEST_COLUMNS)
     blocks = max(-(-vocabulary // most), 1)
@@ -260,13 +261,13 @@ def block_columns(tokens: int, vocabulary: int, on_cuda: bool) -> int:
 
 @contextmanager
 def _undisturbed(tensor: Tensor) -> Iterator[None]:
-    """Without autocast, which would choose types of its own, and on the tensor's device, where Triton launches."""
+    """Disable autocast, which would change dtypes, and select the tensor's device, on which Triton launches."""
     with torch.autocast(tensor.device.type, enabled=False), torch.cuda.device_of(tensor):
         yield
 
 
 def _multiply(a: Tensor, b: Tensor, into: Tensor, *, add: bool = False) -> None:
-    """`into` = a @ b, or += with `add`, where possible rounded once, to the type of `into`."""
+    """`into` = a @ b, or += with `add`; if possible rounded only once, to the dtype of `into`."""
     if a.dtype == into.dtype:
         if add:
             into.addmm_(a, b)
@@ -288,9 +289,9 @@ def _multiply(a: Tensor, b: Tensor, into: Tensor, *, add: bool = False) -> None:
 
 @functools.cache
 def _widening(device: torch.device, dtype: torch.dtype, wide: torch.dtype) -> tuple[bool, bool]:
-    """Whether mm, and addmm, give the sums of this type in a wider one before they are rounded; tried out.
+    """Whether mm, and addmm, can return sums of `dtype` products in the wider dtype, unrounded; found by trying.
 
-    Some versions of addmm want what is added to in the operands' type.
+    Some versions of addmm require the added tensor to have the dtype of the operands.
     """
     works = []
     a, into = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device, dtype=wide)
@@ -312,12 +313,12 @@ class _Plain:
     def take_in(
         products: Tensor, bias: Tensor | None, targets: Tensor, first: int, curve: Curve, running: Running
     ) -> None:
-        """Bring a block, products (M, W) of the vocabulary's entries from `first` on, into the running softmax."""
+        """Add a block to the running softmax: products (M, W) of the vocabulary entries starting at `first`."""
         z, _ = _bend(products, bias, curve)
         place, inside = _places(targets, first, z.shape[1])
         running.picked.copy_(torch.where(inside, z.gather(1, place)[:, 0], running.picked))
         higher = torch.maximum(running.highest, z.amax(1))
-        anchor = higher.masked_fill(higher == -torch.inf, 0.0)  # nothing but -inf so far: -inf - -inf is NaN
+        anchor = higher.masked_fill(higher == -torch.inf, 0.0)  # only -inf so far: -inf - -inf is NaN
         moved = (running.highest - anchor).clamp_(min=_FLOOR)
         fade = moved.exp()
         below = z.sub_(anchor[:, None])
@@ -333,7 +334,7 @@ class _Plain:
     def differentiate(
         products: Tensor, bias: Tensor | None, first: int, curve: Curve, incoming: Incoming, into: Tensor
     ) -> None:
-        """The gradient of a block's products (M, W), as `take_in` gets them, written to `into`, which may be they."""
+        """Write the gradient of a block's products (M, W), as in `take_in`, to `into`, which may be `products`."""
         z, slope = _bend(products, bias, curve)
         place, inside = _places(incoming.targets, first, z.shape[1])
         log_p = z.sub_(incoming.logsumexp[:, None])
@@ -349,7 +350,7 @@ class _Plain:
 
 
 def _bend(products: Tensor, bias: Tensor | None, curve: Curve) -> tuple[Tensor, Tensor | float]:
-    """z = logit / temperature of a block, in the products' place, and its derivative by them."""
+    """z = logit / temperature of a block, computed in place, and its derivative with respect to the products."""
     x = products if bias is None else products.add_(bias)
     x.mul_(curve.inner)
     if curve.outer is None:
@@ -360,6 +361,6 @@ def _bend(products: Tensor, bias: Tensor | None, curve: Curve) -> tuple[Tensor, 
 
 
 def _places(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """The targets' columns in a block (M, 1), any where they are not in it, and whether they are (M,)."""
+    """The columns of the targets in a block (M, 1), arbitrary if outside, and whether they are inside (M,)."""
     place = targets - first
     return place.clamp(0, columns - 1)[:, None], (place >= 0) & (place < columns)

@@ -1,7 +1,8 @@
-"""What lies between the matrix products of a decoder: norms, rotary embedding, gated activation; with gradients.
+"""Decoder operations between the matrix products: norms, rotary embedding, gated activation; with gradients.
 
-On CUDA these are Triton kernels, imported with the first CUDA tensor; elsewhere, and in float64, the plain torch of
-this file, which the kernels are tested beside. Shapes: D and F are sizes of rows, N tokens, H and Hkv heads.
+On CUDA these are Triton kernels, imported at the first use with a CUDA tensor; elsewhere, and in float64, the plain
+torch code of this file, against which the kernels are tested. Shapes: D and F are sizes of rows, N tokens, H and Hkv
+heads.
 """
 
 from typing import Any
@@ -60,7 +61,7 @@ def rms_norm(
 def _normalised(x: Tensor, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of x [..., D] in float32 and 1 / rms(x) [..., 1].
 
-    The fewest operations there are; torch's own rms_norm is slow on a CPU, for long rows by far.
+    It uses as few operations as possible: torch's own rms_norm is slow on a CPU, especially for long rows.
     """
     squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     rstd = squares.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
@@ -68,7 +69,7 @@ def _normalised(x: Tensor, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class _Norm(torch.autograd.Function):
-    """`_normalised` with a gradient: it keeps only x, and takes half the time of what autograd makes of a norm."""
+    """`_normalised` with a gradient: of the activations it saves only x, and it takes half the time of autograd."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -83,11 +84,11 @@ class _Norm(torch.autograd.Function):
         (grad,), (x, factor, rstd) = grads, ctx.saved_tensors
         size, products = x.shape[-1], grad * x
         rows = products.reshape(-1, size)
-        # mv, as autocast leaves it alone: the sum of w·g·x̂ over a row is rstd times this.
+        # mv, because autocast does not affect it. The sum of w·g·x̂ over a row is rstd times this.
         inner = torch.mv(rows, factor).view(rstd.shape)
         d_factor = torch.mv(rows.t(), rstd.reshape(-1)) if ctx.needs_input_grad[1] else None
         towards_x = rstd.square().mul_(inner).mul_(-1 / size)
-        d_x = torch.mul(grad, factor, out=products).addcmul_(x, towards_x).mul_(rstd)  # fresh pages cost more
+        d_x = torch.mul(grad, factor, out=products).addcmul_(x, towards_x).mul_(rstd)  # allocating costs more
         return d_x, d_factor, None
 
 
@@ -97,9 +98,9 @@ class _Norm(torch.autograd.Function):
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding, "rotate half": query [1, H, N, D], key [1, Hkv, N, D], cos and sin [1, N, R], R <= D.
 
-    The first R dimensions turn, the others pass. Computed in float32 and rounded once, where transformers rounds each
-    product. The results have the inputs' shapes and types and lie in memory as [N, heads, D]. Cosines and sines are
-    constants: they get no gradient.
+    The first R dimensions are rotated, the others pass through. Computed in float32 and rounded once, whereas
+    transformers rounds each product. The results have the inputs' shapes and dtypes and the memory layout
+    [N, heads, D]. Cosines and sines are constants: they get no gradient.
     """
     if _has_kernels(query):
         return _gpu().rotary(query, key, cos, sin)
@@ -140,8 +141,8 @@ def gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, *, activation: str, bias: Tensor | None = None) -> Tensor:
     """`gated` times a weight [out, F], [..., F] -> [..., out], with the bias [out] if there is one.
 
-    On CUDA the product of gate and up is not kept for the backward pass, which computes it again: of the three tensors
-    of this size that a gated layer would keep, two remain.
+    On CUDA the product of gate and up is not saved for the backward pass, which recomputes it: of the three tensors of
+    this size that a gated layer would save, two remain.
     """
     if _has_kernels(gate) and gate.dtype == up.dtype == weight.dtype and not _is_cast(gate):
         return _gpu().gated_linear(gate, up, weight, activation=activation, bias=bias)
@@ -149,6 +150,6 @@ def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, *, activation: str, b
 
 
 def _is_cast(x: Tensor) -> bool:
-    """Whether autocast would have the product computed in another type."""
+    """Whether autocast would compute the product in another dtype."""
     device = x.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype

@@ -162,9 +162,9 @@ def plan_update(
 
 
 def shares_prompts(rows: float, prompt_tokens: float) -> bool:
-    """Whether a kernel that reads prompts once for several rows pays, for prompts of this mean length.
+    """Whether a kernel that reads each prompt once for several rows pays off at this mean prompt length.
 
-    Short ones come from the cache for all but the first row, and a second kernel costs more than that.
+    Short prompts come from the GPU's cache for all rows but the first, and a second kernel costs more than that.
     """
     return rows >= 64 and prompt_tokens >= 256
 

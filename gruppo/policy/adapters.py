@@ -1,4 +1,4 @@
-"""LoRA and other adapters through peft, which is optional: which can be trained, and what their reference is."""
+"""LoRA and other adapters through the optional peft package: which can be trained, and what their reference is."""
 
 import copy
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def is_peft_model(model: Any) -> bool:
 
 
 def adapted_projections(model: Any) -> frozenset[str] | None:
-    """The last parts of the names of layers that have an adapter; None where all weights are trained.
+    """The last name components of the layers that have an adapter; None if the model has no adapters.
 
     Example:
         adapted_projections(get_peft_model(model, LoraConfig(target_modules=["q_proj"]))) == {"q_proj"}
@@ -52,7 +52,7 @@ def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
 
 
 def reject_method(peft_config: Any) -> None:
-    """Raise for methods that would train to something else than they promise."""
+    """Raise for methods that this trainer would not train as intended."""
     if getattr(peft_config, "is_prompt_learning", False):
         raise ConfigError(
             f"{type(peft_config).__name__} learns virtual tokens in front of the prompt, whose distance to it would "
@@ -66,10 +66,10 @@ def reject_method(peft_config: Any) -> None:
 
 
 def prepare_adapters(model: Any, *, is_new: bool, has_reference: bool) -> None:
-    """Check the adapter that is to be trained, and make sure that there is a reference if one is needed.
+    """Check the adapter to train, and add a reference adapter if one is needed.
 
-    The reference of a new adapter is the model without it; that of one with a past is a frozen copy. So it is for one
-    whose initial values were taken out of the base model's weights (PiSSA, OLoRA, LoftQ …).
+    The reference of a new adapter is the model without it. If the adapter is not new, or if its initial values were
+    taken out of the base model's weights (PiSSA, OLoRA, LoftQ …), the reference is a frozen copy of it.
     """
     active = model.active_adapter
     if not isinstance(active, str):
@@ -93,25 +93,25 @@ def _path(name: str) -> list[str]:
 
 
 def _takes_from_the_base(peft_config: Any) -> bool:
-    """Whether the base model's weights were changed when the adapter was made."""
+    """Whether creating the adapter changed the base model's weights."""
     how = getattr(peft_config, "init_lora_weights", True)
     return isinstance(how, str) and how not in ("gaussian", "orthogonal", "eva")
 
 
 def add_reference_adapter(model: Any) -> None:
-    """Keep a frozen copy of the active adapter as it is now, to score the reference with."""
+    """Add a frozen copy of the active adapter in its current state, for scoring the reference."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     active = model.active_adapter
     if REFERENCE_ADAPTER in model.peft_config:
-        model.delete_adapter(REFERENCE_ADAPTER)  # an earlier trainer's
+        model.delete_adapter(REFERENCE_ADAPTER)  # left by an earlier trainer
     config = copy.deepcopy(model.peft_config[active])
-    config.inference_mode = True  # some methods have room for one trainable adapter only
+    config.inference_mode = True  # some methods allow only one trainable adapter
     if _takes_from_the_base(config):
-        config.init_lora_weights = True  # what the first one took from the base model must not be taken twice
+        config.init_lora_weights = True  # the base weights must not be changed a second time
     with torch.random.fork_rng([]):
         model.add_adapter(REFERENCE_ADAPTER, config)
-    # Both adapters stand on the same embeddings; whether to save those peft would ask the hub.
+    # Both adapters share the embeddings. False, because peft would ask the hub to decide whether to save them.
     weights = get_peft_model_state_dict(model, adapter_name=active, save_embedding_layers=False)
     set_peft_model_state_dict(model, weights, REFERENCE_ADAPTER)
     model.set_adapter(active)
@@ -122,19 +122,19 @@ def add_reference_adapter(model: Any) -> None:
 
 
 def _check_copy(model: Any, active: str) -> None:
-    """Every weight and buffer of the copy must be that of the adapter, in the same type; and no trained one lacks one.
+    """Cast the copy to the adapter's dtypes; raise unless it is exact and every trained weight has a copy.
 
-    A reference that is not the policy as it was would go unnoticed.
+    A reference that differs from the initial policy would otherwise go unnoticed.
     """
     # With duplicates: some methods share random projections between layers.
     tensors = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
-    # From the copy to the original: an adapter's own name may be that of a module, too.
+    # Map names from the copy to the original, because the name of the adapter may also be that of a module.
     copies = [name for name in tensors if REFERENCE_ADAPTER in _path(name)]
     copied = {".".join(active if part == REFERENCE_ADAPTER else part for part in _path(name)): name for name in copies}
     missing = [name for name in tensors if tensors[name].requires_grad and name not in {*copies, *copied}]
     for original, name in copied.items():
-        tensors[name].data = tensors[name].data.to(tensors[original].dtype)  # peft makes adapters in float32
+        tensors[name].data = tensors[name].data.to(tensors[original].dtype)  # peft creates adapters in float32
         if not torch.equal(tensors[name], tensors[original]):
             missing.append(original)
     if missing:
@@ -147,7 +147,7 @@ def _check_copy(model: Any, active: str) -> None:
 
 @contextmanager
 def use_adapter(model: Any, adapter_name: str | None) -> Iterator[None]:
-    """Activate an adapter for a while; None switches all adapters off."""
+    """Activate an adapter temporarily; None disables all adapters."""
     if not is_peft_model(model):
         raise ValueError(f"use_adapter needs a PeftModel, not {type(model).__name__}.")
     if adapter_name is None:
@@ -161,25 +161,25 @@ def use_adapter(model: Any, adapter_name: str | None) -> Iterator[None]:
         yield
     finally:
         model.set_adapter(previous)
-        # set_adapter makes what it activates trainable; a frozen adapter must come back frozen.
+        # set_adapter makes the adapter that it activates trainable; a frozen adapter must be frozen again.
         for name, weight in model.named_parameters():
             weight.requires_grad_(trainable[name])
 
 
 def adapter_states(model: nn.Module) -> list[Any]:
-    """Which adapters each layer applies, and how strongly. Two equal lists run the same operations."""
+    """Which adapters each layer applies, and with which scale. With equal lists a model runs the same operations."""
 
     def state(layer: Any) -> tuple[Any, ...]:
         scales = dict(getattr(layer, "scaling", {}))
         return layer.disable_adapters, getattr(layer, "merged", False), tuple(layer.active_adapters), scales
 
-    # A transformers model has methods of these names; adapter layers have values.
+    # A transformers model has a method of this name; adapter layers have a bool.
     return [state(module) for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
 
 
 @contextmanager
 def same_dtypes(model: nn.Module) -> Iterator[None]:
-    """Every weight in the type that it had: peft loads adapters in float32."""
+    """Restore the dtype of every weight at the end: peft loads adapters in float32."""
     dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
     yield
     for name, weight in model.named_parameters():
@@ -188,10 +188,10 @@ def same_dtypes(model: nn.Module) -> Iterator[None]:
 
 
 def reload_trained_adapter(model: Any, checkpoint: str) -> None:
-    """Load the trained adapter from a checkpoint that also holds others, such as the reference's.
+    """Load the trained adapter from a checkpoint that also contains others, such as the reference's.
 
-    peft keeps the adapter called `default` in the folder itself and every other one in a folder of its own; resuming
-    reads only the latter as soon as there is one.
+    peft saves the adapter called `default` in the folder itself and every other one in a subfolder; if there are
+    subfolders, resuming reads only those.
     """
     if len(model.peft_config) > 1 and model.active_adapter == "default":
         model.load_adapter(checkpoint, "default", is_trainable=True)
@@ -199,7 +199,7 @@ def reload_trained_adapter(model: Any, checkpoint: str) -> None:
 
 @contextmanager
 def reference_policy(model: Any) -> Iterator[None]:
-    """The reference of a policy with adapters: its frozen copy if there is one, else the bare base model."""
+    """Run a policy with adapters as its reference: with the frozen copy if there is one, else without adapters."""
     has_copy = REFERENCE_ADAPTER in model.peft_config
     with use_adapter(model, REFERENCE_ADAPTER if has_copy else None):
         yield

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: how it is turned on, and what its older, reentrant kind needs."""
+"""Gradient checkpointing: how it is enabled, and what its older, reentrant variant needs."""
 
 from typing import Any
 
@@ -13,20 +13,20 @@ _OF_TRANSFORMERS = ("every_n_layers", "offload")
 
 
 def enable_checkpointing(policy: Any, args: Any) -> None:
-    """Have layers computed again in the backward pass, as the config asks for it; not reentrant unless it does."""
+    """Enable gradient checkpointing as configured; non-reentrant unless the config asks for reentrant."""
     options = dict(args.gradient_checkpointing_kwargs or {})
     further = {name: options.pop(name) for name in _OF_TRANSFORMERS if name in options}
-    # The first is its name from transformers 5.23 on.
+    # The first is the name in transformers 5.23 and later.
     enable = getattr(policy, "activation_checkpointing_enable", None) or policy.gradient_checkpointing_enable
     enable(options or {"use_reentrant": False}, **further)
     require_input_gradients(policy, args)
 
 
 def require_input_gradients(policy: Any, args: Any) -> None:
-    """Let what enters checkpointed layers have a gradient, without which reentrant ones give none to their weights.
+    """Make the inputs of checkpointed layers require a gradient: without it, reentrant layers get no weight gradients.
 
-    transformers does so for embeddings. Where it knows of none, as in the towers of Qwen3-VL and Gemma 4, the first
-    part of a model stands for them.
+    transformers does this for embeddings. Where it knows none, as in the towers of Qwen3-VL and Gemma 4, the output of
+    the first submodule is used instead.
     """
     if is_peft_model(policy):
         policy.enable_input_require_grads()

@@ -1,7 +1,7 @@
-"""A language-model head in float32, whatever the layers before it compute in (`cast_lm_head_to_fp32`).
+"""A language-model head in float32, whatever dtype the layers before it compute in (`cast_lm_head_to_fp32`).
 
-The head becomes an object of another class and keeps its weights, name and ties, so that everything that runs the
-module runs it in float32: training, the reference, the sampling engine, `generate`.
+The class of the head object is changed in place. The head keeps its weights, name and ties, so that everything that
+runs the module runs it in float32: training, the reference, the sampling engine, `generate`.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from gruppo.policy.unwrap import inner_model
 
 
 class Float32Head(nn.Linear):
-    """A linear layer that leaves mixed precision and multiplies in float32; in float64 if its weight is."""
+    """A linear layer that disables autocast and multiplies in float32, or in float64 if its weight is float64."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
@@ -25,7 +25,7 @@ class Float32Head(nn.Linear):
 
 @torch.no_grad()
 def cast_head(model: Any) -> None:
-    """Give a model a head in float32. Embeddings that are tied to it become float32; what they return does not.
+    """Cast the head of a model to float32. Tied embeddings become float32 too, but their output keeps its dtype.
 
     Example:
         model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16")
@@ -37,7 +37,7 @@ def cast_head(model: Any) -> None:
     layers = next((weight for weight in _others(inner, head, embedding) if weight.is_floating_point()), None)
     for linear in _linears(head):
         if type(linear) is Float32Head:
-            continue  # an earlier trainer's
+            continue  # cast by an earlier trainer
         if type(linear) is not nn.Linear:
             kind = type(linear).__name__
             home = type(linear).__module__.partition(".")[0]
@@ -46,11 +46,11 @@ def cast_head(model: Any) -> None:
                 "Remove the head from the adapter's target_modules, or set cast_lm_head_to_fp32=False."
             )
         is_tied = linear.weight is getattr(embedding, "weight", None)
-        linear.float()  # in place: what is tied to it follows
+        linear.float()  # in place, so that it stays tied
         linear.__class__ = Float32Head
         if is_tied and layers is not None and layers.dtype is not torch.float32:
             embedding.__class__ = _narrowing(embedding.__class__)
-            embedding.layer_weight = (layers,)  # in a tuple, which is no part of the model's parameters
+            embedding.layer_weight = (layers,)  # in a tuple, so that it is not registered as a parameter
 
 
 def _others(inner: nn.Module, head: nn.Module, embedding: nn.Module) -> list[nn.Parameter]:
@@ -59,7 +59,7 @@ def _others(inner: nn.Module, head: nn.Module, embedding: nn.Module) -> list[nn.
 
 
 def _linears(head: Any) -> list[Any]:
-    """The head; of one that peft trains in full, the original and its copies."""
+    """The head; if peft trains it in full (modules_to_save), the original and its copies."""
     if hasattr(head, "modules_to_save"):
         return [head.original_module, *head.modules_to_save.values()]
     return [head]
@@ -67,10 +67,10 @@ def _linears(head: Any) -> list[Any]:
 
 @cache
 def _narrowing(original: Any) -> Any:
-    """The class of embeddings whose weights are wide and whose output is as narrow as the weights of the layers."""
+    """A subclass of embeddings with float32 weights whose output has the dtype of the layers' weights."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = original.forward(self, *args, **kwargs)
-        return out.to(self.layer_weight[0].dtype)  # read anew: a copy of the model may be in another type
+        return out.to(self.layer_weight[0].dtype)  # read at each call: a copy of the model may have another dtype
 
     return type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})

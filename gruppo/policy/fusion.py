@@ -1,4 +1,4 @@
-"""Layers in fewer kernels: norms, gated MLPs and rotary embeddings of a model, for sampling and for training.
+"""Fused layers: norms, gated MLPs and rotary embeddings of a model in fewer kernels, for sampling and training.
 
 A layer is recognised by what it does, not by its name alone: the fused version must agree with the layer's own forward
 on random input, otherwise the layer is left as it is.
@@ -16,20 +16,20 @@ from torch.nn import functional
 from gruppo.kernels import layers
 from gruppo.policy.inplace import Swap
 
-# Of ‖ours − theirs‖ / ‖theirs‖: single elements of a long sum may differ by more. In float64 no more than the order of
-# additions may differ: a norm that is exact there stays as it is.
+# Bounds of ‖ours − theirs‖ / ‖theirs‖: single elements of a long sum may differ by more. In float64 only the order of
+# additions may differ: a norm that computes in float64 throughout is not replaced.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def fused_swaps(model: nn.Module, dtypes: set[torch.dtype], *, everything: bool | None = None) -> list[Swap]:
-    """Replacements for the layers of a model on its device, for inputs of these types, with and without gradients.
+    """Replacements for the layers of a model on its device, for inputs of these dtypes, with and without gradients.
 
-    `everything`: MLPs and rotary embeddings too, which otherwise are replaced on CUDA only.
+    `everything` also replaces MLPs and rotary embeddings; None does so on CUDA only.
     """
-    # Norms pay on every device: forward and backward of 2000 rows of 64, 128 and 256 in float32 on one CPU core
-    # take 0.3, 0.6 and 0.9 ms; a module's own forward and autograd take 0.9, 2.4 and 4.9 ms.
+    # Fused norms pay off on every device: forward and backward of 2000 rows of 64, 128 and 256 in float32 on one CPU
+    # core take 0.3, 0.6 and 0.9 ms; a module's own forward and autograd take 0.9, 2.4 and 4.9 ms.
     swaps = [swap for module in model.modules() for swap in _norm(module, dtypes)]
-    if everything is None:  # elsewhere single operations cost as little
+    if everything is None:  # on other devices separate operations cost no more
         everything = next(model.parameters()).device.type == "cuda"
     if everything:
         swaps += [swap for module in model.modules() for swap in _gated_mlp(module)]
@@ -45,7 +45,7 @@ def _agree(a: Tensor, b: Tensor) -> bool:
 
 # ---- norms
 
-# Where the weight is applied: to x̂ in the input's type (Llama), in float32 (OLMo-2), or there as 1 + weight (Gemma).
+# How the weight is applied: to x̂ in the input dtype (Llama), in float32 (OLMo-2), or in float32 as 1 + weight (Gemma).
 _CONVENTIONS = (
     {"plus_one": False, "in_float32_weight": False},
     {"plus_one": False, "in_float32_weight": True},
@@ -59,7 +59,7 @@ def _norm(module: nn.Module, dtypes: set[torch.dtype]) -> list[Swap]:
 
 
 def fused_norm(module: nn.Module, dtypes: set[torch.dtype]) -> Callable[[Tensor], Tensor] | None:
-    """What a norm does to inputs of these types; None if it is no norm that is known here."""
+    """A fused forward of a norm for inputs of these dtypes; None if the module is not a known kind of norm."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     named = type(module).__name__.endswith("RMSNorm")
@@ -74,7 +74,7 @@ def fused_norm(module: nn.Module, dtypes: set[torch.dtype]) -> Callable[[Tensor]
         convention = conventions.get(x.dtype)
         if convention is None:
             return original(x)
-        # Looked up anew: what shards a model exchanges its parameters around every forward pass.
+        # The weight is looked up at each call: sharding replaces parameters around every forward pass.
         return layers.rms_norm(x, cast(Tensor, module.weight), eps, out_dtype=x.dtype, **convention)
 
     return forward
@@ -82,14 +82,14 @@ def fused_norm(module: nn.Module, dtypes: set[torch.dtype]) -> Callable[[Tensor]
 
 @torch.no_grad()
 def _convention(module: nn.Module, weight: Tensor, eps: float, dtype: torch.dtype) -> dict[str, bool] | None:
-    """The convention under which our norm does what this one does to inputs of this type."""
+    """The convention under which `layers.rms_norm` matches this norm for inputs of this dtype, or None."""
     probe: Any = copy.deepcopy(module)
     generator = torch.Generator(weight.device).manual_seed(0)
     probe.weight.copy_(torch.randn(weight.shape, generator=generator, device=weight.device))
     x = torch.randn(3, len(weight), generator=generator, device=weight.device).to(dtype)
     expected = probe(x)
     ours = [layers.rms_norm(x, probe.weight, eps, out_dtype=dtype, **convention) for convention in _CONVENTIONS]
-    # Two of them differ only in rounding: take the nearest.
+    # Two of the conventions differ only in rounding, so take the closest.
     nearest = min(range(len(ours)), key=lambda i: (ours[i].float() - expected.float()).abs().sum().item())
     return _CONVENTIONS[nearest] if _agree(ours[nearest], expected) else None
 
@@ -108,7 +108,7 @@ def _activation(module: nn.Module) -> str | None:
 
 
 def known_activation(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """The function that an activation module computes, if it is one of these."""
+    """The function that an activation module computes, if it is one of `_ACTIVATIONS`."""
     kind = _activation(module)
     return None if kind is None else _ACTIVATIONS[kind]
 
@@ -132,14 +132,17 @@ def _gated_mlp(module: nn.Module) -> list[Swap]:
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Whether to call this module is to multiply by its weight and nothing else. Hooks and adapters come and go."""
+    """Whether calling this module only applies its weight and bias. Not cached: hooks and adapters come and go."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return type(module) is nn.Linear and "forward" not in vars(module) and not any(hooks)
 
 
 @torch.no_grad()
 def _does_the_same(module: nn.Module, forward: Callable[[Tensor], Tensor], width: int) -> bool:
-    """In training as well, where there may be dropout: with the same noise, which nobody else notices."""
+    """Whether both agree, in evaluation and in training mode.
+
+    Dropout gets the same noise in both runs, and the global random state is not advanced.
+    """
     weight = next(module.parameters())
     sample = torch.randn(2, width, generator=torch.Generator(weight.device).manual_seed(0), device=weight.device)
     sample = sample.to(weight.dtype)
@@ -162,7 +165,7 @@ def _does_the_same(module: nn.Module, forward: Callable[[Tensor], Tensor], width
 
 
 def _rotary(model: nn.Module, dtypes: set[torch.dtype]) -> list[Swap]:
-    """`apply_rotary_pos_emb` is a function beside the model's classes; it is replaced in that module."""
+    """Swaps for `apply_rotary_pos_emb`, a function in the Python module that defines the model's classes."""
     homes = {type(module).__module__ for module in model.modules() if hasattr(module, "layer_idx")}
     device = next(model.parameters()).device
     swaps = []

@@ -1,4 +1,4 @@
-"""The language-model head of a model: where it is, what is done to its logits, and scores through it."""
+"""The language-model head of a model: where it is, how its logits are scaled, and scores computed with it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from gruppo.policy.float32_head import Float32Head
 from gruppo.policy.sharding import own_class
 from gruppo.policy.unwrap import inner_model
 
-# Tokens whose logits exist at once where the head is a module that only it knows how to run.
+# Number of tokens whose logits exist at once if the head can only be run as a module.
 _TOKENS_AT_ONCE = 1024
 
 
@@ -60,7 +60,7 @@ class ModelHead:
         return module.original_module if module.disable_adapters else module.modules_to_save[active]
 
     def finish(self, logits: Tensor) -> Tensor:
-        """What the model does to the output of its head."""
+        """Scale and cap the output of the head, as the model does."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
@@ -78,12 +78,12 @@ class ModelHead:
     ) -> Scores:
         """Scores of tokens (M,) predicted from hidden states (M, H); `run` is the head's own forward.
 
-        Not fused, or with a head that is no plain matrix, logits are made of a stretch of tokens at a time and again
-        in the backward pass.
+        If not fused, or if the head is not a plain matrix, logits are computed for a chunk of tokens at a time and
+        recomputed in the backward pass.
         """
         linear = self.linear if fused else None
         if isinstance(self._active, Float32Head):
-            dtype = None  # it leaves mixed precision
+            dtype = None  # it disables autocast
         if linear is not None:
             logps, entropies = head_scores(
                 hidden,

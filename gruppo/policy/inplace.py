@@ -1,4 +1,4 @@
-"""Running the training module itself in another way: what is changed for a while, and how all of it comes back."""
+"""Temporary changes to the training module, and how all of them are undone."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Swap:
-    """An attribute that has another value for a while. Instances and modules only: no class is touched."""
+    """A temporary value of an attribute. Owners are instances and Python modules only: no class is changed."""
 
     owner: Any
     name: str
@@ -23,7 +23,7 @@ class Swap:
 
 @contextmanager
 def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
-    """Set attributes, and put back what was there, also when interrupted half-way."""
+    """Set attributes, and restore the previous values at the end, even if interrupted half-way."""
     previous = [(swap, vars(swap.owner).get(swap.name, _ABSENT)) for swap in swaps]
     try:
         for swap in swaps:
@@ -38,9 +38,9 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
 
 
 def attention_swaps(model: nn.Module, name: str) -> list[Swap]:
-    """The attention registered under this name, in every config that a part of the model reads.
+    """Swaps that select the attention registered under this name, in every config that a submodule reads.
 
-    Code that was compiled for another one is left aside.
+    They also bypass compiled code, which was compiled for another attention.
     """
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     attention = [
@@ -58,15 +58,17 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
-    """The trainer's mixed precision. Casts are not kept: a captured graph would go on using stale ones."""
+    """The trainer's mixed precision, without caching casts: a captured graph would keep using stale ones."""
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
         yield
 
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No garbage collection: while a graph is captured memory must not be freed by chance, and walking every object of
-    a process takes longer than a layer.
+    """Disable garbage collection temporarily.
+
+    While a graph is captured, memory must not be freed by chance, and traversing every object of a process takes
+    longer than a layer.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Policy, tokenizer and reference: how they are found and made ready."""
+"""Loading and preparing the policy, the tokenizer and the reference."""
 
 import copy
 import inspect
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: Any = None) -> PreTrainedModel:
-    """The policy itself: an object is used as it is, a name or folder is loaded (in float32 unless told otherwise)."""
+    """The policy: an object is used as it is, a name or folder is loaded (in float32 unless configured otherwise)."""
     if not isinstance(model, str):
         model = compiled_in_place(model)
         if not isinstance(model, PreTrainedModel) and not is_peft_model(model):
@@ -69,9 +69,10 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
 
 
 def _device_map(asked: Any, args: Any) -> Any:
-    """Where weights are loaded to: the one GPU, several as `asked` or "auto", else where Trainer finds them.
+    """The `device_map` to load with: `asked` if given, else the only GPU, or "auto" for several.
 
-    With one GPU "auto" would leave layers in main memory if the GPU is partly in use; without it, loading raises.
+    None, in distributed runs and on a CPU, leaves the placement to Trainer. With one GPU, "auto" would leave layers in
+    main memory if the GPU is partly in use; without it, loading raises.
     """
     processes = getattr(getattr(args, "distributed_state", None), "distributed_type", None)
     several = (DistributedType.MULTI_GPU, DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -83,9 +84,9 @@ def _device_map(asked: Any, args: Any) -> Any:
 
 
 def cast_image_features(model: nn.Module) -> None:
-    """Image features get the dtype of the embeddings that they are put among.
+    """Cast image features to the dtype of the embeddings that they are merged into.
 
-    Under autocast the two differ, and transformers 5.17 has no cast there for SmolVLM; later releases have.
+    Under autocast the two differ, and transformers 5.17 does not cast there for SmolVLM; later releases do.
     """
     module: Any
     for module in model.modules():
@@ -100,7 +101,7 @@ def _merge_alike(merge: Any, input_ids: Any, inputs_embeds: Tensor, image_hidden
 
 
 def reject_tensor_parallel(kwargs: Mapping[str, Any]) -> None:
-    """Raise for arguments with which transformers cuts a model up over processes as it loads it."""
+    """Raise for arguments that make transformers load a model with tensor parallelism."""
     for name in ("tp_plan", "tp_size", "device_mesh", "distributed_config"):
         if kwargs.get(name) is not None:
             raise ConfigError(
@@ -111,7 +112,7 @@ def reject_tensor_parallel(kwargs: Mapping[str, Any]) -> None:
 
 
 def compiled_in_place(model: Any) -> Any:
-    """The module inside of what `torch.compile` returned, compiled in the same way but under its own names."""
+    """The module inside a `torch.compile` wrapper, compiled in place in the same way; its names have no prefix."""
     if not hasattr(model, "_orig_mod") or not hasattr(model, "dynamo_ctx"):
         return model
     module: Any = model._orig_mod
@@ -139,7 +140,7 @@ def model_class(name: str, kwargs: dict[str, Any]) -> Any:
 
 
 def load_processing_class(processing_class: Any, model: PreTrainedModel, args: Any) -> Any:
-    """The tokenizer or, of a vision-language model, the processor; padded on the left and with a pad token."""
+    """The tokenizer or, for a vision-language model, the processor; pads on the left and has a pad token."""
     if processing_class is None:
         if not model_name(model):
             raise ConfigError(
@@ -169,7 +170,7 @@ def load_processing_class(processing_class: Any, model: PreTrainedModel, args: A
 
 
 def placeholder_ids(model: Any) -> list[int]:
-    """Tokens in whose place a vision-language model puts what it sees; text must not contain them.
+    """Ids of tokens that a model replaces with image, video or audio features; text must not contain them.
 
     Example:
         placeholder_ids(qwen2_vl) == [151655, 151656]  # <|image_pad|>, <|video_pad|>
@@ -186,7 +187,7 @@ def model_name(model: Any) -> str:
 
 
 def text_config(model: Any) -> Any:
-    """The config of the language model (of a multimodal one: of its text part)."""
+    """The config of the language model; for a multimodal model, of its text part."""
     return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
 
 
@@ -206,12 +207,12 @@ def align_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """How many tokens the model embeds, also where the embedding is sharded over processes."""
+    """How many tokens the model embeds, even if the embedding is sharded over processes."""
     return shape_of(model.get_input_embeddings().weight)[0]
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A tokenizer with more tokens than the model has embeddings would fail deep inside a forward pass."""
+    """Raise if the tokenizer has more tokens than the model embeds: it would fail deep inside a forward pass."""
     rows = vocabulary_size(model)
     if len(tokenizer) > rows:
         raise ConfigError(
@@ -221,13 +222,13 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """The most positions the model was built for, where its config says so."""
+    """The maximum number of positions that the model was built for, if its config specifies one."""
     limit = getattr(text_config(model), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def has_learned_positions(model: PreTrainedModel) -> bool:
-    """Whether positions are looked up in a table (GPT-2, OPT), which ends where the context does."""
+    """Whether positions are looked up in a table (GPT-2, OPT), whose size limits the context."""
     names = ("wpe", "embed_positions", "position_embeddings")
     return any(
         isinstance(module, nn.Embedding) and name.rpartition(".")[2] in names for name, module in model.named_modules()
@@ -235,13 +236,13 @@ def has_learned_positions(model: PreTrainedModel) -> bool:
 
 
 def copy_as_reference(model: PreTrainedModel) -> PreTrainedModel:
-    """A frozen copy of the policy as it is now, without loading anything a second time."""
+    """A frozen copy of the policy in its current state, without loading anything a second time."""
     reference = copy.deepcopy(model)
     return reference.requires_grad_(False).eval()
 
 
 def load_again(model: PreTrainedModel, args: Any) -> PreTrainedModel:
-    """The model as it was loaded, frozen: for a reference of weights that cannot be copied."""
+    """The model loaded a second time and frozen: a reference for weights that cannot be copied."""
     if not model_name(model):
         raise ConfigError(
             "beta > 0 needs a reference. Under ZeRO-3 it is loaded again, but the model was not loaded from a name or "
@@ -254,7 +255,7 @@ def load_again(model: PreTrainedModel, args: Any) -> PreTrainedModel:
 def disable_dropout_in_model(model: nn.Module) -> None:
     """Set p = 0 on every dropout module, those of adapters included.
 
-    Where a part of the model hands a probability to a function instead, that stays, with a warning.
+    Dropout that a submodule applies through a function instead stays active, with a warning.
     """
     for module in dropouts(model):
         module.p = 0.0
@@ -267,7 +268,7 @@ def disable_dropout_in_model(model: nn.Module) -> None:
 
 
 def is_saved_under_other_names(model: Any, folder: str) -> bool:
-    """Whether some weights in a checkpoint have to be converted: experts are saved one by one and kept together."""
+    """Whether some weights of a checkpoint must be converted: experts are saved one by one, but held as one tensor."""
     if is_peft_model(model) or not isinstance(model, PreTrainedModel):
         return False
     saved = saved_names(Path(folder))
@@ -287,9 +288,9 @@ def saved_names(folder: Path) -> set[str]:
 
 @torch.no_grad()
 def load_converted_weights(model: PreTrainedModel, folder: str) -> None:
-    """Load a checkpoint into the model at hand as `from_pretrained` would: Trainer passes over names it does not know.
+    """Load a checkpoint into an existing model as `from_pretrained` would; Trainer ignores names it does not know.
 
-    Nothing is rounded: the copy on the way is as wide as the widest weight.
+    Nothing is rounded: the intermediate copy is as wide as the widest weight.
     """
     wide = any(weight.dtype is torch.float32 for weight in model.parameters())
     loaded = type(model).from_pretrained(
@@ -297,7 +298,7 @@ def load_converted_weights(model: PreTrainedModel, folder: str) -> None:
         config=copy.deepcopy(model.config),
         dtype=torch.float32 if wide else model.dtype,
         device_map=None,
-        trust_remote_code=False,  # the class is at hand
+        trust_remote_code=False,  # the class is already imported
     )
     weights = loaded.state_dict()
     for name, weight in model.state_dict().items():

@@ -1,7 +1,7 @@
-"""Log-probs and entropies of completions under a model, the slow and obvious way.
+"""Log-probs and entropies of completions under a model, computed in the slow and obvious way.
 
-Padded rows, each with its own prompt, and a full vector of logits for every position: the twin that packed rows are
-checked against, and what hooks of subclasses work with.
+Rows are padded, each has its own prompt, and every scored position has a full vector of logits. Packed rows are
+checked against this code, and hooks of subclasses work with it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from gruppo.types import Vision
 class TokenScores(NamedTuple):
     """Log-probs (B, T) of the sampled tokens and, if asked for, entropies (B, T) of their distributions.
 
-    Of a mixture of experts also its load-balancing loss (0-d), if that is asked for.
+    For a mixture of experts also its load-balancing loss (0-d), if asked for.
     """
 
     logps_BT: Tensor
@@ -43,9 +43,9 @@ def score_tokens(
 ) -> TokenScores:
     """Score the last `logits_to_keep` tokens of each row under the tempered distribution of the model.
 
-    Rows are run in pieces of at most `batch_size`. Positions that the mask excludes score exactly 0. `router_loss` is
-    over all tokens of the rows; of several pieces, their mean. `vision` is what a processor made of the prompts, which
-    end where those tokens begin.
+    Rows are run in pieces of at most `batch_size`. Positions that the mask excludes score exactly 0. `router_loss`
+    covers all tokens of the rows; for several pieces it is their mean. `vision` is the processor's output for the
+    prompts, which end where the scored tokens begin.
     """
     size, width = batch_size or len(input_ids), logits_to_keep
     asked = {"output_router_logits": True} if router_loss else {}
@@ -69,14 +69,14 @@ def score_tokens(
 def _seen(
     model: nn.Module, vision: Sequence[Vision | None], ids: Tensor, mask: Tensor, width: int
 ) -> dict[str, Tensor]:
-    """What the model is given of the images of some rows, whose prompts are padded on the left."""
+    """The model inputs for the images of some rows, whose prompts are padded on the left."""
     ends = ids.shape[1] - width
     starts = (ends - mask[:, :ends].sum(1)).tolist()
     return model_inputs(vision, starts, ids.shape[1], device=ids.device, dtype=inner_model(model).dtype)
 
 
 def _run(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, width: int, asked: dict[str, Any]) -> Any:
-    """What the model returns, with the logits of the last `width` + 1 positions at least."""
+    """The model's output, with the logits of at least the last `width` + 1 positions."""
     accepted = forward_arguments(model)
     kwargs: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": False, **asked}
     if "position_ids" in accepted and not makes_positions(kwargs):

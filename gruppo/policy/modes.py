@@ -1,4 +1,4 @@
-"""The mode and the precision that the policy is run in."""
+"""The mode and the precision in which the policy runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +9,14 @@ from torch import nn
 
 @contextmanager
 def sampling_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients: no dropout, no checkpointing. Every module's mode comes back."""
+    """Evaluation mode without gradients: no dropout, no checkpointing. Every module's mode is restored."""
     with _mode(model, training=False), torch.no_grad():
         yield
 
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """As an update runs it, whatever was done to it before: loaded models begin in evaluation mode."""
+    """Training mode, as in an update, whatever the mode was before: loaded models start in evaluation mode."""
     with _mode(model, training=True):
         yield
 
@@ -33,7 +33,7 @@ def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def autocast_dtype(mixed_precision: str) -> torch.dtype | None:
-    """The half precision that training computes in, if any, whatever the weights are stored in."""
+    """The half-precision dtype of mixed-precision training, or None; independent of the dtype of the weights."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
 
 
@@ -43,21 +43,21 @@ def weights_version(model: nn.Module) -> int:
 
 
 def has_checkpoints(model: nn.Module) -> bool:
-    """Whether gradient checkpointing is on; transformers 5.23 has another name for its own answer."""
+    """Whether gradient checkpointing is on; transformers 5.23 renamed its own property for this."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def has_reentrant_checkpoints(model: nn.Module) -> bool:
-    """Whether gradient checkpointing of the older kind is on."""
+    """Whether reentrant gradient checkpointing, the older variant, is on."""
     on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     options = [getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", None) for module in on]
     return any(option is not None and option.get("use_reentrant", True) for option in options)
 
 
 def arithmetic_dtype(model: nn.Module, autocast_dtype: torch.dtype | None = None) -> torch.dtype:
-    """The narrowest type of a model's weights, by which its rounding is judged: head or adapters may be wider.
+    """The dtype that determines a model's rounding: autocast's, or the narrowest of its weights.
 
-    Packed weights are multiplied in half precision, whatever the others are in.
+    The head or adapters may be wider. Quantised weights count as bfloat16: they are multiplied in half precision.
     """
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if any(not parameter.is_floating_point() for parameter in model.parameters()):

@@ -1,9 +1,9 @@
 """The policy on packed rows: no padding, each prompt once, one fused head.
 
-While it runs, three things of a model are replaced, and come back afterwards: its attention is `packed_attention` over
-the segments that travel as a forward argument, its head hands out the hidden states instead of logits, and norms,
-rotary embeddings and gated MLPs run in fewer kernels. Gradient checkpointing runs the layers again in the backward
-pass, so that must happen inside `active` too; outside, it raises.
+While it runs, three parts of a model are replaced and restored afterwards: the attention becomes `packed_attention`
+over segments that are passed as a forward argument, the head captures the hidden states instead of computing logits,
+and norms, rotary embeddings and gated MLPs run in fewer kernels. Gradient checkpointing recomputes the layers in the
+backward pass, so that must run inside `active` too; outside, it raises.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class PackedPolicy:
 
     @contextmanager
     def active(self, model: nn.Module) -> Iterator[None]:
-        """In here the model runs packed rows, forward and backward, and nothing else."""
+        """Context in which the model runs packed rows, forward and backward, and nothing else."""
         inner = inner_model(model)
         with swapped([*attention_swaps(inner, ATTENTION_NAME), *self._layer_swaps(inner)]):
             yield
@@ -65,7 +65,7 @@ class PackedPolicy:
         return self._score(model, pack, {}, options)[0]
 
     def score_routed(self, model: nn.Module, pack: PackedRows, **options: Any) -> tuple[Scores, Routing]:
-        """The same of a pack of whole rows, and how a mixture of experts has spread their tokens."""
+        """`score` for a pack of whole rows, and how a mixture of experts has routed their tokens."""
         assert pack.repeats is not None
         scores, output = self._score(model, pack, {"output_router_logits": True}, options)
         return scores, routing_of(model, output.router_logits, pack.repeats)
@@ -73,7 +73,7 @@ class PackedPolicy:
     def _score(
         self, model: nn.Module, pack: PackedRows, arguments: dict[str, Any], options: dict[str, Any]
     ) -> tuple[Scores, Any]:
-        """Scores, and what the model returned."""
+        """The scores and the model's output."""
         head = ModelHead.of(model)
         caught: list[Tensor] = []
         run_head = head.module.forward
@@ -112,7 +112,7 @@ class PackedPolicy:
             return []
         parameters = [id(parameter) for parameter in model.parameters()]
         known, swaps = self._fused.get(id(model), (None, []))
-        if is_sharded(model):  # its layers can be tried only while they are whole, see `learn`
+        if is_sharded(model):  # its layers can be tried only before they are sharded, see `learn`
             return swaps
         if known != parameters:
             dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -124,9 +124,9 @@ class PackedPolicy:
 
 
 def _catch(caught: list[Tensor], run_head: Any, hidden: Tensor) -> Tensor:
-    """In the head's place: keep the hidden states (1, N, H), and return the logits of no token at all.
+    """Replaces the head's forward: keep the hidden states (1, N, H) and return the logits of zero tokens.
 
-    They are made by the head itself, so that a wrapper that looks for the parameters behind an output finds its.
+    The head itself computes them, so that a wrapper that looks for the parameters behind an output finds the head's.
     """
     caught.append(hidden)
     logits: Tensor = run_head(hidden[:, :0])
@@ -162,7 +162,7 @@ def _attention(
         raise PackingError(f"{type(module).__name__} makes an attention mask of its own.")
     if dropout:
         raise PackingError(f"{type(module).__name__} drops attention weights ({dropout}), which packed rows cannot.")
-    # Mixed precision casts what goes into attention, as it does for torch's own: rotated queries may be float32.
+    # Autocast casts the inputs of attention, as it does for torch's own: rotated queries may be float32.
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     # Not x[0]: the gradient of a selection is a copy into zeros.

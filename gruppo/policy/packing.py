@@ -1,4 +1,4 @@
-"""Rows without padding: completions one after another, each prompt once for all of its completions.
+"""Packed rows without padding: completions are concatenated, each prompt occurs once for all of its completions.
 
     prompt  5 6 7      completions  8 9 2  and  3 2            (rows of one group)
     pack    5 6 7 | 8 9 | 3      positions  0 1 2 | 3 4 | 3    (three segments, the first is parent of the others)
@@ -30,7 +30,7 @@ class PackedRows:
     """
 
     rows: tuple[int, ...]
-    row_index: Tensor  # the same, where the tokens are
+    row_index: Tensor  # the same, on the device of the tokens
     width: int  # T, columns of the padded completions
     input_ids: Tensor  # (N,)
     position_ids: Tensor  # (N,)
@@ -38,15 +38,15 @@ class PackedRows:
     sources: Tensor  # (M,)
     targets: Tensor  # (M,)
     places: Tensor  # (M,)
-    prompt_tokens: int  # of the N
-    repeats: Tensor | None = None  # (N,): of how many rows each token is, in packs of whole rows
+    prompt_tokens: int  # how many of the N belong to prompts
+    repeats: Tensor | None = None  # (N,): the number of rows each token belongs to, in packs of whole rows
 
     @property
     def tokens(self) -> int:
         return len(self.input_ids)
 
     def padded(self, values_M: Tensor) -> Tensor:
-        """Scores (M,) in their places, (rows, T), with 0 elsewhere; differentiable."""
+        """Scatter scores (M,) to their places, (rows, T), with 0 elsewhere; differentiable."""
         flat = values_M.new_zeros(len(self.rows) * self.width)
         return flat.index_put((self.places,), values_M).view(len(self.rows), self.width)
 
@@ -60,20 +60,20 @@ class PackedRows:
 
 
 class Packer:
-    """Cuts the rows of a batch into packs of at most so many tokens.
+    """Divides the rows of a batch into packs with a limited number of tokens.
 
-    `share` False gives every row a prompt of its own: in a model that draws noise while it is trained, siblings must
-    not share the prompt's. `whole` keeps the last token of each completion, which nothing is predicted from: a router
-    has it to place.
+    `share=False` gives every row its own copy of the prompt: if a model draws noise in training, the rows of a group
+    must not share the prompt's noise. `whole` keeps the last token of each completion: nothing is predicted from it,
+    but a router assigns it to experts.
     """
 
     def __init__(self, batch: TrainBatch, *, share: bool = True, whole: bool = False):
         self.device = batch.completion_ids.device
         self.width = batch.completion_ids.shape[1]
         self.share = share
-        self.left_out = 0 if whole else 1  # tokens at the end of a completion
-        # One copy to the host for the whole batch: cutting row by row on a GPU would wait for it thousands of times.
-        # And arrays, few of them: a handful of small tensors for each row takes longer than running a layer.
+        self.left_out = 0 if whole else 1  # tokens left out at the end of a completion
+        # One copy to the host for the whole batch: slicing row by row would synchronise with a GPU thousands of times.
+        # NumPy arrays, and few of them: making several small tensors per row takes longer than running a layer.
         self.completions, self.mask, self.scored = (
             part.cpu().numpy()
             for part in (batch.completion_ids, batch.completion_mask.bool(), batch.loss_mask_BT.bool())
@@ -85,9 +85,9 @@ class Packer:
         self.keys: list[Hashable] = [(i if not share else None, ids.tobytes()) for i, ids in enumerate(self.prompts)]
 
     def packs(self, rows: Sequence[int], budget: int, group_budget: int | None = None) -> list[PackedRows]:
-        """These rows in packs of at most `budget` tokens, or of one row where that alone has more.
+        """These rows in packs of at most `budget` tokens; a row that exceeds it alone is a pack by itself.
 
-        A pack of a single group may have up to `group_budget`.
+        A pack of a single group may have up to `group_budget` tokens.
         """
         prompt_tokens = [len(self.prompts[row]) for row in rows]
         tails = self.tails[rows].tolist() if len(rows) else []
@@ -98,7 +98,7 @@ class Packer:
         groups: dict[Hashable, list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault(self.keys[row], []).append(i)
-        order = np.array([i for members in groups.values() for i in members])  # rows of a group one after another
+        order = np.array([i for members in groups.values() for i in members])  # rows of a group are adjacent
         picked = np.array(rows)[order]
         mask, lengths, tails = self.mask[picked], self.lengths[picked], self.tails[picked]
         firsts = np.cumsum(lengths) - lengths  # where a row begins among all completion tokens of the pack
@@ -129,7 +129,7 @@ class Packer:
     def _lay_out(
         self, rows: Sequence[int], groups: Mapping[Hashable, Sequence[int]], tails: np.ndarray, kept: np.ndarray
     ) -> "_Layout":
-        """Each group's prompt and, behind it, what is kept of its completions."""
+        """Lay out each group's prompt, followed by the kept tokens of its completions."""
         laid = _Layout(np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.int64))
         start = first = begin = 0  # in the pack; among its rows; among kept tokens
         for members in groups.values():
@@ -149,18 +149,18 @@ class Packer:
 
 @dataclass
 class _Layout:
-    """Where the parts of a pack are, while it is made."""
+    """Where the parts of a pack are, while it is built."""
 
     starts: np.ndarray  # of the completion of each row
     ends_of_prompts: np.ndarray  # the last token of each row's prompt
     ids: list[np.ndarray] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # of segments
     parents: list[int] = field(default_factory=list)
-    repeats: list[int] = field(default_factory=list)  # of how many rows each segment is
+    repeats: list[int] = field(default_factory=list)  # the number of rows each segment belongs to
 
 
 def idle_pack(device: torch.device) -> PackedRows:
-    """A pack of one prompt of one token and a completion of two, for a pass in which nothing is to be done."""
+    """A dummy pack, a prompt of one token and a completion of two, for a pass that only keeps processes in step."""
     ids = torch.zeros((1, 2), dtype=torch.long, device=device)
     ones = torch.ones_like(ids)
     batch = TrainBatch(prompt_ids=ids[:, :1], prompt_mask=ones[:, :1], completion_ids=ids, completion_mask=ones)
@@ -175,11 +175,11 @@ def cut_rows(
     budget: int,
     group_budget: int | None = None,
 ) -> list[list[int]]:
-    """Rows with these prompts (the key says which are the same) and completion tokens, in packs within the budget.
+    """Divide rows with these prompt lengths (equal keys: same prompt) and completion lengths into packs in the budget.
 
-    A group stays together unless it alone is larger than `group_budget` (by default the budget); then it is cut into
-    as few parts of about equal size as fit.
-    Packs are filled evenly, largest part first, so that no small one is left over.
+    A group stays together unless it alone is larger than `group_budget` (by default the budget); then it is split into
+    as few parts as possible, of about equal size.
+    Packs are filled evenly, largest part first, so that no small pack is left over.
 
     Example, two groups with prompts of 10 tokens, within 60:
         cut_rows("aaab", [10] * 4, [20, 20, 20, 5], 60) == [[0, 2], [1, 3]]
@@ -210,7 +210,7 @@ def cut_rows(
 
 
 def _split_group(members: list[int], prompts: Any, tails: Any, budget: int) -> list[list[int]]:
-    """A group in parts that each fit with a prompt of their own."""
+    """Split a group into parts that each fit together with a copy of the prompt."""
     total, room = sum(tails[i] for i in members), max(budget - prompts[members[0]], 1)
     if total <= room:
         return [members]
@@ -220,7 +220,7 @@ def _split_group(members: list[int], prompts: Any, tails: Any, budget: int) -> l
 
 
 def _first_fit(members: list[int], tails: Any, room: int) -> list[list[int]]:
-    """Longest first, each to the first part that has room for it."""
+    """Assign rows, longest first, to the first part that has room."""
     parts: list[list[int]] = []
     left: list[int] = []
     for i in sorted(members, key=lambda i: -tails[i]):
@@ -234,7 +234,7 @@ def _first_fit(members: list[int], tails: Any, room: int) -> list[list[int]]:
 
 
 def _even_parts(members: list[int], tails: Any, count: int) -> list[list[int]]:
-    """Longest first, each to the part that has least; then back in order."""
+    """Assign rows, longest first, to the part with the fewest tokens; each part is then sorted."""
     parts: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     for i in sorted(members, key=lambda i: -tails[i]):

@@ -30,7 +30,7 @@ def with_quantisation(kwargs: dict[str, Any], asked: Any) -> dict[str, Any]:
 
 
 def reject_full_training(model: Any, peft_config: Any) -> None:
-    """Packed weights have no gradient: a quantised model is trained through an adapter or not at all."""
+    """Raise if a quantised model cannot be trained: packed weights have no gradient, so it needs an adapter."""
     if not is_quantised(model):
         return
     if is_on_cpu(model, "Linear4bit"):
@@ -49,7 +49,7 @@ def reject_full_training(model: Any, peft_config: Any) -> None:
 
 
 def reject_adapter(model: Any) -> None:
-    """Raise for an adapter that needs the base's weights where bitsandbytes does not give them back."""
+    """Raise for an adapter that needs the base weights if bitsandbytes cannot restore them."""
     if is_on_cpu(model, "Linear8bitLt") and any(MAGNITUDES in name for name, _ in model.named_parameters()):
         raise ConfigError(
             "DoRA on 8-bit weights does not work on a CPU: it needs the weights themselves, and bitsandbytes loses "
@@ -64,25 +64,25 @@ def is_on_cpu(model: Any, layer: str) -> bool:
 
 
 def narrow_adapters(model: Any) -> None:
-    """Trained matrices on a model in 4 or 8 bits in bfloat16, and all of LoRA's, whatever their rank.
+    """Cast trained matrices on a 4-bit or 8-bit model to bfloat16, including all of LoRA's, whatever their rank.
 
-    Vectors stay as they are: magnitudes of DoRA, scales of (IA)³ and norms are near 1, where bfloat16 has steps of
-    0.4% and smaller ones of an optimizer would be lost.
+    Vectors keep their dtype: magnitudes of DoRA, scales of (IA)³ and norms are near 1, where bfloat16 has a resolution
+    of 0.4% and smaller optimizer steps would be lost.
     """
     inner = inner_model(model)
     if not (getattr(inner, "is_loaded_in_4bit", False) or getattr(inner, "is_loaded_in_8bit", False)):
         return
     for name, weight in model.named_parameters():
-        # By name: at rank 1 a matrix of LoRA has the shape of a scale, and its bias must have the matrix's type.
+        # By name: at rank 1 a LoRA matrix has the shape of a scale, and its bias must have the matrix's dtype.
         is_wide = any(part in name for part in _LORA) or weight.numel() > max(weight.shape, default=1)
         if weight.requires_grad and weight.is_floating_point() and is_wide:
             weight.data = weight.data.to(torch.bfloat16)
 
 
 def keep_input_types(model: Any) -> None:
-    """Let (IA)³ on packed layers return what it was given: peft computes in float32 there, and returns that.
+    """Make (IA)³ on quantised layers return the dtype of its input: peft computes in float32 there and returns that.
 
-    Beside projections without an adapter, attention would have queries, keys and values of different types.
+    Otherwise, next to projections without an adapter, queries, keys and values would have different dtypes.
     """
     for module in model.modules():
         if type(module).__module__ == "peft.tuners.ia3.bnb":

@@ -2,8 +2,8 @@
 
 Over the tokens of a micro-batch and all layers, f_e is how often a token was sent to expert e, and p_e the mean
 probability that the router gave that expert. The loss of E experts is E · Σ_e f_e · p_e
-(https://arxiv.org/abs/2101.03961). Only p has a gradient; so the loss can be summed up over parts of a micro-batch
-once f is known for the whole of it.
+(https://arxiv.org/abs/2101.03961). Only p has a gradient, so the loss can be summed over parts of a micro-batch once f
+is known for all of it.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ class Routing:
     """Sums over tokens and layers, from which f and p follow."""
 
     chosen_E: Tensor  # how often each expert was chosen
-    probability_E: Tensor  # of all tokens together
+    probability_E: Tensor  # summed over all tokens
     tokens: Tensor  # 0-d; a token counts once for each layer
 
     @classmethod
     def of(cls, router_logits: Sequence[Tensor], repeats_N: Tensor, top_k: int) -> "Routing":
-        """The sums for tokens that stand for so many each.
+        """The sums for tokens that count `repeats_N` times each.
 
         Example, one layer, two experts, a prompt's token that two rows share and one of a completion:
             Routing.of([tensor([[0.0, 9.0], [9.0, 0.0]])], tensor([2, 1]), 1).chosen_E == tensor([1.0, 2.0])
@@ -45,7 +45,7 @@ class Routing:
         return Routing(self.chosen_E, self.probability_E.detach(), self.tokens)
 
     def loss(self, part: "Routing | None" = None) -> Tensor:
-        """The load-balancing loss (0-d) of these tokens, or the share in it that some of them have."""
+        """The load-balancing loss (0-d) of these tokens, or the contribution of `part` of them."""
         part = part or self
         return len(self.chosen_E) * (self.chosen_E / self.tokens * (part.probability_E / self.tokens)).sum()
 
@@ -73,7 +73,7 @@ def router_coefficient(model: Any, asked: float | None) -> float:
 
 
 def routing_of(model: Any, router_logits: Any, repeats_N: Tensor) -> Routing:
-    """The sums for what a model's forward pass returned as its router's logits."""
+    """The sums for the router logits that a model's forward pass returned."""
     inner = inner_model(model)
     if not router_logits:
         raise ConfigError(_no_loss(inner))
@@ -106,7 +106,7 @@ def _no_loss(inner: Any) -> str:
 
 @torch.no_grad()
 def check_router(model: nn.Module) -> None:
-    """Raise if the model does not compute a load-balancing loss although its config knows of one."""
+    """Raise if the model does not compute a load-balancing loss although its config has settings for it."""
     inner = inner_model(model)
     if "output_router_logits" not in forward_arguments(model):
         raise ConfigError(_no_loss(inner))

@@ -1,8 +1,8 @@
-"""Weights that are sharded over processes: how that is recognised, and how a process comes to hold all of them.
+"""Weights sharded over processes: how sharding is detected, and how a process gathers all weights.
 
-Under FSDP2 and DeepSpeed ZeRO-3 a process holds a share of every weight, and each forward pass of one process is a
-conversation of all. A sampler runs thousands of passes, as many as its longest completion has tokens, which no two
-processes have alike. So before a rollout every process gathers the weights into a module of its own.
+Under FSDP2 and DeepSpeed ZeRO-3 a process holds a shard of every weight, and each forward pass requires communication
+between all processes. A sampler runs thousands of passes, as many as its longest completion has tokens, and that
+number differs between processes. So before a rollout every process gathers the weights into a local module.
 """
 
 import copy
@@ -22,12 +22,12 @@ from gruppo.policy.modes import autocast_dtype
 
 # Every process holds the whole model, and accelerate leaves it as it is.
 REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-# Parts of names that wrappers around a layer add.
+# Name components that wrappers around a layer add.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 class Sharding(Enum):
-    """Who holds the weights: every process all of them, or a share."""
+    """How weights are distributed: every process holds all of them, or a shard."""
 
     NONE = "none"
     FSDP2 = "FSDP2"
@@ -39,9 +39,9 @@ class Sharding(Enum):
 
 
 def sharding_of(accelerator: Any) -> Sharding:
-    """How the weights of a run are held. FSDP of the first kind raises.
+    """How the weights of a run are distributed; raises for FSDP1.
 
-    Asked once the accelerator exists: a launcher may have chosen, not the config.
+    It reads the accelerator, because the launcher may have chosen and not the config.
     """
     kind = accelerator.distributed_type
     if kind is DistributedType.FSDP:
@@ -58,7 +58,7 @@ def sharding_of(accelerator: Any) -> Sharding:
 
 
 def shard_reference(accelerator: Any, sharding: Sharding, model: nn.Module) -> nn.Module:
-    """A frozen model, sharded over the processes as the policy is; left whole where that is whole."""
+    """Shard a frozen model over the processes like the policy; if the policy is not sharded, neither is the model."""
     if sharding is Sharding.FSDP2:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -69,7 +69,7 @@ def shard_reference(accelerator: Any, sharding: Sharding, model: nn.Module) -> n
 
 
 def _with_deepspeed(accelerator: Any, model: nn.Module) -> nn.Module:
-    """A model without an optimizer under the policy's DeepSpeed config; below stage 3 there is nothing to shard."""
+    """Initialise a model without an optimizer under the policy's DeepSpeed config; only stage 3 shards it."""
     import deepspeed
 
     config = inference_config(accelerator.state.deepspeed_plugin.deepspeed_config, _hidden_size(model))
@@ -108,38 +108,38 @@ def _hidden_size(model: Any) -> int | None:
 
 
 def own_class(module: nn.Module) -> type:
-    """The class of a module; FSDP2 puts one of its own in front of it."""
+    """The original class of a module, which FSDP2 replaces with a subclass."""
     kind = type(module)
     return kind.__mro__[2] if is_fsdp_module(module) else kind
 
 
 def is_fsdp_module(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has loaded it, nothing is
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it was never imported, no module is one
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters of the model are shares of something larger."""
+    """Whether the parameters of the model are sharded."""
     return any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters()) or any(
         is_fsdp_module(module) for module in model.modules()
     )
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Whether weights were cut up as the model was loaded, by `tp_plan` and not by FSDP2 or ZeRO-3."""
+    """Whether the model was loaded with tensor parallelism (`tp_plan`), as opposed to FSDP2 or ZeRO-3."""
     return any(hasattr(p, "full_tensor") for p in model.parameters()) and not any(map(is_fsdp_module, model.modules()))
 
 
 def shape_of(parameter: Tensor) -> torch.Size:
-    """The shape of a parameter as a whole; under ZeRO-3 what a process holds is flat, or nothing."""
+    """The shape of the full parameter; under ZeRO-3 the local tensor is flat or empty."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 def compute_dtype(accelerator: Any, sharding: Sharding) -> torch.dtype | None:
-    """The type in which a sharded model computes, if it is not that of its weights as they were loaded.
+    """The dtype in which a sharded model computes; None if it is the dtype in which its weights were loaded.
 
-    FSDP2 casts what it gathers; DeepSpeed casts the model when training begins.
+    FSDP2 casts the weights that it gathers; DeepSpeed casts the model when training begins.
     """
     if sharding is Sharding.ZERO3:
         return autocast_dtype(accelerator.mixed_precision)
@@ -151,11 +151,11 @@ def compute_dtype(accelerator: Any, sharding: Sharding) -> torch.dtype | None:
 
 
 def reduce_in_float32(plugin: Any) -> None:
-    """Let FSDP2 sum gradients in float32, as DDP does with float32 weights, and not in the type of the passes.
+    """Make FSDP2 reduce gradients in float32, as DDP does with float32 weights, and not in the compute dtype.
 
-    It sums after each pack, so that rounding would add up. What modules return stays in the type of the passes: the
-    head computes in it anyway, and log-probs are made in float32 of whatever it returns. A policy that is not the one
-    that accelerate makes from `mixed_precision` is left as it is. Before the model is prepared.
+    It reduces after each pack, so rounding errors would accumulate. Module outputs stay in the compute dtype: the head
+    computes in it anyway, and log-probs are computed in float32 from its output. A mixed-precision policy other than
+    the one that accelerate derives from `mixed_precision` is left unchanged. Call this before the model is prepared.
     """
     policy: Any = getattr(plugin, "mixed_precision_policy", None)
     dtype = getattr(policy, "param_dtype", None)
@@ -164,19 +164,19 @@ def reduce_in_float32(plugin: Any) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of what a forward pass without a backward pass has left gathered."""
+    """Reshard the weights that a forward pass without a backward pass has left gathered."""
     for module in model.modules():
         if is_fsdp_module(module):
             module.reshard()  # type: ignore[operator]
 
 
 class WholeWeights:
-    """All weights of a sharded model, in a module of this process alone.
+    """All weights of a sharded model, gathered into a module local to this process.
 
-    Make it while the model is still whole: it copies the model's form. `source` returns the model as it is trained.
-    Between rollouts the weights are kept, or given back (`drop`), as `plan` says, which is asked with their size
-    before they are first gathered. All processes call `refresh` together. `clock` changes with each update: there are
-    optimizers that write weights without a note in their versions.
+    Create it while the model is still whole: it copies the model's structure. `source` returns the model in training.
+    `plan` decides whether the weights are kept between rollouts or freed (`drop`); it is called with their size before
+    they are first gathered. `refresh` is collective: all processes call it together. `clock` changes with each update,
+    because some optimizers write weights without changing their version counters.
 
     Example:
         whole = WholeWeights(model, lambda: trainer.model, dtype=torch.bfloat16, device=device)
@@ -195,11 +195,11 @@ class WholeWeights:
     ):
         self.source, self.device, self.clock = source, device, clock
         self.module = _form_of(model, dtype)
-        self.version: int | None = None  # of the weights that were gathered last
+        self.version: int | None = None  # of the weights last gathered
         self._gathered_at: int | None = None
         self.plan: Callable[[int], str] = lambda size: "keep"
         self.decision: str | None = None
-        # Where each parameter is: a tied one is in several places.
+        # The owners of each parameter: a tied one has several.
         owners: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in self.module.modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -207,7 +207,7 @@ class WholeWeights:
         self._places = {name: owners[id(parameter)] for name, parameter in self.module.named_parameters()}
 
     def _put(self, name: str, device: torch.device | str) -> nn.Parameter:
-        """A parameter of the same kind there, without values."""
+        """Replace a parameter with an uninitialised one on this device."""
         (module, own), *_ = places = self._places[name]
         before = module.get_parameter(own)
         made = nn.Parameter(torch.empty_like(before, device=device), requires_grad=before.requires_grad)
@@ -225,7 +225,7 @@ class WholeWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Gather the weights, if they have been written since."""
+        """Gather the weights, unless they are held and have not changed since the last time."""
         source = self.source()
         reshard(source)
         version = sum(parameter._version for parameter in source.parameters())
@@ -243,13 +243,17 @@ class WholeWeights:
         self.version, self._gathered_at = version, self.clock()
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Free the memory of the weights."""
         for name in self._places:
             self._put(name, "meta")
 
 
 def full_value(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A parameter as a whole; all processes ask for it together. It is cast first: less may have to travel."""
+    """The full value of a parameter. For sharded parameters this is collective: all processes call it together.
+
+    DTensors are cast to `dtype` before they are gathered, which may save communication, ZeRO-3 parameters afterwards.
+    Unsharded parameters are returned as they are.
+    """
     dtype = dtype or parameter.dtype
     if hasattr(parameter, "full_tensor"):
         cast: Any = parameter.detach().to(dtype)
@@ -264,14 +268,14 @@ def full_value(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name in the model as it was before wrappers."""
+    """The name of a parameter in the model without wrappers."""
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name
 
 
 def _form_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A copy of a model whose parameters have shapes and types but no values."""
+    """A copy of a model's structure, with parameters on the meta device."""
 
     def empty(parameter: nn.Parameter) -> nn.Parameter:
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
@@ -280,7 +284,7 @@ def _form_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         )
 
     memo: dict[int, Any] = {id(parameter): empty(parameter) for parameter in model.parameters()}
-    for module in model.modules():  # what a user changes during a run must be seen here too
+    for module in model.modules():  # shared with the copy: changes that a user makes during a run apply to it too
         if getattr(module, "generation_config", None) is not None:
             memo[id(module.generation_config)] = module.generation_config
     return copy.deepcopy(model, memo)
@@ -288,7 +292,7 @@ def _form_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 @contextmanager
 def ready(whole: WholeWeights | None, before_drop: Callable[[], None]) -> Iterator[None]:
-    """In here the whole weights are those of the model; `before_drop` lets go of what refers to them."""
+    """Context in which the whole weights are up to date; `before_drop` releases what refers to them."""
     if whole is None:
         yield
         return
@@ -302,7 +306,7 @@ def ready(whole: WholeWeights | None, before_drop: Callable[[], None]) -> Iterat
 
 
 def describe(whole: WholeWeights, sharding: Sharding, facts: Mapping[str, Any]) -> str:
-    """What is done, for the log."""
+    """A log message about what happens to the whole weights."""
     size = whole.bytes / 2**30
     kept = (
         "kept between rollouts" if facts["decision"] == "keep" else "freed after each (decoding runs without graphs)"

@@ -1,8 +1,8 @@
-"""Which models run in an attention of ours: reasons against, found in the config and by trying.
+"""Which models can run with this package's attention: structural checks and trials.
 
-Two kinds of checks. The structural ones name what is missing. A trial compares a few tokens with a plain forward pass
-of the same model: whatever a model does that nobody thought of (a mask of its own, state beside the cache, positions
-that depend on the batch) shows up as a difference.
+The structural checks name what is missing. A trial compares a few tokens with a plain forward pass of the same model:
+behaviour that the checks do not anticipate (a custom mask, state outside the cache, positions that depend on the
+batch) shows up as a difference.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from gruppo.types import TrainBatch
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # Rotary frequencies that depend on the longest sequence of the batch.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# Mean |difference| of log-probs in a trial, by the type of the arithmetic.
+# Maximum mean |difference| of log-probs in a trial, by the dtype of the arithmetic.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
@@ -65,18 +65,18 @@ def _adapters(model: nn.Module) -> list[Any]:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Kinds of rotary embedding, which a config names once or per kind of layer."""
+    """The kinds of rotary embedding, which a config names once or per kind of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)] if isinstance(rope, dict) else []
     return {str(part.get("rope_type", "default")) for part in [rope, *nested] if isinstance(part, dict)}
 
 
-# What a model may stumble over in a trial.
+# Exceptions that a model may raise in a trial.
 STUMBLES = (RuntimeError, LookupError, ValueError, TypeError, AttributeError)
 
 
 def trial_prompts(model: nn.Module, tokens: int) -> list[list[int]]:
-    """Random prompts of a few lengths that leave room for so many tokens."""
+    """Random prompts of a few lengths that leave room for `tokens` more."""
     inner = inner_model(model)
     embeddings = (inner.get_input_embeddings(), inner.get_output_embeddings())
     vocabulary = min(part.weight.shape[0] for part in embeddings)
@@ -87,7 +87,7 @@ def trial_prompts(model: nn.Module, tokens: int) -> list[list[int]]:
 
 
 def why_not_packed(model: nn.Module, policy: PackedPolicy) -> list[str]:
-    """What keeps a model from being run on packed rows; nothing if it can be."""
+    """Why a model cannot run on packed rows; empty if it can."""
     reasons = unsupported_model(model)
     if reasons:
         return reasons
@@ -100,10 +100,10 @@ def why_not_packed(model: nn.Module, policy: PackedPolicy) -> list[str]:
 
 @torch.no_grad()
 def packed_trial(model: nn.Module, policy: PackedPolicy) -> str | None:
-    """Score a few tokens in a pack and in rows of their own; what is wrong with the pack, or None."""
+    """Score a few tokens in a pack and in separate rows; returns what is wrong with the pack, or None."""
     tokens = 6
     prompts = trial_prompts(model, tokens)
-    # Two completions of each prompt that are more than a token: one that directly follows its prompt shows little.
+    # Two completions of each prompt have several tokens: one that directly follows its prompt would prove little.
     lengths = (1, tokens, tokens - 2)
     completion = list(reversed(prompts[-1]))
     rows = [(prompt, completion[:n]) for prompt in prompts for n in lengths]
@@ -113,7 +113,7 @@ def packed_trial(model: nn.Module, policy: PackedPolicy) -> str | None:
     try:
         with policy.active(model), torch.random.fork_rng():
             with training_mode(model):
-                policy.score(model, pack)  # what it drops in training must not be the attention's weights
+                policy.score(model, pack)  # raises if the model drops attention weights in training
             with sampling_mode(model):
                 ours = pack.padded(policy.score(model, pack).logps)
         expected = plain_logps(model, [prompt + completion for prompt, completion in rows], policy.autocast_dtype)
@@ -126,7 +126,7 @@ def packed_trial(model: nn.Module, policy: PackedPolicy) -> str | None:
 
 @torch.no_grad()
 def why_not_routed(model: nn.Module, policy: PackedPolicy) -> list[str]:
-    """What keeps the load-balancing loss of packed rows from being the model's own, of padded ones."""
+    """Why the load-balancing loss of packed rows is not the model's own loss of padded rows; empty if it is."""
     prompts = trial_prompts(model, 4)
     rows = [(prompt, prompts[-1][:n]) for prompt in prompts for n in (1, 4)]
     batch = batch_of(rows, next(inner_model(model).parameters()).device)
@@ -149,7 +149,7 @@ def why_not_routed(model: nn.Module, policy: PackedPolicy) -> list[str]:
 
 
 def too_far(model: nn.Module, difference: float, autocast_dtype: torch.dtype | None) -> str | None:
-    """What to say about a trial whose log-probs differ by so much on average; None if that is rounding."""
+    """What is wrong if the log-probs of a trial differ by this much on average; None if it is only rounding."""
     if difference <= _TOLERANCE[arithmetic_dtype(model, autocast_dtype)]:
         return None
     return f"in a trial its log-probs differ from a plain forward pass by {difference:.2g} on average"
@@ -180,7 +180,7 @@ def batch_of(rows: list[tuple[list[int], list[int]]], device: torch.device) -> T
 
 
 def full_attention(inner: Any) -> list[Swap]:
-    """Eager attention for models that have more to it than torch's own knows: soft-caps and sinks."""
+    """Swaps to eager attention for models with soft-caps or sinks, which torch's own attention does not support."""
     capped = getattr(inner.config.get_text_config(), "attn_logit_softcapping", None)
     has_sinks = any(name.endswith("sinks") for name, _ in inner.named_parameters())
     return attention_swaps(inner, "eager") if capped or has_sinks else []
@@ -188,7 +188,7 @@ def full_attention(inner: Any) -> list[Swap]:
 
 @torch.no_grad()
 def plain_logps(model: nn.Module, rows: list[list[int]], autocast_dtype: torch.dtype | None) -> list[Tensor]:
-    """Log-probs of each row's tokens but the first, row by row, with the model's own attention."""
+    """Log-probs of all tokens of each row but the first, row by row, with the model's own attention."""
     inner = inner_model(model)
     device = next(inner.parameters()).device
     logps = []

@@ -1,4 +1,4 @@
-"""What a model is inside its wrappers."""
+"""The model inside its wrappers, and some of its properties."""
 
 import inspect
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions as if each row stood alone: padding on the left does not count."""
+    """Positions of the tokens in each row: padding on the left does not count."""
     return (attention_mask.cumsum(-1) - 1).clamp(min=0)
 
 
 def makes_positions(inputs: Mapping[str, Any]) -> bool:
-    """Whether the model makes positions of its own from these: those of an image are in a grid, not in a line."""
+    """Whether the model computes its own positions from these inputs: those of an image form a grid, not a line."""
     return "image_grid_thw" in inputs
 
 
@@ -25,7 +25,7 @@ def inner_model(model: Any) -> Any:
 
 
 def forward_arguments(model: Any) -> set[str]:
-    """The names that the model's forward accepts, whatever wraps it."""
+    """The argument names that the model's forward accepts, whatever wraps it."""
     return set(inspect.signature(type(inner_model(model)).forward).parameters)
 
 
@@ -36,7 +36,7 @@ def dropouts(model: nn.Module) -> list[Any]:
 
 
 def functional_dropouts(model: nn.Module) -> dict[str, float]:
-    """Probabilities that parts of a model hand to functions instead of having a dropout module, by class and name."""
+    """Dropout probabilities that submodules pass to functions instead of a dropout module, by class and name."""
     return {
         f"{type(module).__name__}.{name}": value
         for module in model.modules()

@@ -1,7 +1,7 @@
-"""The weights of the policy as a checkpoint names them, for whoever holds a copy of the model.
+"""The weights of the policy under their checkpoint names, for a program that holds a copy of the model (vLLM).
 
-Every process must walk to the end: where weights are sharded over processes, all of them put each tensor together.
-A tensor that is yielded stays as it is while the walk goes on; most are the training weights themselves, not copies.
+Every process must iterate to the end: gathering a sharded tensor is a collective operation. A yielded tensor does not
+change while the iteration continues; most are the training weights themselves, not copies.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def named_weights(model: Any) -> Walk:
 
 
 def check_copyable(model: Any) -> None:
-    """Raise for a policy whose weights cannot be handed on as those of a plain checkpoint."""
+    """Raise if the weights of the policy cannot be exported as those of a plain checkpoint."""
     inner, bare = inner_model(model), _bare(model)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ConfigError(
@@ -60,14 +60,14 @@ def check_copyable(model: Any) -> None:
 
 
 def _bare(model: Any) -> Any:
-    """Without what distributes or compiles it, but with its adapters."""
+    """The model without wrappers that distribute or compile it, but with its adapters."""
     while hasattr(model, "module") or hasattr(model, "_orig_mod"):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     return model
 
 
 def _check_tied(inner: Any) -> None:
-    """An output head that differs from the embedding has no place in a copy that ties them."""
+    """Raise if the head differs from the embedding although the config ties them: a copy has no place for it."""
     config = inner.config.get_text_config() if hasattr(inner.config, "get_text_config") else inner.config
     if not getattr(config, "tie_word_embeddings", False):
         return
@@ -86,7 +86,7 @@ def _check_tied(inner: Any) -> None:
 
 
 def _checkpoint_names(inner: Any) -> Callable[[str, Tensor], Walk] | None:
-    """How transformers saves what it holds under other names (fused experts, say); None where names are the same."""
+    """How transformers renames weights when it saves them (fused experts, say); None if the names are the same."""
     from transformers.core_model_loading import revert_weight_conversion
 
     if not hasattr(inner, "save_pretrained"):
@@ -131,7 +131,7 @@ def _adapter_classes() -> tuple[Any, Any]:
 
 
 def _is_adapted(module: Any) -> bool:
-    """Whether peft has put something in the place of this module."""
+    """Whether peft has replaced this module with a wrapper."""
     return hasattr(module, "base_layer") or hasattr(module, "original_module")
 
 
@@ -172,7 +172,7 @@ def _adds_bias(layer: Any) -> bool:
 def _adapted(inner: nn.Module) -> Walk:
     """The weights with the active adapters merged, under the names that they have without adapters."""
     layer_class, saved_class = _adapter_classes()
-    inside: list[str] = []  # names of modules that are done as one, with what is in them
+    inside: list[str] = []  # prefixes of modules that are handled as a whole, with their submodules
     seen: set[int] = set()  # tied weights have several names
     for path, module in inner.named_modules():
         prefix = f"{path}." if path else ""
@@ -194,7 +194,7 @@ def _adapted(inner: nn.Module) -> Walk:
 
 
 def _module_in_use(wrapper: Any) -> Any:
-    """What peft runs of a module that is saved with adapters: the copy of the active one, else the original."""
+    """The module that peft runs for a `modules_to_save` wrapper: the active adapter's copy, else the original."""
     active = wrapper.active_adapters
     if wrapper.disable_adapters or not active or any(name not in wrapper.modules_to_save for name in active):
         return wrapper.original_module
@@ -203,9 +203,9 @@ def _module_in_use(wrapper: Any) -> Any:
 
 @contextmanager
 def merged(layer: Any) -> Iterator[None]:
-    """A layer whose base weights hold its active adapters; the weights themselves are put aside and come back.
+    """Merge a layer's active adapters into its base weights temporarily; the original tensors are restored at the end.
 
-    Taking the adapter out again by arithmetic would not give the same bits.
+    Subtracting the adapter again would not restore the same bits.
     """
     base = layer.get_base_layer()
     merges = not layer.disable_adapters and not layer.merged
@@ -218,10 +218,10 @@ def merged(layer: Any) -> Iterator[None]:
                 layer.merge()
         yield
     finally:
-        if merges and layer.merged:  # one that somebody else merged stays so
+        if merges and layer.merged:  # a layer that was already merged stays merged
             for parameter, _ in aside:
-                parameter.data = parameter.data.clone()  # who got the merged ones may still read them
+                parameter.data = parameter.data.clone()  # the receiver may still read the merged tensors
             with torch.no_grad():
-                layer.unmerge()  # for its own books
+                layer.unmerge()  # resets the layer's own record of merged adapters
         for parameter, data in aside:
             parameter.data = data

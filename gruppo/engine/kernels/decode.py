@@ -1,9 +1,9 @@
 """Triton attention of one query per row over the engine's key/value pool.
 
-A row's context is two ranges of places, its prompt's and its own tail's. The kernel numbers the keys 0, 1, ... across
-that seam and turns a number into a place on the way, so no block of keys is left half empty where the ranges meet.
-Rows of one group share their prompt: in large batches a kernel of its own reads each prompt once for several rows, and
-the decode kernel goes on from what it found. Places are int64: a pool's elements can number more than 2³¹.
+A row's context is two ranges of places: its prompt and its own tail. The kernel numbers the keys 0, 1, ... across both
+ranges and maps each number to a place when it loads the key, so no block of keys is left half empty where the ranges
+meet. Rows of one group share their prompt: in large batches a separate kernel reads each prompt once for several rows,
+and the decode kernel continues from its partial softmax. Places are int64: a pool can have more than 2³¹ elements.
 """
 
 from typing import Any
@@ -17,10 +17,10 @@ from gruppo.kernels.gpu.softmax import INF, accumulate, join, padded, scores_of,
 
 __all__ = ["decode_attention"]
 
-# Padded head size -> keys per block, warps, stages. Those of 64 and 128 are the fastest of 15 tried on an H200.
+# Padded head size -> keys per block, warps, stages. The entries for 64 and 128 are the fastest of 15 tried on an H200.
 _DECODE_HALF = {16: (64, 2, 3), 32: (64, 2, 3), 64: (64, 2, 3), 128: (128, 4, 2), 256: (32, 4, 3), 512: (16, 4, 2)}
 _DECODE_FLOAT = {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2), 128: (32, 4, 2), 256: (16, 4, 2), 512: (16, 4, 1)}
-# The same for prompts that several rows share, with queries per block before them.
+# The same for prompts shared by several rows, with the queries per block in front.
 _PROMPT_HALF = {
     16: (64, 64, 4, 3),
     32: (64, 64, 4, 3),
@@ -30,7 +30,7 @@ _PROMPT_HALF = {
     512: (32, 16, 4, 2),
 }
 _PROMPT_FLOAT = {size: (32, *blocks) for size, blocks in _DECODE_FLOAT.items()}
-_ENOUGH_PROGRAMS = 100  # to keep a GPU busy with the prompts of a batch; with fewer, their keys are divided
+_ENOUGH_PROGRAMS = 100  # keep a GPU busy with the prompts of a batch; with fewer programs, the keys are split
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -43,7 +43,8 @@ def _prompt_kernel(
 ):  # fmt: skip
     """The query heads of one key head of several rows, over one split of the keys of each prompt among these rows.
 
-    Neighbours mostly have the same prompt; then it is read once. Its softmax is left open, for the decode kernel.
+    Neighbouring rows mostly have the same prompt, which is then read once. The softmax is left open (not normalised):
+    the decode kernel completes it.
     """
     kv_head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m, n = tl.arange(0, ROWS * BLOCK_G), tl.arange(0, BLOCK_N)
@@ -96,7 +97,7 @@ def _prompt_kernel(
 
 @triton.jit
 def _load_part(mixed, highest, total, at, counts, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Part `at` [M] of an open softmax, of the rows that count."""
+    """Load part `at` [M] of an open softmax; rows outside `counts` get an empty part."""
     dv = tl.arange(0, BLOCK_DV)
     mixture = tl.load(mixed + at[:, None] * DV + dv[None, :], mask=counts[:, None] & (dv < DV)[None, :], other=0.0)
     return tl.load(highest + at, mask=counts, other=-INF), tl.load(total + at, mask=counts, other=0.0), mixture
@@ -114,9 +115,9 @@ def _decode_kernel(
 ):  # fmt: skip
     """The query heads of one key head of one row, over one split of the row's visible keys.
 
-    With PROMPT_SPLITS those of the prompt are done, and their softmax lies in so many parts.
+    If PROMPT_SPLITS > 0, the prompt's keys are already done and their open softmax is stored in PROMPT_SPLITS parts.
     """
-    # The key heads of a row are neighbours in memory, the rows of a group share a prompt: launched side by side.
+    # A row's key heads are adjacent in memory and the rows of a group share a prompt, so they are launched together.
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     prompt = tl.load(prompt_len + row).to(tl.int32)
     context = prompt + tl.load(tail_len + row).to(tl.int32)
@@ -170,7 +171,10 @@ def _merge_kernel(
     part_out, part_max, part_sum, out, DV: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """One softmax of a row and head's splits: maxima and sums [rows·heads, splits], mixtures [..., splits, Dv]."""
+    """Merge the splits of a row and head into one softmax.
+
+    Maxima and sums are [rows·heads, splits], mixtures [..., splits, Dv].
+    """
     at = tl.program_id(0).to(tl.int64)
     s, dv = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_DV)
     is_split = s < SPLITS
@@ -189,7 +193,7 @@ def _merge_kernel(
 
 
 def _open_softmax(query: Tensor, splits: int, size_v: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for mixtures [B, H, splits, Dv], maxima and sums [B, H, splits] of a softmax in parts."""
+    """Buffers for the mixtures [B, H, splits, Dv], maxima and sums [B, H, splits] of a softmax in parts."""
     mixed = query.new_empty(*query.shape[:2], splits, size_v, dtype=torch.float32)
     highest, total = mixed.new_empty(2, *mixed.shape[:3])
     return mixed, highest, total
@@ -205,7 +209,7 @@ def _read_prompts(
     numbers: tuple[float, ...],
     shape: dict[str, Any],
 ) -> tuple[int, tuple[Any, ...]]:
-    """The open softmax over the prompts, and in how many parts it is."""
+    """Attend to the prompts; returns the number of parts of the open softmax, and these parts."""
     batch, kv_heads = len(query), pool_k.shape[1]
     table = _PROMPT_FLOAT if pool_k.dtype == torch.float32 else _PROMPT_HALF
     block_m, block_n, warps, stages = table[max(shape["BLOCK_D"], shape["BLOCK_DV"])]
@@ -239,8 +243,8 @@ def decode_attention(
 ) -> Tensor:
     """`gruppo.engine.reference.decode_attention` on a GPU. The keys of a row are divided among `splits` programs.
 
-    With `shared`, prompts are read once for the neighbouring rows that have them. Lengths are read on the device and
-    nothing is synchronised: it can be captured in a CUDA graph.
+    With `shared`, prompts are read once for the neighbouring rows that have them. Lengths are read on the device
+    without synchronisation, so the call can be captured in a CUDA graph.
     """
     (batch, heads, size), (_, kv_heads, size_v) = query.shape, pool_v.shape
     block_d, block_dv = padded(size), padded(size_v)

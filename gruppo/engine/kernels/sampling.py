@@ -1,9 +1,9 @@
-"""Triton sampling: noise, arg-max, log-prob and entropy of a vocabulary of logits, read once.
+"""Triton sampling: noise, arg-max, log-prob and entropy in a single read of the logits.
 
-The first kernel reduces up to 4096 entries of a row to a handful of numbers, the second a row's handfuls to its token.
-Noise is that of `gruppo.engine.noise`, integer for integer. The largest x + Gumbel noise = x - log E is found as the
-largest e^x / E: the exponentials are there already for the log-prob, and a second logarithm of every entry would cost
-a third of the time.
+The first kernel reduces each chunk of up to 4096 entries to a few numbers; the second reduces a row's chunks to its
+token. The random integers are exactly those of `gruppo.engine.noise`. The maximum of x + Gumbel noise = x - log E is
+computed as the maximum of e^x / E: the log-prob needs the exponentials anyway, and a second logarithm per entry would
+cost a third of the time.
 """
 
 import torch
@@ -32,7 +32,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def draw_words(noise_keys, positions, row, chunk, LANE: tl.constexpr):
-    """The words of a row's 4 * LANE vocabulary entries from chunk * 4 * LANE on, as four uint32 [LANE]."""
+    """Random words for a row's 4 * LANE vocabulary entries starting at chunk * 4 * LANE, as four uint32 [LANE]."""
     key = tl.load(noise_keys + row).to(tl.uint64, bitcast=True)
     c0 = (chunk * LANE + tl.arange(0, LANE)).to(tl.uint32)
     zero = tl.zeros_like(c0)
@@ -42,7 +42,7 @@ def draw_words(noise_keys, positions, row, chunk, LANE: tl.constexpr):
 
 @triton.jit
 def exponential(words):
-    """E of `gruppo.engine.noise.gumbel`: standard exponential noise, positive, of uint32 words."""
+    """E of `gruppo.engine.noise.gumbel`: positive standard exponential noise from uint32 words."""
     v = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = v * (1 + v * (0.5 + v * (0.3333333333333333 + v * 0.25)))
     return tl.where(v < 0.015625, series, -tl.log(tl.maximum(1 - v, 1.1641532182693481e-10)))
@@ -56,7 +56,7 @@ def _scaled(logits, index, vocabulary, inverse_temperature):
 
 @triton.jit
 def _mass(x, highest):
-    """e^(x - highest) and that times x - highest, where -inf has no mass."""
+    """e^(x - highest), and its product with x - highest; both are 0 where x is -inf."""
     below = x - highest
     mass = tl.exp(below)
     return mass, tl.where(below > -_INF, below, 0.0) * mass
@@ -64,7 +64,7 @@ def _mass(x, highest):
 
 @triton.jit
 def _better(best, index, other, other_index):
-    """The larger of two entries; of equals the first, whose index is the lower."""
+    """The larger of two entries; on a tie the first, which has the lower index."""
     wins = other > best
     return tl.where(wins, other, best), tl.where(wins, other_index, index)
 
@@ -93,7 +93,7 @@ def _chunk_kernel(
     mass3, mean3 = _mass(x3, anchor)
     at = row * chunks + chunk
     tl.store(part_float + at, highest)
-    # NaN as soon as a logit is NaN or +inf (inf - inf): the second kernel needs no other sign of a bad row.
+    # NaN if any logit is NaN or +inf (inf - inf): the second kernel needs no other flag for a bad row.
     tl.store(part_float + plane + at, tl.sum((mass0 + mass1) + (mass2 + mass3), 0))
     if ENTROPY:
         tl.store(part_float + 2 * plane + at, tl.sum((mean0 + mean1) + (mean2 + mean3), 0))
@@ -125,11 +125,11 @@ def _row_kernel(
     index = tl.load(part_index + at, mask=there, other=2147483647)
 
     top = tl.max(highest, 0)
-    # Bounded: a whole chunk masked with the dtype's lowest value has share 0, and 0 times what overflows is NaN.
+    # Clamped: a chunk masked entirely with the dtype's lowest value has share 0, and 0 times an overflow is NaN.
     below = tl.maximum(tl.where(highest > -_INF, highest - top, 0.0), -1e4)
     share = tl.where(highest > -_INF, tl.exp(below), 0.0)
     total = tl.sum(share * mass, 0)
-    valid = total > 0  # NaN and nothing at all are not
+    valid = total > 0  # false for NaN and for a row of only -inf
     token = tl.min(tl.where(best == tl.max(best, 0), index, 2147483647), 0)
     x = tl.load(logits + row.to(tl.int64) * stride + token, mask=valid, other=0.0).to(tl.float32)
     x = x * tl.load(inverse_temperature)

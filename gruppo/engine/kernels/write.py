@@ -6,7 +6,7 @@ from torch import Tensor
 
 __all__ = ["write_kv"]
 
-_TILE = 4096  # elements a program works on, about
+_TILE = 4096  # approximate number of elements per program
 
 
 @triton.jit
@@ -15,7 +15,7 @@ def _write_kernel(
     stride_kn, stride_kh, stride_vn, stride_vh, stride_pks, stride_pkh, stride_pvs, stride_pvh,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token."""
+    """Write some heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     d, dv = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]

@@ -1,1 +1,1 @@
-"""Triton kernels. The modules above choose between these and plain torch."""
+"""Triton kernels. The modules of `gruppo.kernels` choose between these and plain torch."""

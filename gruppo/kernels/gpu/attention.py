@@ -17,7 +17,7 @@ __all__ = ["packed_attention"]
 
 Blocks = dict[int, tuple[int, int, int, int]]
 
-# Padded head size -> queries per block, keys per block, warps, stages: of the forward pass,
+# Padded head size -> queries per block, keys per block, warps, stages. For the forward pass:
 FORWARD_HALF: Blocks = {
     16: (128, 64, 4, 3),
     32: (128, 64, 4, 3),
@@ -34,7 +34,7 @@ FORWARD_FLOAT: Blocks = {
     256: (16, 16, 4, 1),
     512: (16, 16, 8, 1),
 }
-# of the gradient of the queries,
+# For the gradient of the queries:
 QUERIES_HALF: Blocks = {
     16: (128, 64, 4, 3),
     32: (128, 64, 4, 3),
@@ -44,7 +44,7 @@ QUERIES_HALF: Blocks = {
     512: (32, 32, 8, 1),
 }
 QUERIES_FLOAT: Blocks = {**FORWARD_FLOAT, 256: (16, 16, 8, 1)}
-# and of that of keys and values.
+# For the gradient of keys and values:
 KEYS_HALF: Blocks = {
     16: (64, 128, 4, 3),
     32: (64, 128, 4, 3),
@@ -68,7 +68,7 @@ def packed_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`gruppo.kernels.attention.packed_attention` of a pack that is not empty, in float32, bfloat16 or float16."""
+    """`gruppo.kernels.attention.packed_attention` of a non-empty pack, in float32, bfloat16 or float16."""
     query, key, value = (with_rows(x) for x in (query, key, value))
     sinks = None if sinks is None else sinks.contiguous()
     return _PackedAttention.apply(query, key, value, sinks, segments, scale, window, softcap)
@@ -92,7 +92,7 @@ class _PackedAttention(torch.autograd.Function):
             D=size, DV=size_v, HEADS=heads, GROUP=heads // kv_heads, BLOCK_D=padded(size), BLOCK_DV=padded(size_v),
             HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
         )  # fmt: skip
-        # A product's factor inside the tanh, if there is one, and a score's in units of log 2; the window.
+        # `inner`, the factor inside the tanh of a softcap; `unit`, which scales scores to units of log 2; the window.
         numbers = (scale / (softcap or scale), (softcap or scale) * math.log2(math.e), window or 0)
         blocks = _blocks(query, shape, FORWARD_HALF, FORWARD_FLOAT)
         tiles = segments.query_tiles(blocks["BLOCK_M"])
@@ -132,7 +132,7 @@ def _query_gradient(
     shape: dict[str, Any],
     numbers: tuple[float, ...],
 ) -> tuple[Tensor, Tensor]:
-    """The gradient (N, H, D) of the queries; and, as `_per_query`, result times gradient, summed over a head."""
+    """The gradient (N, H, D) of the queries, and output times its gradient, summed over a head (see `_per_query`)."""
     tokens, heads, _ = query.shape
     blocks = _blocks(query, shape, QUERIES_HALF, QUERIES_FLOAT)
     tiles = segments.query_tiles(blocks["BLOCK_M"])
@@ -180,11 +180,11 @@ def _blocks(query: Tensor, shape: dict[str, Any], half: Blocks, full: Blocks) ->
 
 
 def _per_query(query: Tensor, shape: dict[str, Any]) -> Tensor:
-    """Room for a float32 per head and query, (H * N,), and for a block past the last, which is read and not used."""
+    """A buffer of one float32 per head and query, (H * N,), plus one block at the end, which is read but not used."""
     past = _blocks(query, shape, KEYS_HALF, KEYS_FLOAT)["BLOCK_M"]
     return query.new_empty(query.shape[0] * query.shape[1] + past, dtype=torch.float32)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """From one token to the next and from one head to the next, of each."""
+    """The token stride and the head stride of each tensor."""
     return [stride for x in tensors for stride in x.stride()[:2]]

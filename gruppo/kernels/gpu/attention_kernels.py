@@ -1,14 +1,14 @@
 """The Triton kernels behind `gruppo.kernels.gpu.attention`: forward pass, gradients, and the sum of partial gradients.
 
-The forward pass keeps a running softmax over blocks of keys and leaves the logarithm of its sum, from which the
-backward pass computes the weights again (Dao et al. 2022, https://arxiv.org/abs/2205.14135). The gradient of the
-queries goes over the keys that they see; that of keys and values goes over the queries that see them. A parent's keys
-are read by all its children. That is too much for one program, so several of them leave partial sums in float32, which
-a last kernel adds up in order: no atomic additions, the same bits every time.
+The forward pass keeps a running softmax over blocks of keys and stores the logarithm of its sum, from which the
+backward pass recomputes the weights (Dao et al. 2022, https://arxiv.org/abs/2205.14135). The gradient of the queries
+iterates over the keys that they see; that of keys and values iterates over the queries that see them. A parent's keys
+are read by all its children. That is too much work for one program, so several programs write partial sums in float32,
+which a last kernel adds up in a fixed order: there are no atomic additions, and the result is bitwise reproducible.
 
-What programs have to do stands in a table of tiles (`Segments.query_tiles`, `Segments.key_tiles`), the longest work
-first. A score in units of log 2 is a product times `unit`, or with a softcap the tanh of a product times `inner`, and
-that times `unit`. Tokens are int64: elements can number more than 2³¹.
+A table of tiles assigns the work to programs (`Segments.query_tiles`, `Segments.key_tiles`), longest first. A score in
+units of log 2 is a product times `unit`, or with a softcap tanh(product times `inner`) times `unit`. Token indices are
+int64: a tensor can have more than 2³¹ elements.
 """
 
 import triton
@@ -21,7 +21,7 @@ __all__ = ["add_up_kernel", "forward_kernel", "key_gradient_kernel", "query_grad
 
 @triton.jit
 def _rows(at, stride, left, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of a head from `at` on, [ROWS, BLOCK]: zero from row `left` on and past the head's size."""
+    """Load rows of a head starting at `at`, [ROWS, BLOCK]: zero from row `left` on and past the head's size."""
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     where = at + row[:, None] * stride + column[None, :]
     return tl.load(where, mask=(row < left)[:, None] & (column < SIZE)[None, :], other=0.0)
@@ -36,7 +36,7 @@ def _write_rows(at, stride, left, rows, SIZE: tl.constexpr, ROWS: tl.constexpr, 
 
 @triton.jit
 def _scores(a, b, inner, HAS_SOFTCAP: tl.constexpr):
-    """Products of rows a [A, D] and b [B, D], or with a softcap their tanh: [A, B], to be multiplied by `unit`."""
+    """Products of rows a [A, D] and b [B, D], or with a softcap their tanh; [A, B], still to be scaled by `unit`."""
     products = tl.dot(a, tl.trans(b), input_precision="ieee")
     if HAS_SOFTCAP:
         return tanh(products * inner)
@@ -47,7 +47,7 @@ def _scores(a, b, inner, HAS_SOFTCAP: tl.constexpr):
 def _key_blocks(
     before, queries, m_first, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
-    """Blocks of keys that a block of queries sees: first key and number of blocks, of the parent's and of its own."""
+    """The blocks of keys that a block of queries sees: first key and number of blocks, for the parent and itself."""
     end = tl.minimum(m_first + BLOCK_M, queries)
     parent_first, own_first = m_first * 0, m_first * 0
     if HAS_WINDOW:
@@ -61,9 +61,10 @@ def _key_block(
     i, parent_first, parent_blocks, own_first, start, parent, before, queries, m_first, window,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Block i of these: its first token, how many keys there are from that on, its position, and whether to mask it.
+    """Block i of `_key_blocks`: its first token, the number of keys left from there, its position, whether to mask it.
 
-    A position is a key's number among all that the segment sees. No mask is needed where every query sees all keys.
+    A position is the index of a key among all keys that the segment sees. No mask is needed if every query sees all
+    keys of the block.
     """
     own = i >= parent_blocks
     number = tl.where(own, own_first + (i - parent_blocks) * BLOCK_N, parent_first + i * BLOCK_N)
@@ -77,7 +78,7 @@ def _key_block(
 
 @triton.jit
 def _seen(q_position, position, left, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Which keys of a block queries at these positions [M] see, [M, N]."""
+    """The visibility mask [M, N] of a block of keys for queries at these positions [M]."""
     n = tl.arange(0, BLOCK_N)
     back = q_position[:, None] - (position + n)[None, :]
     seen = (back >= 0) & (n < left)[None, :]
@@ -138,7 +139,7 @@ def query_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """As the forward pass. `delta`, a query's result times its gradient, is left for the gradient of the keys."""
+    """Work is divided as in the forward pass. Stores `delta`, output times its gradient, for the keys' gradient."""
     tile = tiles + tl.program_id(0) // HEADS * 5
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     start, parent = tl.load(tile).to(tl.int64), tl.load(tile + 2).to(tl.int64)
@@ -182,11 +183,11 @@ def query_gradient_kernel(
 def _query_blocks(
     keys, queries, causal, n_first, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
-    """Blocks of a reading's queries that see a block of its keys: the first query, and how many blocks."""
+    """The blocks of a reading's queries that see a block of its keys: the first query and the number of blocks."""
     first = causal * (n_first // BLOCK_M * BLOCK_M)
     end = queries
     if HAS_WINDOW:
-        # The nearest query is the key's own token; or, if it is a parent's key, the first token of a child.
+        # The nearest query is the key's own token or, if children read a parent's key, the first token of a child.
         last = tl.minimum(n_first + BLOCK_N, keys) - 1
         of_children = tl.where(last + window > keys, queries, 0)
         end = tl.where(causal == 1, tl.minimum(last + window, queries), of_children)
@@ -197,7 +198,7 @@ def _query_blocks(
 def _only_seen(
     weights, delta, number, base, m_first, queries, positions, window, BLOCK_M: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
-    """Weights [N, M] of keys and queries, zero where a query does not see a key or is none; delta [M] likewise."""
+    """Weights [N, M], zero where a query does not see a key or is out of range; delta [M], zero if out of range."""
     m = m_first + tl.arange(0, BLOCK_M)
     there = m < queries
     if HAS_WINDOW:
@@ -234,15 +235,15 @@ def key_gradient_kernel(
     grad_k, grad_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32), tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
 
     first, blocks = _query_blocks(keys, queries, causal, n_first, window, BLOCK_M, BLOCK_N, HAS_WINDOW)
-    per_head = tl.maximum(blocks, 1)  # loads begin before the loop does, and divide even if it does not run
-    # One loop over heads and blocks: two would drain the loads under way at the end of each head.
+    per_head = tl.maximum(blocks, 1)  # prefetching divides by this before the loop, even if the loop does not run
+    # One loop over heads and blocks: nested loops would drain the prefetched loads at the end of each head.
     for i in range(GROUP * blocks):
         head = kv_head * GROUP + i // per_head
         m_first = first + i % per_head * BLOCK_M
         at, left = base + m_first, queries - m_first
         q = _rows(query + head * stride_qh + at * stride_qn, stride_qn, left, D, BLOCK_M, BLOCK_D)
         g = _rows(grad_out + head * stride_gh + at * stride_gn, stride_gn, left, DV, BLOCK_M, BLOCK_DV)
-        # Past the last query there is memory, of whatever content. To mask these loads here would be dear.
+        # Memory past the last query is allocated, with arbitrary content. Masking these loads would be expensive.
         lse_m = tl.load(lse + head * tokens + at + row)
         delta_m = tl.load(delta + head * tokens + at + row)
         scores = _scores(k, q, inner, HAS_SOFTCAP)
@@ -270,7 +271,7 @@ def key_gradient_kernel(
 
 @triton.jit
 def add_up_kernel(sums, out, shared, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Some of the numbers of a parent's tokens, WIDTH each: the partial sums of them, added in order."""
+    """Add up the partial sums of a parent's tokens, WIDTH numbers each, in order: BLOCK numbers per program."""
     row = shared + tl.program_id(0) * 4
     start, length, first_row = tl.load(row).to(tl.int64), tl.load(row + 1).to(tl.int64), tl.load(row + 2).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,8 +1,8 @@
 """Triton kernels of the head: what happens to a block of logits between the matrix products.
 
-Both read the block once and compute in float32. What they compute is said in `gruppo.kernels.head`. A block lies in
-rows that may be longer than it is wide. They are read, and the gradient's written, to their ends: the width of a
-vocabulary's last block is any number, and with that for a mask no program could move 16 bytes at once.
+Both read the block once and compute in float32; `gruppo.kernels.head` documents what they compute. The rows of a
+block's buffer may be longer than the block is wide. Rows are read, and those of the gradient written, to the end of
+the buffer: the last block of a vocabulary may have any width, and a mask of that width would prevent 16-byte accesses.
 """
 
 import triton
@@ -15,8 +15,8 @@ __all__ = ["differentiate", "take_in"]
 
 _INF = tl.constexpr(float("inf"))
 _FLOOR = tl.constexpr(-1e4)  # e to this is 0, and so is 0 times this; 0 times -inf would be NaN
-_TAKEN = 4096  # columns a program takes at once into the running softmax
-_DIFFERENTIATED = 2048  # columns of a program of the backward pass
+_TAKEN = 4096  # columns that a program adds to the running softmax at once
+_DIFFERENTIATED = 2048  # columns per program of the backward pass
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _bend(
         x += tl.load(bias + column, mask=readable & (column < width), other=0.0).to(tl.float32)
     z = x * inner
     if CAPPED:
-        # tanh by the side of e^-2|z| that cannot overflow.
+        # tanh from e^-2|z|, which cannot overflow.
         small = tl.exp(-2 * tl.abs(z))
         bounded = (1 - small) / (1 + small)
         z = tl.where(z < 0, -bounded, bounded) * outer
@@ -41,7 +41,7 @@ def _take_in_kernel(
     products, bias, targets, highest, total, moment, picked, first, width, inner, outer, stride,
     HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: its row of the block goes by once."""
+    """One token: its row of the block is read once."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     place = tl.load(targets + row) - first
@@ -56,10 +56,10 @@ def _take_in_kernel(
         z = _bend(products, bias, column, column < stride, width, inner, outer, HAS_BIAS, CAPPED)
         z = tl.where(column < width, z, -_INF)
         higher = tl.maximum(top, tl.max(z, 0))
-        anchor = tl.where(higher > -_INF, higher, 0.0)  # nothing but -inf so far: -inf - -inf is NaN
+        anchor = tl.where(higher > -_INF, higher, 0.0)  # only -inf so far: -inf - -inf is NaN
         moved = tl.maximum(top - anchor, _FLOOR)
         fade = tl.exp(moved)
-        # A NaN may pass the maxima unseen. It is in the sum of the masses, and stays there.
+        # The maxima may ignore a NaN. The sum of the masses includes it and stays NaN.
         below = z - anchor
         masses = tl.exp(below)
         if ENTROPY:
@@ -95,7 +95,7 @@ def _differentiate_kernel(
     grad = tl.where(column == tl.load(targets + row) - first, g, 0.0) - g * p
     if ENTROPY:
         grad -= g_entropy * p * (tl.where(p > 0, log_p, 0.0) + tl.load(entropy + row))
-    # The derivative of z by the product: a capped one's is inner * outer * (1 - tanh²).
+    # The derivative of z with respect to the product; with a cap it is inner * outer * (1 - tanh²).
     slope = inner * (outer - z * z / outer) if CAPPED else inner
     grad = tl.where(present, grad * slope, 0.0)
     tl.store(into + row * stride_into + column, grad.to(into.dtype.element_ty), mask=column < stride_into)
@@ -104,7 +104,7 @@ def _differentiate_kernel(
 def take_in(
     products: Tensor, bias: Tensor | None, targets: Tensor, first: int, curve: Curve, running: Running
 ) -> None:
-    """Bring a block, products (M, W) of the vocabulary's entries from `first` on, into the running softmax."""
+    """Add a block to the running softmax: products (M, W) of the vocabulary entries starting at `first`."""
     tokens, width = products.shape
     block = min(_TAKEN, triton.next_power_of_2(products.stride(0)))  # the same for the last block, which is narrower
     _take_in_kernel[(tokens,)](
@@ -117,9 +117,9 @@ def take_in(
 def differentiate(
     products: Tensor, bias: Tensor | None, first: int, curve: Curve, incoming: Incoming, into: Tensor
 ) -> None:
-    """The gradient of a block's products (M, W), as `take_in` gets them, written to `into`, which may be they.
+    """Write the gradient of a block's products (M, W), given as in `take_in`, to `into`, which may be `products`.
 
-    What lies between the block and the ends of the rows of `into` is overwritten too.
+    The rows of `into` are overwritten to the end of their buffer, beyond the width of the block.
     """
     tokens, width = products.shape
     block = min(_DIFFERENTIATED, triton.next_power_of_2(products.stride(0)))

@@ -1,8 +1,8 @@
-"""Triton kernels of what lies between the matrix products: rotary embedding, gated activation; with gradients.
+"""Triton kernels for the operations between the matrix products: rotary embedding, gated activation; with gradients.
 
-Each reads and writes its tensors once, computes in float32 and rounds once at the end; the exceptions, where a model's
-own rounding is kept, are named. To a gradient, rounding is the identity. Where no gradient is asked for, the forward
-kernel is launched and nothing else happens. What the functions compute is said in `gruppo.kernels.layers`.
+Each reads and writes its tensors once, computes in float32 and rounds once at the end; exceptions, where a model's own
+rounding is reproduced, are noted. Gradients treat rounding as the identity. If no gradient is needed, only the forward
+kernel is launched. `gruppo.kernels.layers` documents what the functions compute.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from gruppo.kernels.gpu.tensors import needs_gradient, with_rows
 __all__ = ["gated", "gated_linear", "rms_norm", "rotary"]
 
 _ACTIVATIONS = ("silu", "gelu_tanh")
-_TILE = 4096  # elements a program works on, about
+_TILE = 4096  # approximate number of elements per program
 
 
 # ---- rotary embedding
@@ -31,7 +31,7 @@ def _rotate_heads(
     x, out, cos, sin, token, h, heads, stride_h, stride_n, stride_cn, stride_sn,
     D: tl.constexpr, R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Heads h [BLOCK_H, 1] of one token, turned, or with BACK by the transpose of that."""
+    """Rotate heads h [BLOCK_H, 1] of one token; with BACK apply the transpose of the rotation."""
     half = tl.arange(0, BLOCK_HALF)[None, :]
     turned = half < R // 2
     there = (h < heads) & turned
@@ -44,7 +44,7 @@ def _rotate_heads(
     sin_one = tl.load(at_sin, mask=turned, other=0.0).to(tl.float32)
     cos_two = tl.load(at_cos + R // 2, mask=turned, other=0.0).to(tl.float32)
     sin_two = tl.load(at_sin + R // 2, mask=turned, other=0.0).to(tl.float32)
-    if BACK:  # the halves of sin are equal, as a rule; the transpose exchanges them
+    if BACK:  # the transpose swaps the halves of sin, which are usually equal
         sin_one, sin_two = -sin_two, -sin_one
     tl.store(target + half, one * cos_one - two * sin_one, mask=there)
     tl.store(target + R // 2 + half, two * cos_two + one * sin_two, mask=there)
@@ -61,7 +61,7 @@ def _rotary_kernel(
     D: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     BACK: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token: of the query, and once those are done of the key."""
+    """Some heads of one token: the first blocks are heads of the query, the others of the key."""
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query_blocks = tl.cdiv(heads, BLOCK_H)
     h = tl.arange(0, BLOCK_H)[:, None]
@@ -78,7 +78,7 @@ def _rotary_kernel(
 
 
 def _turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    """Query and key, or their gradients, in one launch; only last dimensions must be contiguous."""
+    """Rotate query and key, or their gradients, in one launch; only last dimensions must be contiguous."""
     _, heads, tokens, size = query.shape
     kv_heads, turned = key.shape[1], cos.shape[-1]
     out_query, out_key = query.new_empty(tokens, heads, size), key.new_empty(tokens, kv_heads, size)
@@ -127,7 +127,7 @@ def _inside(x, SILU: tl.constexpr):
 
 @triton.jit
 def _gated_kernel(gate, up, out, width, stride_gate, stride_up, BLOCK: tl.constexpr, SILU: tl.constexpr):
-    """A stretch of one row."""
+    """A block of one row."""
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = f < width
@@ -141,7 +141,7 @@ def _gated_backward_kernel(
     gate, up, grad, d_gate, d_up, product, width, stride_gate, stride_up, stride_grad,
     BLOCK: tl.constexpr, SILU: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """A stretch of one row; with PRODUCT also what the forward kernel wrote, once more."""
+    """A block of one row; with PRODUCT it also recomputes the output of the forward kernel."""
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = f < width
@@ -149,7 +149,7 @@ def _gated_backward_kernel(
     factor = tl.load(up + row * stride_up + f, mask=there, other=0.0).to(tl.float32)
     g = tl.load(grad + row * stride_grad + f, mask=there, other=0.0).to(tl.float32)
     switch = tl.sigmoid(_inside(x, SILU))
-    slope = 1.0 if SILU else 1.5957691216057308 * (1 + 0.134145 * x * x)  # of what is inside
+    slope = 1.0 if SILU else 1.5957691216057308 * (1 + 0.134145 * x * x)  # of `_inside`
     active = x * switch
     tl.store(d_up + row * width + f, g * active, mask=there)
     tl.store(d_gate + row * width + f, g * factor * (switch + active * (1 - switch) * slope), mask=there)
@@ -158,7 +158,7 @@ def _gated_backward_kernel(
 
 
 def _rows_of(x: Tensor) -> Tensor:
-    """[..., F] as [rows, F], where it lies if it can be."""
+    """[..., F] as [rows, F], without a copy if possible."""
     return with_rows(x.reshape(-1, x.shape[-1]))
 
 
@@ -181,7 +181,7 @@ def _gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def _gated_backward(
     gate: Tensor, up: Tensor, grad: Tensor, activation: str, with_product: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of gate and up from that of their product, and on request the product."""
+    """Gradients of gate and up from the gradient of their product, and on request the product."""
     tensors, width = [_rows_of(x) for x in (gate, up, grad)], gate.shape[-1]
     d_gate, d_up = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
     product = torch.empty_like(d_gate) if with_product else None
@@ -193,8 +193,9 @@ def _gated_backward(
 
 
 class _Gated(torch.autograd.Function):
-    """The product of gate and up, or with a weight its projection. Only gate and up are kept; where the weight's
-    gradient needs the product, it is made again.
+    """The product of gate and up, or with a weight its projection.
+
+    Of the activations only gate and up are saved; if the weight's gradient needs the product, it is recomputed.
     """
 
     @staticmethod
@@ -217,14 +218,14 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
-    """`gruppo.kernels.layers.gated` on a GPU; halves of one projection are read where they are."""
+    """`gruppo.kernels.layers.gated` on a GPU; halves of one projection are read without a copy."""
     if needs_gradient(gate, up):
         return _Gated.apply(gate, up, None, None, activation)
     return _gated_forward(gate, up, activation)
 
 
 def gated_linear(gate: Tensor, up: Tensor, weight: Tensor, *, activation: str, bias: Tensor | None = None) -> Tensor:
-    """`gruppo.kernels.layers.gated_linear` on a GPU; gate, up, weight and bias are of one type."""
+    """`gruppo.kernels.layers.gated_linear` on a GPU; gate, up, weight and bias have the same dtype."""
     if needs_gradient(gate, up, weight, bias):
         return _Gated.apply(gate, up, weight, bias, activation)
     return functional.linear(_gated_forward(gate, up, activation), weight, bias)

@@ -1,7 +1,7 @@
-"""Triton kernels of norms, with gradients. What they compute is said in `gruppo.kernels.layers`.
+"""Triton kernels for norms, with gradients. `gruppo.kernels.layers` documents what they compute.
 
-Statistics are float32. To a gradient, rounding is the identity. Where no gradient is asked for, the forward kernel is
-launched and nothing else happens.
+Statistics are float32. Gradients treat rounding as the identity. If no gradient is needed, only the forward kernel is
+launched.
 """
 
 from functools import cache
@@ -17,19 +17,19 @@ from gruppo.kernels.gpu.tensors import needs_gradient
 
 __all__ = ["rms_norm"]
 
-_TILE = 4096  # elements a program works on, about
-# Programs that share the rows of a norm's backward pass: four for each of an H200's multiprocessors. Each leaves a row
-# of the weight's gradient, so more would mean more to add up.
+_TILE = 4096  # approximate number of elements per program
+# Number of programs that share the rows of a norm's backward pass: four for each of an H200's multiprocessors. Each
+# writes a partial gradient of the weight, so more programs would mean more to add up.
 _NORM_PROGRAMS = 528
 
 
-@triton.jit(do_not_specialize=["rows", "inner"])  # a batch of another size is no reason to compile again
+@triton.jit(do_not_specialize=["rows", "inner"])  # no recompilation for another batch size
 def _norm_kernel(
     x, weight, out, kept_rstd, eps, rows, inner, stride_outer, stride_inner,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PLUS_ONE: tl.constexpr, WIDE_WEIGHT: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Some rows: row r of x is at (r // inner, r % inner); out is contiguous. KEEP is for a backward pass."""
+    """Some rows: row r of x is at (r // inner, r % inner); out is contiguous. KEEP stores rstd for backward."""
     r = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     there = (r < rows) & (d < D)
@@ -49,7 +49,7 @@ def _norm_kernel(
 
 @triton.jit
 def _place(r, inner, stride_outer, stride_inner):
-    """Where row r of a grid begins. Divided before it is widened: 64 bits take many times as long."""
+    """The offset of row r of a grid. It divides before widening: 64-bit division takes many times as long."""
     return (r // inner).to(tl.int64) * stride_outer + (r % inner).to(tl.int64) * stride_inner
 
 
@@ -59,10 +59,10 @@ def _norm_backward_kernel(
     grad_inner, grad_stride_outer, grad_stride_inner,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PLUS_ONE: tl.constexpr, OF_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Some rows, and again as many further on. With x̂ = x·rstd and w·g as h: dx = rstd·(h − x̂·mean(h·x̂)).
+    """Blocks of rows in a grid-stride loop. With x̂ = x·rstd and h = w·g: dx = rstd·(h − x̂·mean(h·x̂)).
 
-    Of the weight's gradient, Σ g·x̂ over all rows, each program leaves its part: added up afterwards, always in the
-    same order.
+    The weight's gradient is Σ g·x̂ over all rows. Each program writes its part; the parts are added up afterwards,
+    always in the same order.
     """
     program = tl.program_id(0)
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -89,10 +89,10 @@ def _norm_backward_kernel(
 
 
 def _two_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """A tensor [..., D] whose rows lie on a two-dimensional grid, with its inner length and both strides.
+    """View the rows of a tensor [..., D] as a two-dimensional grid: the tensor, its inner length and both strides.
 
-    Neighbouring dimensions that run on into each other are one; what still has more than two, or a gap inside a row,
-    is copied.
+    Adjacent dimensions that are contiguous with each other are merged. A tensor that still has more than two, or whose
+    rows are not contiguous, is copied.
     """
     merged: list[tuple[int, int]] = []
     for length, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
@@ -109,7 +109,7 @@ def _two_strides(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def _norm_blocks(size: int, rows: int, tile: int) -> dict[str, int]:
-    """Heads are short rows: several to a program. Long rows get the warps instead."""
+    """Short rows, such as heads, share a program; long rows get more warps instead."""
     block_d = triton.next_power_of_2(size)
     block_r = max(1, min(tile // block_d, triton.next_power_of_2(rows)))
     return dict(D=size, BLOCK_R=block_r, BLOCK_D=block_d, num_warps=min(16, max(1, block_r * block_d // 512)))
@@ -145,7 +145,7 @@ def _norm_backward(
     )  # fmt: skip
     if parts is None:
         return d_x, None
-    # The sum over programs as a product: a reduction of torch costs the host several times as much.
+    # The sum over programs as a matrix product: torch's reduction takes several times as much host time.
     return d_x, torch.mm(_ones(programs, x.device), parts)[0].to(weight.dtype)
 
 

@@ -1,7 +1,7 @@
-"""Pieces of attention kernels: scores, and a softmax that is kept running while blocks of keys go by.
+"""Building blocks of attention kernels: scores, and a running softmax over blocks of keys.
 
-The running softmax (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867) is a maximum, a sum and a mixture of
-values, in float32 and powers of two.
+The running softmax (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867) consists of a maximum, a sum and a
+mixture of values, in float32 and base 2.
 """
 
 import triton
@@ -12,13 +12,13 @@ INF = tl.constexpr(float("inf"))
 
 
 def padded(size: int) -> int:
-    """The block that holds a head of this size; a product of blocks has at least 16 rows."""
+    """The block size for a head of this size, at least 16: `tl.dot` needs that many."""
     return max(16, triton.next_power_of_2(size))
 
 
 @triton.jit
 def tanh(x):
-    # By the side of e^-2|x| that cannot overflow.
+    # Computed from e^-2|x|, which cannot overflow.
     small = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     bounded = (1 - small) / (1 + small)
     return tl.where(x < 0, -bounded, bounded)
@@ -35,12 +35,12 @@ def scores_of(q, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def accumulate(scores, values, highest, total, mixed, unit=1.0):
-    """Take a block of scores [M, N] and values [N, Dv] into the running softmax: maximum, sum [M], mixture [M, Dv].
+    """Add a block of scores [M, N] and values [N, Dv] to the running softmax: maximum, sum [M], mixture [M, Dv].
 
-    Scores are in units of log 2 when multiplied by `unit`, a positive number; inside the exponential that is free.
+    Multiplying by `unit`, a positive number, gives scores in units of log 2; inside the exponential that is free.
     """
     higher = tl.maximum(highest, tl.max(scores, 1) * unit)
-    # A query that has seen no key yet, the window's edge being in a later block, has -inf here; -inf - -inf is NaN.
+    # A query that has seen no key yet, because its window begins in a later block, has -inf; -inf - -inf is NaN.
     anchor = tl.where(higher > -INF, higher, 0.0)
     weights = tl.exp2(scores * unit - anchor[:, None])
     fade = tl.exp2(highest - anchor)
@@ -51,7 +51,7 @@ def accumulate(scores, values, highest, total, mixed, unit=1.0):
 
 @triton.jit
 def start_of(sinks, heads, is_head, counts, BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """The softmax before any key: nothing, or the sink's score, whose value is zero."""
+    """The running softmax before any key: empty, or the sink's score, whose value is zero."""
     highest = tl.full(heads.shape, -INF, tl.float32)
     total = tl.zeros(heads.shape, tl.float32)
     if HAS_SINKS:
@@ -63,7 +63,7 @@ def start_of(sinks, heads, is_head, counts, BLOCK_DV: tl.constexpr, HAS_SINKS: t
 
 @triton.jit
 def join(highest, total, mixed, highest_b, total_b, mixed_b):
-    """One running softmax of two over different keys."""
+    """Merge two running softmaxes over different keys."""
     higher = tl.maximum(highest, highest_b)
     anchor = tl.where(higher > -INF, higher, 0.0)
     fade, fade_b = tl.exp2(highest - anchor), tl.exp2(highest_b - anchor)

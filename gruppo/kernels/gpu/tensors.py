@@ -1,4 +1,4 @@
-"""Questions that several kernels have about the tensors they are given."""
+"""Checks and conversions of input tensors that several kernels need."""
 
 import torch
 from torch import Tensor
@@ -11,5 +11,5 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def with_rows(x: Tensor) -> Tensor:
-    """Itself, or a copy if there are gaps in the last dimension: a gradient may come with any strides."""
+    """`x`, or a copy if its last dimension is not contiguous: a gradient may have any strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
