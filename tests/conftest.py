@@ -4,6 +4,7 @@ import functools
 import gc
 import json
 import os
+import random
 import socket
 import zlib
 from collections.abc import Generator
@@ -14,6 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,6 +90,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # Each unwrapping of a model asks whether deepspeed is installed, and reads its description to know.
     imports._is_package_available = functools.cache(imports._is_package_available)
     _set_aside()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Each test draws the same random numbers, whichever tests ran before it in its process."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)
