@@ -69,7 +69,7 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
 
 
 def _device_map(asked: Any, args: Any) -> Any:
-    """The `device_map` to load with: `asked` if given, else the only GPU, or "auto" for several.
+    """The `device_map` to load with: `asked` if given, else the only GPU; several in one process are refused earlier.
 
     None, in distributed runs and on a CPU, leaves the placement to Trainer. With one GPU, "auto" would leave layers in
     main memory if the GPU is partly in use; without it, loading raises.
@@ -80,7 +80,7 @@ def _device_map(asked: Any, args: Any) -> Any:
         return None
     if asked is not None:
         return asked
-    return {"": torch.cuda.current_device()} if torch.cuda.device_count() == 1 else "auto"
+    return {"": torch.cuda.current_device()}
 
 
 def cast_image_features(model: nn.Module) -> None:

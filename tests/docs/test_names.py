@@ -39,7 +39,8 @@ FOREIGN = {
 def inline_code(page: str) -> list[str]:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     text = re.sub(r"<!-- run:.*?-->|```.*?```|<!-- fields:.*?<!-- end of fields -->", "", text, flags=re.DOTALL)
-    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
+    paragraphs = (" ".join(part.split()) for part in text.split("\n\n"))  # code may be broken over two lines
+    return [code for part in paragraphs for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", part)]
 
 
 @cache
