@@ -1,4 +1,4 @@
-"""What every result file says about where it came from, and runs over several seeds."""
+"""Provenance that every result file records, and the command line of benchmarks that run over several seeds."""
 
 import argparse
 import importlib.metadata as metadata
@@ -16,9 +16,9 @@ import torch
 
 
 def git_commit() -> str:
-    """The commit that was measured, with a mark if the tree had changes on top of it.
+    """The commit that was measured, with the suffix `+changes` if there are uncommitted changes in gruppo.
 
-    A machine that gets a copy of the files without their history is told by GRUPPO_COMMIT.
+    On a machine that has a copy of the files without the git history, GRUPPO_COMMIT provides the commit.
     """
     if "GRUPPO_COMMIT" in os.environ:
         return os.environ["GRUPPO_COMMIT"]
@@ -33,7 +33,7 @@ def git_commit() -> str:
 
 
 def _portable(argument: str) -> str:
-    """An argument without the part of a path that means something on one machine only."""
+    """A command-line argument with an absolute path reduced to the file name: folders are specific to a machine."""
     option, equals, value = argument.partition("=")
     if equals and Path(value).is_absolute():
         return f"{option}={Path(value).name}"
@@ -44,7 +44,7 @@ def _portable(argument: str) -> str:
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """Commit, date, device, versions and the command of a measurement."""
+    """The commit, date, device, versions and command of a measurement."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "accelerate", *packages)}
     return {

@@ -3,9 +3,9 @@
     make bench-peers
     .venv-peers/bin/python benchmarks/cpu_step.py --out benchmarks/results/cpu_step.json
 
-Both run the demo's training (model, task, settings, all steps) on the CPU, in turns: a busy machine slows both.
-Ratios are of medians over steps: of wall seconds, and of processor seconds, which other work on the machine hardly
-changes.
+Both run the demo's training (model, task, settings, all steps) on the CPU, in turns, so that a busy machine slows
+both. Ratios are of medians over steps, once of wall seconds and once of processor seconds, which other work on the
+machine hardly affects.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Clock(TrainerCallback):
 
 
 def measure(library: Any, steps: int, seed: int) -> list[tuple[float, float]]:
-    """A run of the demo; (wall, processor) seconds of its steps."""
+    """Run the demo and return the (wall, processor) seconds of its steps."""
     train, _ = load_task()
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):

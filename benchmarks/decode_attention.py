@@ -1,10 +1,11 @@
-"""Microseconds of one layer's decode attention, with prompts read by every row or once for several rows.
+"""Microseconds of one layer's decode attention, with each prompt read by every row or once for several rows.
 
     python benchmarks/decode_attention.py                 (needs a CUDA device)
 
-Rows, heads and sizes are those of the rollout cases, tails half their length; prompts of several lengths. `floor` is
-what a device-to-device copy needs to move the distinct bytes (each prompt once, every tail). A copy writes as much as
-it reads and is recorded in a graph like the rest; a kernel that only reads can be quicker.
+Rows, heads and sizes are those of the rollout cases, and prompts have several lengths. The tails (the tokens sampled
+so far) have half the maximum length of a completion. `floor` is the time that a device-to-device copy needs to move
+the distinct bytes (each prompt once, every tail). The copy is captured in a CUDA graph like the rest and writes as
+much as it reads, so a kernel that only reads can be faster.
 """
 
 import argparse
@@ -40,7 +41,7 @@ SHAPES = {
 
 
 def tensors(shape: Shape, prompt: int) -> list[torch.Tensor]:
-    """Query, pools and the ranges of every row."""
+    """The query, the KV pools, and the prompt and tail ranges of every row."""
     rows = shape.prompts * shape.samples
     places = shape.prompts * prompt + rows * shape.tail
     pools = [torch.randn(places, shape.kv_heads, shape.size, device="cuda").bfloat16() for _ in range(2)]
@@ -52,7 +53,7 @@ def tensors(shape: Shape, prompt: int) -> list[torch.Tensor]:
 
 
 def microseconds(call: Any, repeats: int = 10) -> float:
-    """Median of five replays of a graph of `repeats` calls, per call."""
+    """Microseconds per call: the median over five replays of a CUDA graph of `repeats` calls."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -71,7 +72,7 @@ def microseconds(call: Any, repeats: int = 10) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second of a large copy, read and written."""
+    """Bytes per second, read plus written, of a large copy."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / (microseconds(lambda: target.copy_(source), 3) * 1e-6)

@@ -1,4 +1,4 @@
-"""The demo, as a person runs it: seconds and held-out accuracy before and after, for several seeds.
+"""The demo, run from the command line: seconds, and held-out accuracy before and after, for several seeds.
 
 .venv/bin/python benchmarks/demo.py --out benchmarks/results/demo.json
 """
@@ -17,7 +17,7 @@ from benchmarks.common import measure_seeds
 
 
 def run(seed: int) -> dict[str, Any]:
-    """One `gruppo demo` in a process of its own."""
+    """One `gruppo demo` in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "gruppo", "demo", "--seed", str(seed), "--output-dir", folder]
         start = time.perf_counter()

@@ -1,14 +1,14 @@
-"""How long `gruppo eval` takes: every problem of a benchmark, greedy, in processes of their own.
+"""How long `gruppo eval` takes: every problem of a benchmark, greedy, each evaluation in a separate process.
 
     python benchmarks/evaluation.py --model smollm2 --data-dir DATA --out benchmarks/results/eval_smollm2.json
 
-The first process may have to compile kernels, which later ones find in a cache; each is reported. With `--vllm-site`
-the same prompts are also given to vLLM in a plain script, as often. Of both:
+The first process may have to compile kernels, which later processes find in a cache; every process is reported. With
+`--vllm-site` the same prompts are also given to vLLM in a plain script, as many times. Reported for both:
 
-    process_seconds      the whole process, with the imports
-    load_seconds         the model, after the imports; vLLM: also what it prepares before its first token
-    after_load_seconds   from there to the end of the work. Ours also prepares its sampler (`sampler_seconds`), makes
-                         the prompts, grades, and keeps every completion; vLLM is given tokens and only samples
+    process_seconds      the whole process, including the imports
+    load_seconds         loading the model, after the imports; for vLLM including the work before its first token
+    after_load_seconds   from there to the end of the work. gruppo also prepares its sampler (`sampler_seconds`),
+                         renders the prompts, grades, and stores every completion; vLLM gets tokens and only samples
 """
 
 import argparse
@@ -43,14 +43,14 @@ json.dump(found, open(out, "w"))
 
 
 def timed(command: list[str], variables: dict[str, str] | None = None) -> float:
-    """The seconds that a process takes from its start to its end."""
+    """Run a process and return its duration in seconds."""
     start = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr, env=variables)
     return round(time.perf_counter() - start, 2)
 
 
 def run_ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One evaluation in a process of its own."""
+    """One evaluation in a separate process."""
     asked = ["--benchmarks", options.benchmark, "--data-dir", str(options.data_dir)]
     asked += ["--max-new-tokens", str(options.max_new_tokens), "--output-dir", str(folder)]
     process = timed([sys.executable, "-m", "gruppo", "eval", str(options.model), *asked])
@@ -66,7 +66,7 @@ def run_ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def write_prompts(options: argparse.Namespace, path: Path) -> None:
-    """The prompts of the benchmark as tokens."""
+    """Write the prompts of the benchmark as token ids."""
     from transformers import AutoTokenizer
 
     from gruppo.evaluation.benchmarks import find_benchmark
@@ -82,7 +82,7 @@ def write_prompts(options: argparse.Namespace, path: Path) -> None:
 
 
 def run_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The same prompts through vLLM, in a process of its own."""
+    """The same prompts with vLLM, in a separate process."""
     from benchmarks.rollout_vllm import ENVIRONMENT
 
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""What it costs to even out an update: two processes on one host exchange rows and bring their scores home.
+"""The cost of balancing an update: two processes on one host exchange rows and return the scores to their owners.
 
 python -m benchmarks.exchange --out benchmarks/results/exchange.json
 """
@@ -25,7 +25,7 @@ PROMPTS, COMPLETIONS, PROMPT_TOKENS, LONGEST = 16, 16, 200, 1024
 
 
 def batch_of(rank: int) -> TrainBatch:
-    """Ragged completions, of which process 0 has the long ones."""
+    """Completions of different lengths; those of process 0 are longer."""
     chance, rows = random.Random(rank), PROMPTS * COMPLETIONS
     typical = 6.5 if rank == 0 else 5.5
     lengths = [min(max(int(chance.lognormvariate(typical, 0.6)), 2), LONGEST) for _ in range(rows)]

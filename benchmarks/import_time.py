@@ -1,9 +1,9 @@
-"""Seconds until `import gruppo` and `gruppo --help` are done.
+"""Seconds that `import gruppo` and `gruppo --help` take.
 
     python benchmarks/import_time.py --out benchmarks/results/import_time.json       (CPU only)
 
-Each in a new process, with the files in the cache of the disk; the fastest of several, since other work on the machine
-only adds, their median, and what Python itself takes to start beside them.
+Each run is a new process, with the files in the disk cache. Reported are the fastest run, because other work on the
+machine can only add time, and the median; the start-up time of Python itself is measured for comparison.
 """
 
 import argparse
@@ -28,7 +28,7 @@ COMMANDS = {
 
 def seconds(arguments: list[str]) -> list[float]:
     found = []
-    for _ in range(RUNS + 1):  # the first one fills the cache
+    for _ in range(RUNS + 1):  # the first run only fills the disk cache
         start = time.perf_counter()
         subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
         found.append(time.perf_counter() - start)

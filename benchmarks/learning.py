@@ -1,8 +1,8 @@
-"""The published recipes as config fields, and what a short run of one does to the demo's model.
+"""The published recipes as config fields, and the effect of a short run of each on the demo's model.
 
     python benchmarks/learning.py --out benchmarks/results/learn_demo.json      [two cores, about four minutes]
 
-tests/learning asserts what this measures.
+tests/learning checks the same results with assertions.
 """
 
 import sys
@@ -23,10 +23,10 @@ from gruppo.algo.advantages import Advantages
 from gruppo.demo import accuracy, exact_match, load_task, model_path
 
 STEPS = 20
-HELD_OUT = 300  # the deviation of an accuracy is then under 3 points
+HELD_OUT = 300  # problems; the standard deviation of an accuracy is then below 3 points
 
-# 8 prompts × 8 completions, each generation used twice: in the second update ratios are not 1, so that the recipes,
-# which have one gradient on-policy, differ.
+# 8 prompts × 8 completions, each generation used twice: in the second update ratios are not 1, so that the recipes
+# differ, which all have the same gradient on-policy.
 SETTINGS: dict[str, Any] = dict(
     per_device_train_batch_size=64,
     num_generations=8,
@@ -46,7 +46,7 @@ SETTINGS: dict[str, Any] = dict(
 
 @dataclass(frozen=True)
 class Recipe:
-    """A trainer, and the settings that its paper names."""
+    """A trainer, and the settings given in the recipe's paper."""
 
     trainer: type[Any] = GRPOTrainer
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ RECIPES: dict[str, Recipe] = {
 
 @dataclass(frozen=True)
 class Lift:
-    """Greedy held-out accuracy before and after a run, and what the run logged at each step."""
+    """Greedy held-out accuracy before and after a run, and the logs of its steps."""
 
     before: float
     after: float
@@ -81,7 +81,7 @@ class Lift:
 
 
 def lift(recipe: str, seed: int, steps: int = STEPS, *, reversed_sign: bool = False) -> Lift:
-    """Train the demo's model; with `reversed_sign` away from what its rewards say is better."""
+    """Train the demo's model; with `reversed_sign`, with all advantages negated."""
     chosen = RECIPES[recipe]
     trainer_class = backwards(chosen.trainer) if reversed_sign else chosen.trainer
     train, held_out = task()

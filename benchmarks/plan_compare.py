@@ -1,10 +1,10 @@
-"""What `gruppo plan` predicts beside what committed results have measured.
+"""Compares the predictions of `gruppo plan` with the measurements of committed results.
 
     python benchmarks/plan_compare.py            (prints them and fills the tables of docs/plan.md)
 
-Every result of a whole run, of an update or of a rollout that says how much memory it took is compared; none is left
-out. Constants that a prediction needs come from some of the same files (benchmarks/plan_constants.py), so seconds on
-the H200 are partly a fit; memory is arithmetic but for the program itself and the allocator's gaps.
+Every result of a whole run, an update or a rollout that records its memory use is compared; none is left out. The
+constants that predictions need come from some of the same files (benchmarks/plan_constants.py), so seconds on the H200
+are partly a fit. Memory is pure arithmetic except for the program itself and the allocator's gaps.
 """
 
 import json
@@ -35,7 +35,7 @@ WIDTHS = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measured number and the predicted one."""
+    """A measured value and its prediction."""
 
     source: str  # file, and case in it
     what: str  # "GiB …" or "seconds …"
@@ -54,7 +54,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def model_of(shape: dict[str, Any] | None) -> Model:
-    """From the fields of Qwen2Config; SmolLM2's where a file names none, whose projections have no bias."""
+    """The model with these fields of Qwen2Config; without a shape SmolLM2, a Llama whose projections have no bias."""
     from transformers import LlamaConfig, Qwen2Config
 
     return read_model(LlamaConfig(**SMOLLM2) if shape is None else Qwen2Config(**shape))
@@ -64,7 +64,7 @@ def device_of(result: dict[str, Any], memory_gib: float | None = None) -> Device
     name = result["device"].removeprefix("NVIDIA ")
     if memory_gib is None:
         return DEVICES[name]
-    # The limit is torch's; the program takes its own beside it.
+    # The limit applies to torch's allocations; the memory of the program itself comes on top.
     return replace(DEVICES[name], memory=memory_gib + MEASURED["cuda"]["program_bytes"] / GIB)
 
 
@@ -103,7 +103,7 @@ def step_memory() -> Iterator[Comparison]:
         phases = {phase.name: phase.bytes - memory.program.bytes for phase in memory.phases}
         parts = record["peak_allocated_gib_by_part"]
         yield Comparison(name, "GiB allocated in the update", parts["update"], phases["update"] / GIB)
-        # `collect` is sampling, less the keys and values, which are not in torch's statistics, and the parity check.
+        # `collect` covers the parity check, and sampling without the KV cache, which torch's statistics leave out.
         collect = max(phases["parity check"], phases["sampling"] - memory.pool.bytes)
         yield Comparison(name, "GiB allocated between updates", parts["collect"], collect / GIB)
         yield Comparison(name, "GiB of the device", record["peak_device_gib"], memory.device_bytes / GIB)
@@ -132,7 +132,7 @@ def update_memory() -> Iterator[Comparison]:
     changes: dict[str, dict[str, Any]] = {
         "everything": {},
         "fused_layers=False": {"fused": False},
-        "fused_head=False": {},  # not told apart
+        "fused_head=False": {},  # the prediction does not distinguish it
         "prompts not shared": {"generations": 1},
         "garbage collection": {},
         "max_tokens_per_micro_batch=4400": {"tokens": 4400},
@@ -209,7 +209,7 @@ def case_job(case: dict[str, Any], device: Device, **known: Any) -> Job:
 
 
 def cpu_device(memory_gib: float = 16) -> Device:
-    """One thread of a CPU, with so much memory."""
+    """One thread of a CPU with `memory_gib` of memory."""
     speed = MEASURED["cpu"]["tflops_per_thread"]
     return Device("CPU", speed, speed, MEASURED["cpu"]["bandwidth"], memory_gib, kind="cpu")
 
@@ -223,7 +223,7 @@ def cpu_memory(name: str = "plan_cpu") -> Iterator[Comparison]:
 
 
 def gpu_memory(name: str = "plan_gpu") -> Iterator[Comparison]:
-    """The largest phase of each run, and the phases that took a quarter of it or more."""
+    """The largest phase of each run, and every phase that took more than a quarter of its memory."""
     result = load(f"{name}.json")
     for case, run in result["runs"].items():
         if "failed" in run:
@@ -244,7 +244,7 @@ def gpu_memory(name: str = "plan_gpu") -> Iterator[Comparison]:
 
 
 def step_seconds() -> Iterator[Comparison]:
-    """Steps and their parts; what rewards take is not predicted and not counted."""
+    """Steps and their parts; the time of rewards is not predicted and therefore not counted."""
     for name in STEPS:
         median = load(f"{name}.json")["engines"]["gruppo"]["median"]
         job = step_job(name)
@@ -288,7 +288,7 @@ def comparisons() -> Iterator[Comparison]:
 
 
 def example_table() -> str:
-    """The worked example: the update of a step, term by term, and what was measured."""
+    """The worked example: the memory of a step's update, term by term, and the measurement."""
     name = "step_qwen2-1.5b"
     memory, record = Memory(step_job(name)), load(f"{name}.json")["engines"]["gruppo"]
     (update,) = [phase for phase in memory.phases if phase.name == "update"]

@@ -1,9 +1,10 @@
-"""The constants of `gruppo plan` that are measured and not derived, from committed results.
+"""Computes the constants of `gruppo plan` that are measured, not derived, from committed results.
 
     python benchmarks/plan_constants.py            (writes gruppo/plan/measured.json)
 
-What decoding and updates reach of a device's peaks is fitted to a few results on one H200: the constants with which
-the largest relative error is smallest, on a grid. It is printed. Of a CPU only one thread was measured.
+The shares of a device's peak rates that decoding and updates reach are fitted to a few results on one H200: a grid
+search for the constants that minimise the largest relative error, which is printed. On a CPU only one thread was
+measured.
 """
 
 import itertools
@@ -38,7 +39,7 @@ def worst(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def fit(start: dict[str, float], grid: dict[str, list[float]], error: Callable[[dict[str, float]], float]) -> float:
-    """Set the constants of the grid to its best point; returns the error there."""
+    """Set the constants to the best point of the grid, in place, and return the error there."""
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     best = min(points, key=lambda point: error(start | point))
     start |= best
@@ -49,7 +50,7 @@ def fit(start: dict[str, float], grid: dict[str, list[float]], error: Callable[[
 
 
 def memory_of_cuda() -> dict[str, float]:
-    """What a process takes beside torch's memory, and how much more torch holds than was asked of it."""
+    """Memory of a process outside of torch, and torch's reserved memory in excess of its allocated memory."""
     records = [load(f"{name}.json")["engines"]["gruppo"] for name in STEPS]
     beside = statistics.mean(record["peak_device_gib"] - record["peak_reserved_gib"] for record in records)
     gaps = statistics.mean(record["peak_reserved_gib"] / record["peak_allocated_gib"] - 1 for record in records)
@@ -57,7 +58,7 @@ def memory_of_cuda() -> dict[str, float]:
 
 
 def decode_pairs(constants: dict[str, float]) -> list[tuple[float, float]]:
-    """Decoding of rollouts and of steps."""
+    """(predicted, measured) seconds of decoding, in rollouts and in steps."""
     pairs = []
     for name in ROLLOUTS:
         rounds = load(f"{name}.json")["engines"]["builtin"]["rounds"]
@@ -89,7 +90,7 @@ def fit_decoding(constants: dict[str, float]) -> float:
 
 
 def update_constants() -> dict[str, float]:
-    """What large passes reach of the peak, and what the host needs for a layer of passes that are too small."""
+    """The share of the peak that large passes reach, and the host's seconds per layer, which bound small passes."""
     result = load("update_qwen2-1.5b.json")
     cases, flops = result["cases"], result["limit"]["flops"]
     job = step_job("step_qwen2-1.5b")
@@ -101,12 +102,12 @@ def update_constants() -> dict[str, float]:
 
 
 def seconds_per_completion() -> float:
-    """What a step takes beside sampling and passes, of rewards, rows, texts, records, audits and metrics."""
+    """Seconds per completion outside of sampling, rewards and passes: rows, texts, records, audits and metrics."""
     found = []
     for name in STEPS[:4]:
         record = load(f"{name}.json")["engines"]["gruppo"]["median"]
         found.append((record["collect"] - record["generation"] - record["rewards"]) / step_job(name).rows)
-    # An update inside a step, and the same passes alone.
+    # The difference between an update within a step and the same passes alone.
     step, alone = load("step_qwen2-1.5b.json"), load("update_qwen2-1.5b.json")["cases"]["everything"]["seconds"]
     rest = (step["engines"]["gruppo"]["median"]["update"] - alone) / step_job("step_qwen2-1.5b").rows
     return round(statistics.mean(found) + rest, 6)
@@ -116,9 +117,9 @@ def seconds_per_completion() -> float:
 
 
 def cpu_constants() -> dict[str, float]:
-    """Of one thread: what it holds before the first weight, what allocators add, and its speed.
+    """The constants of one thread: memory before the first weight is loaded, allocator overhead, and speed.
 
-    The speed of a thread is stated as 0.1 TFLOP/s; how much of it decoding and updates reach is fitted.
+    The peak of a thread is set to 0.1 TFLOP/s; the shares of it that decoding and updates reach are fitted.
     """
     runs = load("plan_cpu.json")["runs"]
     constants = START | {"tflops_per_thread": 0.1, "bandwidth": 0.02, "bandwidth_reached": 1.0, "seconds_per_logit": 0}
@@ -129,7 +130,7 @@ def cpu_constants() -> dict[str, float]:
     for name, run in runs.items():
         own = memories[name].peak.bytes - memories[name].program.bytes
         measured = max(run["peak_bytes"].values()) - constants["program_bytes"]
-        if own > 0.1 * constants["program_bytes"]:  # of a tiny model nothing is left to compare
+        if own > 0.1 * constants["program_bytes"]:  # a tiny model's own memory is too small to compare
             gaps.append(measured / own - 1)
     constants["gap"] = round(statistics.mean(gaps), 3)
 

@@ -1,9 +1,9 @@
-"""Peak memory and seconds of small runs on the CPU, phase by phase, beside what `gruppo plan` predicts.
+"""Peak memory and seconds of small runs on the CPU, phase by phase, for comparison with `gruppo plan`.
 
     python benchmarks/plan_cpu.py --out benchmarks/results/plan_cpu.json
 
-Each run has a process of its own. Memory is the process's resident set; its peak begins anew with each phase, but what
-a phase gives back to Python may stay in the set, so later phases show what is left of earlier ones.
+Each run has a separate process. Memory is the process's resident set, whose peak is reset at each phase. Memory that a
+phase frees may stay in the resident set, so later phases include what is left of earlier ones.
 """
 
 import argparse

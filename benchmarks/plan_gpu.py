@@ -1,11 +1,11 @@
-"""Peak memory and seconds of runs on a GPU, phase by phase, beside what `gruppo plan` predicts.
+"""Peak memory and seconds of runs on a GPU, phase by phase, compared with the predictions of `gruppo plan`.
 
     python benchmarks/plan_gpu.py --out benchmarks/results/plan_gpu.json
     python benchmarks/plan_gpu.py --tiny --out runs/plan_tiny.json      (on a CPU, to try it)
 
-Each run has a process of its own, random weights and a few updates. `peak_bytes` is what torch allocated in a phase,
-in sampling with the pool of keys and values, which torch's statistics do not know. Runs for which no time is left are
-named in `left_out`.
+Each run has a separate process, random weights and a few updates. `peak_bytes` is what torch allocated in a phase; in
+sampling it includes the KV pool, which is not in torch's statistics. Runs for which no time is left are listed in
+`left_out`.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def tiny(case: Case) -> Case:
 
 
 def predicted(case: Case, device: Device) -> dict[str, Any]:
-    """The forecast's side: bytes of each phase without the program, decisions, and seconds."""
+    """The prediction: bytes of each phase without the program, plans, and seconds."""
     job = case_job(asdict(case), device)
     memory = Memory(job)
     names = {"parity check": "parity"}

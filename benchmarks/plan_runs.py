@@ -1,7 +1,7 @@
-"""Runs whose memory and time `gruppo plan` is compared with: what they train, and how their phases are measured.
+"""Runs whose memory and time are compared with `gruppo plan`: their settings, and how their phases are measured.
 
-Every case is a run of its own process (see `apart`): random weights of a given shape, prompts of one length,
-completions that are all written to the limit, and a reward that differs inside every group.
+Every case runs in a separate process (see `apart`): random weights of a given shape, prompts of equal length,
+completions that are all written up to the limit, and a reward that differs within every group.
 """
 
 import json
@@ -43,7 +43,7 @@ class Case:
     updates: int = 3
 
     def settings(self, folder: str, *, on_cpu: bool) -> dict[str, Any]:
-        """Of GRPOConfig, but the model's."""
+        """The fields of GRPOConfig."""
         return {
             "output_dir": folder,
             "max_steps": self.updates,
@@ -64,7 +64,7 @@ class Case:
 
 
 class Probe:
-    """The most memory in use since the last reset: of the process on a CPU, of torch and the pool on a GPU."""
+    """Peak memory since the last reset: of the process on a CPU, of torch and the KV pool on a GPU."""
 
     def __init__(self, *, on_cpu: bool):
         self.on_cpu = on_cpu
@@ -73,7 +73,7 @@ class Probe:
 
     def reset(self) -> None:
         if self.on_cpu:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak resident set size
         else:
             torch.cuda.reset_peak_memory_stats()
 
@@ -86,7 +86,7 @@ class Probe:
 
     @contextmanager
     def phase(self, name: str, outside: str, more: Callable[[], int] = lambda: 0) -> Iterator[None]:
-        """What happens in here is this phase; what happened before belongs to `outside`. `more` adds other memory."""
+        """Attribute the peak inside the block to `name`, plus `more()`, and the peak before it to `outside`."""
         self.note(outside)
         yield
         self.note(name, more())
@@ -97,9 +97,10 @@ class Probe:
 
 
 class Clock(TrainerCallback):
-    """Seconds of every update, and of the phases inside it; on a CPU those of the processor.
+    """Seconds of every update and of the phases inside it; on a CPU, processor seconds.
 
-    Other work on the machine hardly changes these. The first update has kernels to compile and graphs to capture.
+    Other work on the machine hardly affects processor seconds. The first update includes kernel compilation and CUDA
+    graph capture.
     """
 
     def __init__(self, on_cpu: bool) -> None:
@@ -135,7 +136,7 @@ def watch(trainer: Any, probe: Probe, clock: Clock) -> None:
     def pool_bytes() -> int:
         runner = getattr(getattr(trainer.backend, "engine", None), "_runner", None)
         lent = runner is not None and runner.pool._memory is not None
-        return runner.pool.bytes if lent else 0  # what torch has lent is not in its statistics
+        return runner.pool.bytes if lent else 0  # memory lent to the pool is not in torch's statistics
 
     def wrap(owner: Any, method: str, name: str, more: Callable[[], int] = lambda: 0) -> None:
         original = getattr(owner, method)
@@ -152,7 +153,7 @@ def watch(trainer: Any, probe: Probe, clock: Clock) -> None:
 
 
 def random_model(case: Case, device: str) -> Any:
-    """Random weights of the case's shape, with nothing in them that ends a completion."""
+    """A model of the case's shape with random weights, without tokens that end a completion."""
     none = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
     torch.manual_seed(0)
     with torch.device(device):
@@ -162,13 +163,13 @@ def random_model(case: Case, device: str) -> Any:
 
 
 def make_model(case: Case, folder: Path) -> None:
-    """The model in a folder, with the demo's tokenizer."""
+    """Write the model to a folder, with the demo's tokenizer."""
     AutoTokenizer.from_pretrained(model_path()).save_pretrained(folder)
     random_model(case, "cpu").save_pretrained(folder)
 
 
 def measure(case: Case, folder: Path | None, *, on_cpu: bool) -> dict[str, Any]:
-    """Train the model of a folder, or one that is made on the device, and say what each phase took."""
+    """Train the model of a folder, or one created on the device, and return the memory and seconds of each phase."""
     from gruppo import GRPOConfig, GRPOTrainer
 
     probe, clock = Probe(on_cpu=on_cpu), Clock(on_cpu)
@@ -212,13 +213,13 @@ def measure(case: Case, folder: Path | None, *, on_cpu: bool) -> dict[str, Any]:
 
 
 def device_bytes() -> int:
-    """What the context of a process takes beside torch's memory."""
+    """Memory in use on the device outside of torch, such as the CUDA context of the process."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 
 
 def apart(case: Case, *, on_cpu: bool, limit: float, script: str, threads: int = 1) -> dict[str, Any]:
-    """The case in a process of its own, which starts with an empty device."""
+    """Run the case in a separate process, which starts with an empty device."""
     with tempfile.TemporaryDirectory() as place:
         asked, answer = Path(place) / "case.json", Path(place) / "answer.json"
         asked.write_text(json.dumps(asdict(case)), encoding="utf-8")
@@ -246,12 +247,12 @@ def apart(case: Case, *, on_cpu: bool, limit: float, script: str, threads: int =
 
 
 def work(asked: Path, answer: Path, *, on_cpu: bool, loads: bool) -> None:
-    """The other side of `apart`. With `loads` the model comes from a folder, otherwise it is made on the device."""
+    """The child process of `apart`. With `loads` the model is read from a folder, else it is created on the device."""
     case = Case(**json.loads(asked.read_text(encoding="utf-8")))
     with tempfile.TemporaryDirectory() as folder:
         if loads:
             build = [sys.executable, __file__, str(asked), folder]
-            subprocess.run(build, check=True)  # elsewhere, so that its memory does not count
+            subprocess.run(build, check=True)  # in another process, so that its memory does not count
         found = measure(case, Path(folder) if loads else None, on_cpu=on_cpu)
     answer.write_text(json.dumps(found), encoding="utf-8")
 

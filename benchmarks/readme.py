@@ -14,8 +14,8 @@ PEERS = {
     "vllm": "vLLM 0.24 as TRL drives it",
     "vllm-best": "vLLM 0.24 in a plain script",
 }
-SEEDS = "grpo_big_tokens_t06_mean"  # the experiment on a real model that has several seeds
-# Cases of benchmarks/step.py and what the README calls them, in its order; engines likewise.
+SEEDS = "grpo_big_tokens_t06_mean"  # the experiment on a real model with several seeds
+# The cases of benchmarks/step.py and their labels in the README, in its order; then the same for engines.
 STEPS = {
     "qwen2-1.5b": "1.5B Qwen2 shape in bfloat16, 32 prompts × 16 × 512 tokens",
     "qwen2-1.5b-lean": "the same, with 21 GiB in all",
@@ -30,7 +30,7 @@ STEP_ENGINES = {
     "trl-vllm": "TRL 1.16 + vLLM 0.24",
 }
 STEP_MARKS = ("<!-- steps: benchmarks/readme.py -->", "<!-- end of steps -->")
-# Parts of a decoding step and the names of their kernels.
+# Parts of a decoding step, and patterns of the names of their kernels.
 PARTS = {
     "matrix products, the head included": "^nvjet|cutlass|splitK",
     "attention": "^_decode_kernel|^_prompt_kernel|^_merge_kernel",
@@ -44,7 +44,7 @@ PARTS = {
 
 
 def rows() -> dict[str, str]:
-    """The result cell of each row of README's table, by the file it comes from."""
+    """The result cells of the table in the README, keyed by the name of their result file."""
     results = {path.stem: json.loads(path.read_text()) for path in (ROOT / "benchmarks/results").glob("*.json")}
     runs = results["demo"]["runs"]
     befores, afters, seconds = ([run[key] for run in runs] for key in ("before", "after", "seconds"))
@@ -75,7 +75,7 @@ def rows() -> dict[str, str]:
 
 
 def lifted(runs: list[dict[str, Any]]) -> str:
-    """How far short runs of every recipe come, and how far with the sign of the advantages reversed."""
+    """The gains of short runs of every recipe, and those with the sign of the advantages reversed."""
     points = {
         way: [100 * (run["after"] - run["before"]) for run in runs if run["reversed"] == way] for way in (False, True)
     }
@@ -86,7 +86,7 @@ def lifted(runs: list[dict[str, Any]]) -> str:
 
 
 def taught(start: dict[str, Any], result: dict[str, Any]) -> str:
-    """What a few minutes of reinforcement learning taught a real model, over all seeds."""
+    """What a few minutes of reinforcement learning gain on a real model, averaged over all seeds."""
     (before,) = (run["evaluation"] for run in start["runs"])
     after = {key: statistics.fmean(run["evaluation"][key] for run in result["runs"]) for key in ("greedy", "maj")}
     gain = result["gain"]["top-1"]
@@ -99,7 +99,7 @@ def taught(start: dict[str, Any], result: dict[str, Any]) -> str:
 
 
 def raced(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """How soon each was as far as the slower one came."""
+    """The time that each took for as many updates as the slower one completed."""
     (mine,), (peer,) = ours["runs"], theirs["runs"]
     updates = min(mine["updates"], peer["updates"])
     (first, second) = (run["steps"]["seconds"][updates - 1] for run in (mine, peer))
@@ -112,18 +112,18 @@ def raced(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def replayed(result: dict[str, Any]) -> float:
-    """The largest difference of a loss between a run and its replay."""
+    """The largest difference between the losses of a run and of its replay."""
     return float(max(run["loss"] for run in (result["demo"], *result["runs"].values())))
 
 
 def imported(seconds: dict[str, float]) -> str:
-    """What importing and helping take beside Python's own start."""
+    """The time of `import gruppo` and `gruppo --help` in excess of Python's own start-up."""
     added = [seconds[name] - seconds["python"] for name in ("import gruppo", "gruppo --help")]
     return f"{added[0]:.2f} s and {added[1]:.2f} s more than Python alone"
 
 
 def evaluated(result: dict[str, Any]) -> str:
-    """How long an evaluation takes, the first time on a machine and later; and vLLM beside it, if it was there."""
+    """The time of an evaluation, the first time on a machine and later; and that of vLLM, if it was measured."""
     first, *later = (run["after_load_seconds"] for run in result["runs"])
     text = f"{statistics.median(later):.1f} s after loading; {first:.1f} s the first time, which compiles kernels"
     if "vllm" in result:
@@ -133,7 +133,7 @@ def evaluated(result: dict[str, Any]) -> str:
 
 
 def soaked(result: dict[str, Any]) -> str:
-    """What a long run with faults and kills left behind."""
+    """The outcome of a long run with faults and kills."""
     growth = max(process["memory_growth"] for process in result["processes"])
     left = sum(result["left"].values())
     books = "books balance" if not result["problems"] else "; ".join(result["problems"])
@@ -141,7 +141,7 @@ def soaked(result: dict[str, Any]) -> str:
 
 
 def looked_at(result: dict[str, Any]) -> str:
-    """What a person waits for in the viewer."""
+    """The waiting times of a user of the viewer."""
     worst = result["worst_ms"]
     filters = max(numbers["worst"] for name, numbers in result["filters_ms"].items() if name != "search")
     return (
@@ -157,7 +157,7 @@ def fill_view_page(text: str) -> str:
 
 
 def learned(runs: list[dict[str, Any]]) -> str:
-    """What the examples with tools came to, over their seeds."""
+    """The results of the examples with tools, as ranges over their seeds."""
 
     def change(example: str, key: str) -> str:
         values = [(run["before"][key], run["after"][key]) for run in runs if run["example"] == example]
@@ -169,7 +169,7 @@ def learned(runs: list[dict[str, Any]]) -> str:
 
 
 def rollout(result: dict[str, Any]) -> str:
-    """Tokens a second of the built-in engine and how much faster than each peer of the same run."""
+    """Tokens per second of the built-in engine, and its speed-up over each peer of the same run."""
     rates = {name: engine["median_tokens_per_second"] for name, engine in result["engines"].items()}
     own = rates.pop("builtin")
     peers = ", ".join(f"{ratio(own / rate)} × {PEERS[name]}" for name, rate in rates.items() if name in PEERS)
@@ -178,12 +178,12 @@ def rollout(result: dict[str, Any]) -> str:
 
 
 def ratio(times: float) -> str:
-    """Two digits, and of a close race three."""
+    """A ratio with two significant digits; with two decimals if it is below 2."""
     return f"{times:.2f}" if times < 2 else f"{times:.2g}"
 
 
 def step_table() -> str:
-    """Whole training steps as a Markdown table, a row for each engine of each case; nothing if none was measured."""
+    """Whole training steps as a Markdown table, one row per engine and case; empty if none were measured."""
     lines = []
     for case, what in STEPS.items():
         path = ROOT / f"benchmarks/results/step_{case}.json"
@@ -202,7 +202,7 @@ def step_table() -> str:
 
 
 def step_row(label: str, name: str, records: dict[str, Any]) -> str:
-    """An engine's medians, and how many times as long as gruppo's step its own takes."""
+    """The medians of an engine, and its step time as a multiple of gruppo's."""
     median, memory = records[name]["median"], records[name].get("peak_device_gib")
     times = ""
     if name != "gruppo" and "median" in records.get("gruppo", {}):
@@ -220,7 +220,7 @@ def step_row(label: str, name: str, records: dict[str, Any]) -> str:
 
 
 def fill_steps(text: str) -> str:
-    """The README with its table of steps replaced; the first time, it goes after the table of results."""
+    """The README with its table of steps replaced; if it has none yet, the table is added after that of results."""
     table = step_table()
     if not table:
         return text
@@ -235,7 +235,7 @@ def fill_steps(text: str) -> str:
 
 
 def time_table() -> str:
-    """Where a decoding step goes, as a Markdown table, from the profile of the 1.5B case."""
+    """The time of the parts of a decoding step as a Markdown table, from the profile of the 1.5B case."""
     lines = (ROOT / "benchmarks/results/rollout_qwen2-1.5b.profile.txt").read_text().splitlines()
     kernels = [(float(line.split()[0]), line.split(maxsplit=3)[3]) for line in lines[3:] if line.strip()]
     busy = float(re.search(r"kernels ([\d.]+) ms", lines[0])[1])  # type: ignore[index]
@@ -265,7 +265,7 @@ UPDATE_CASES = {
 
 
 def update_table(result: dict[str, Any]) -> str:
-    """An update with one idea switched off at a time, as a Markdown table."""
+    """An update with one optimisation switched off at a time, as a Markdown table."""
     cases = result["cases"]
     rows = [
         f"| {what} | {cases[name]['seconds']:.2f} | {cases[name]['tokens']:,} | {cases[name]['peak_gib']:.1f} GiB |"
@@ -275,7 +275,7 @@ def update_table(result: dict[str, Any]) -> str:
 
 
 def update_limit(result: dict[str, Any]) -> str:
-    """How far that update is from what its arithmetic alone takes, as a sentence."""
+    """A sentence that compares the time of that update with the time of its arithmetic alone."""
     limit, seconds = result["limit"], result["cases"]["everything"]["seconds"]
     rate = limit["measured_flops_per_second"] / 1e12
     return (
@@ -304,7 +304,7 @@ MODE_NAMES = {
 
 
 def mode_table(result: dict[str, Any]) -> str:
-    """Training with each sampler as a Markdown table: medians over the updates but the first, drift over all."""
+    """Training with each sampler as a Markdown table: medians over all updates but the first; drift over all."""
     head = "| sampled by | seconds an update | sampling | waiting for it | sending weights | mean drift | largest |"
     lines = [f"{head} dropped |", "|---" * 8 + "|"]
     for mode, name in MODE_NAMES.items():
@@ -327,7 +327,7 @@ def fill_vllm_page(text: str) -> str:
 
 
 def fill_cells(text: str) -> tuple[str, set[str]]:
-    """A page with the result cells that it has replaced, and the files that they come from."""
+    """The page with its result cells replaced, and the names of their result files."""
     found: set[str] = set()
     for name, cell in rows().items():
         pattern = rf"^(\| [^|]+ \| )[^|]+( \| \[{name}\.json\])"
@@ -344,7 +344,7 @@ def fill(text: str) -> str:
 
 
 def fill_measured_page(text: str) -> str:
-    """docs/measured.md, which has a row for every file."""
+    """docs/measured.md with its result cells replaced; it must have a row for every result file."""
     text, found = fill_cells(text)
     if missing := set(rows()) - found:
         raise SystemExit(f"docs/measured.md has no row for {', '.join(sorted(missing))}")

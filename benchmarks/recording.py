@@ -1,13 +1,13 @@
-"""The share of a step that the record of a run and the audits take.
+"""The share of a step's time that recording the run and the audits take.
 
     python benchmarks/recording.py                   (CPU only)
 
-Two runs, of whose updates each logs the seconds that it spent on its record and on audits:
+Two runs; each update logs the seconds that it spent on recording and on audits:
 
     demo     the demo's configuration as it is: 16 prompts × 8 completions of up to 32 tokens, two threads
     512x512  32 prompts × 16 completions of 512 tokens, with log-probs and entropies of every token, one thread. Its
-             model has a few thousand weights, so that its step says little: the seconds are also given as a share of
-             the step of the same size that a 1.5B model takes on a GPU (results/step_qwen2-1.5b.json)
+             model has only a few thousand weights, so its step time is not representative: the seconds are also given
+             as a share of a 1.5B model's step of the same size on a GPU (results/step_qwen2-1.5b.json)
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads wait asleep: other work on the machine disturbs less
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads sleep: other work disturbs them less
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
@@ -68,7 +68,7 @@ def many_tokens(folder: Path, steps: int) -> Any:
 
 
 def measure(trainer: Any) -> dict[str, Any]:
-    """Median seconds of a step and of its parts; the first step, which warms up, is left out."""
+    """Median seconds of a step and of its parts; the first step is a warm-up and left out."""
     from transformers import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)
@@ -86,7 +86,7 @@ def measure(trainer: Any) -> dict[str, Any]:
 
 
 def of_a_real_step(seconds: dict[str, float]) -> dict[str, float]:
-    """The same seconds as shares of a step of a large model."""
+    """The seconds as shares of a large model's step."""
     rounds = json.loads(REAL_STEP.read_text())["engines"]["gruppo"]["rounds"]
     step = statistics.median(facts["step"] for facts in rounds)
     return {"step_seconds": round(step, 3), **{name: round(seconds[name] / step, 5) for name in TARGETS}}

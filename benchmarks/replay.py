@@ -1,9 +1,10 @@
-"""What a replay takes, and how far it is from the run: the demo's first updates, and short runs of many recipes.
+"""Cost of a replay and its deviation from the run: for the demo's first updates, and for short runs of many recipes.
 
     python benchmarks/replay.py                   (CPU only)
 
-For each run: the largest difference between what was logged and what its record gives again. For the demo (16 prompts
-× 8 completions of up to 32 tokens) also the seconds that a replay takes, and the bytes that updates add to the record.
+For each run: the largest difference between the logged values and those recomputed from its record. For the demo (16
+prompts × 8 completions of up to 32 tokens) also the seconds that a replay takes, and the bytes that updates add to the
+record.
 """
 
 import argparse
@@ -32,7 +33,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def difference(folder: Path) -> dict[str, float]:
-    """Between the logged losses and advantages, and those of a replay with the same settings."""
+    """The largest differences between logged losses and advantages and those of a replay with the same settings."""
     found = replay(folder)
     logged = {line["update"]: line["loss"] for line in Run(folder).metrics("train")}
     return {
@@ -47,7 +48,7 @@ def size(folder: Path) -> int:
 
 
 def seconds(folder: Path, **options: Any) -> float:
-    """For an update, reading it included."""
+    """Seconds per update, including the time to read it."""
     start = time.perf_counter()
     updates = len(replay(folder, **options).updates)
     return round((time.perf_counter() - start) / updates, 4)

@@ -1,9 +1,9 @@
-"""Milliseconds that a worker adds to a cheap reward over one batch.
+"""Milliseconds that a reward worker adds to a cheap reward on one batch.
 
     python benchmarks/rewards.py                 (CPU only)
 
-A reward that looks at one character of each of 512 completions of about 500 characters, with their token ids and two
-columns of the dataset, is asked in process and in a worker. What a worker adds is sending and reading a batch.
+A reward that reads one character of each of 512 completions of about 500 characters, with their token ids and two
+columns of the dataset, is computed in process and in a worker. The worker adds the time to send and read a batch.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def ends_well(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def batch() -> RewardInputs:
-    """Texts and ids that are all different, so that nothing is sent once for several rows."""
+    """A batch whose texts and ids are all different, so that nothing is sent just once for several rows."""
     draw = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz     "
     completions = ["".join(draw.choices(letters, k=CHARACTERS)) for _ in range(SAMPLES)]
@@ -40,7 +40,7 @@ def batch() -> RewardInputs:
 
 
 def milliseconds(settings: RewardSettings) -> dict[str, float]:
-    """The first call, which waits for a worker to be ready, and the median of those after it."""
+    """The first call, which waits for a worker to be ready, and the median and maximum of the later calls."""
     runner = RewardRunner([ends_well], ["ends_well"], [None], device=torch.device("cpu"), settings=settings)
     inputs, times = batch(), []
     for _ in range(1 + CALLS):

@@ -1,14 +1,14 @@
-"""Seconds and tokens a second of sampling groups: gruppo's rollout backends and vLLM 0.24, one after another.
+"""Seconds and tokens per second of sampling groups: gruppo's rollout backends and vLLM 0.24, one after another.
 
     python benchmarks/rollout.py --case demo-cpu
     python benchmarks/rollout.py --case qwen2-1.5b --rounds-transformers 1 --vllm-site SITE --tokenizer FOLDER
     python benchmarks/rollout.py --case smollm2 --model FOLDER     (see benchmarks/prepare_smollm2.py)
 
-On a GPU every engine has a process of its own, so that each starts with an empty device; on a CPU they take turns in
-one. An engine is built, called once (`first_call`: compilation and graph capture are in it; transformers, which has
-neither, writes a few tokens), and then timed for some rounds, each with new prompts that are the same for all engines.
-Seconds include the prefill. vLLM is timed without the copy of the policy's weights that training would need before
-every call.
+On a GPU each engine runs in a separate process, so that it starts with an empty device; on a CPU the engines take
+turns in one process. An engine is built, called once (`first_call`, which includes compilation and CUDA graph capture;
+transformers, which has neither, writes only a few tokens), and then timed for some rounds. Each round has new prompts,
+the same for all engines. Seconds include the prefill. vLLM is timed without the copy of the policy's weights that
+training would need before every call.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def work(options: argparse.Namespace, out: Path) -> None:
 
 
 def environment(name: str, options: argparse.Namespace) -> dict[str, str]:
-    """A process's variables; vLLM's packages are not shown to the other engines."""
+    """The environment variables of an engine's process; only vLLM engines see vLLM's packages."""
     if not name.startswith("vllm"):
         return dict(os.environ)
     paths = [str(options.vllm_site or ""), os.environ.get("PYTHONPATH", "")]
@@ -102,7 +102,7 @@ def environment(name: str, options: argparse.Namespace) -> dict[str, str]:
 
 
 def apart(name: str, options: argparse.Namespace, out: Path, limit: float) -> dict[str, Any]:
-    """Measure one engine in a process of its own. What it had measured counts even if it fails or runs out of time."""
+    """Measure one engine in a separate process. Calls that it measured count even if it fails or times out later."""
     command = [sys.executable, __file__, *sys.argv[1:], "--engines", name, "--records", str(out)]
     process = subprocess.Popen(command, env=environment(name, options))
     try:
@@ -113,12 +113,12 @@ def apart(name: str, options: argparse.Namespace, out: Path, limit: float) -> di
     records: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     if code != 0:
         print(f"{name}: ended with {code}", file=sys.stderr)
-        records.setdefault(name, {})["exit_code"] = code  # -9: out of time
+        records.setdefault(name, {})["exit_code"] = code  # -9: timed out
     return records
 
 
 def report(case: Case, records: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """The result file: where it was measured, what, and each engine's numbers."""
+    """The contents of the result file: provenance, the case, and each engine's record."""
     done = {name: record for name, record in records.items() if record.get("rounds")}
     ours = done.get("builtin", {}).get("median_tokens_per_second")
     result = {**provenance(), "case": options.case, "tiny": options.tiny, **case.describe(), "engines": records}

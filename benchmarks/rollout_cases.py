@@ -1,4 +1,4 @@
-"""What benchmarks/rollout.py samples: a model, how many completions of how many prompts, and the prompts."""
+"""The cases of benchmarks/rollout.py: a model, its prompts, and how many completions are sampled."""
 
 import json
 import tempfile
@@ -45,10 +45,10 @@ TINY = dict(
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the groups that are asked of it.
+    """A model and the groups that are sampled from it.
 
-    Random weights of a public shape get random prompts of one length and write every completion to the limit, so that
-    all engines do the same work. Real models get real prompts and end their completions themselves.
+    Models with random weights (of a public shape) get random prompts of equal length and write every completion up to
+    the limit, so that all engines do the same work. Real models get real prompts and end their completions themselves.
     """
 
     prompts: int
@@ -59,12 +59,12 @@ class Case:
     weights: str = "bfloat16"
     autocast: str | None = None
     device: str = "cuda"
-    together: bool = False  # engines take turns in one process, not one process each
+    together: bool = False  # engines take turns in one process instead of each having a separate process
     rounds: int = 3
     engines: tuple[str, ...] = field(default=("builtin", "transformers", "vllm", "vllm-best"))
 
     def describe(self) -> dict[str, Any]:
-        """What a result file says about the case."""
+        """The description of the case in a result file."""
         facts = asdict(self)
         return {key: facts[key] for key in facts if key not in ("device", "together", "rounds", "engines")}
 
@@ -103,7 +103,7 @@ class Workload:
         self.case = case
         self.folder = None if case.shape is not None else Path(folder or model_path())
         self.tokenizer = None if self.folder is None else AutoTokenizer.from_pretrained(self.folder)
-        self.tokenizer_folder = tokenizer_folder or self.folder  # of engines that decode as they go
+        self.tokenizer_folder = tokenizer_folder or self.folder  # for engines that decode tokens while sampling
         self._prompts = None if self.folder is None else self._real_prompts(self.folder)
 
     @property
@@ -127,12 +127,12 @@ class Workload:
         )
 
     def config(self) -> Qwen2Config:
-        """The config of a random model. Nothing in it ends a completion."""
+        """The config of a random model, without tokens that end a completion."""
         none = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
         return Qwen2Config(**self.case.shape, **none, max_position_embeddings=32768)
 
     def policy(self) -> Any:
-        """The model on its device: random weights are made there, real ones are read."""
+        """The model on its device: random weights are created there, real weights are loaded."""
         dtype = getattr(torch, self.case.weights)
         if self.folder is not None:
             return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype).to(self.case.device)
@@ -141,7 +141,7 @@ class Workload:
             return AutoModelForCausalLM.from_config(self.config(), dtype=dtype)
 
     def config_folder(self) -> Path:
-        """A folder that another engine can load the model from; for random weights it holds the config alone."""
+        """A folder from which other engines can load the model; for random weights it contains only the config."""
         if self.folder is not None:
             return self.folder
         folder = Path(tempfile.mkdtemp())
@@ -151,7 +151,7 @@ class Workload:
         return folder
 
     def requests(self, call: int) -> list[SampleRequest]:
-        """The groups of one call; every call has prompts of its own, the same for all engines."""
+        """The requests of one call; every call has different prompts, the same for all engines."""
         first = call * self.case.prompts
         numbers = range(first, first + self.case.prompts)
         return [SampleRequest(self._prompt(n), self.case.completions, noise_key=n) for n in numbers]
@@ -164,7 +164,7 @@ class Workload:
         return torch.randint(1, min(self.case.shape["vocab_size"], 150_000), size, generator=generator).tolist()
 
     def _real_prompts(self, folder: Path) -> list[list[int]]:
-        """Token ids of the folder's prompts.jsonl; of the demo's problems where there is none."""
+        """Token ids of the prompts in the folder's prompts.jsonl; without that file, of the demo's problems."""
         path = folder / "prompts.jsonl"
         if not path.exists():
             return [self.tokenizer(problem.prompt)["input_ids"] for problem in problems("train", 256, 0)]

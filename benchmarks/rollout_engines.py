@@ -1,4 +1,4 @@
-"""The engines that benchmarks/rollout.py compares, behind one face, and how a call of one is timed."""
+"""The engines that benchmarks/rollout.py compares, behind one interface, and how their calls are timed."""
 
 import importlib.metadata as metadata
 import statistics
@@ -14,7 +14,7 @@ from benchmarks.rollout_cases import Workload
 from gruppo.rollout.hf import TransformersBackend
 from gruppo.types import Completion, SampleRequest, StopReason
 
-# Nothing is compiled or captured for transformers' generate: a short call warms it up.
+# Tokens of the warm-up call of transformers' generate, which compiles and captures nothing: a short call suffices.
 SHORT_WARM_UP = 16
 
 
@@ -27,12 +27,12 @@ class Engine:
     warm_up: Callable[[list[SampleRequest]], list[Completion]] | None = None  # a shorter first call
     before_call: Callable[[], Any] = lambda: None  # not timed
     counters: Callable[[], Mapping[str, float]] = dict
-    packages: Sequence[str] = ()  # whose versions the result names
+    packages: Sequence[str] = ()  # whose versions are in the result
     policy: Any = None
 
 
 def builtin(workload: Workload, new_tokens: int | None = None, policy: Any = None) -> Engine:
-    """gruppo's own engine on the training module."""
+    """gruppo's built-in engine on the training module."""
     from gruppo.rollout.builtin import BuiltinBackend
 
     case = workload.case
@@ -48,9 +48,9 @@ def builtin(workload: Workload, new_tokens: int | None = None, policy: Any = Non
 
 
 def transformers(workload: Workload, share_prefill: bool = False) -> Engine:
-    """transformers' generate on the whole batch; without `share_prefill` as TRL calls it, every row its own prompt.
+    """transformers' generate on the whole batch; without `share_prefill` as TRL calls it, with a prompt for every row.
 
-    Under autocast the forward pass is wrapped by accelerate, which is what a Trainer does.
+    With autocast, accelerate wraps the forward pass, as in a Trainer.
     """
     case, policy = workload.case, workload.policy()
     if case.autocast:
@@ -76,7 +76,7 @@ def vllm(workload: Workload) -> Engine:
 
 
 def vllm_best(workload: Workload) -> Engine:
-    """vLLM as a script of its own would drive it, with most of the memory and nothing it need not return."""
+    """vLLM as a plain script would drive it, with most of the memory and returning no more than necessary."""
     from benchmarks import rollout_vllm
 
     return rollout_vllm.plain(workload)
@@ -92,7 +92,7 @@ ENGINES: dict[str, Callable[[Workload], Engine]] = {
 
 
 def synchronize() -> None:
-    """Wait for the device; a process without one has nothing to wait for."""
+    """Wait for the device, if this process uses one."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
@@ -107,7 +107,7 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
 
 
 def _round(engine: Engine, workload: Workload, call: int, first: bool) -> dict[str, Any]:
-    """Time one call. The completions are counted, and checked where their length is known."""
+    """Time one call. The completions are counted, and their lengths are checked if they are known."""
     requests = workload.requests(call)
     torch.manual_seed(call)
     engine.before_call()
@@ -131,20 +131,20 @@ def _round(engine: Engine, workload: Workload, call: int, first: bool) -> dict[s
 
 
 def _summary(record: dict[str, Any]) -> None:
-    """Medians over the rounds so far, and the memory."""
+    """Add medians over the rounds so far, and the memory, to the record."""
     rounds = record["rounds"]
     for key in ("seconds", "processor_seconds", "tokens_per_second"):
         record[f"median_{key}"] = round(statistics.median(facts[key] for facts in rounds), 4)
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         record["peak_memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        record["device_memory_gib"] = round((total - free) / 2**30, 2)  # graphs and what torch keeps, too
+        record["device_memory_gib"] = round((total - free) / 2**30, 2)  # includes CUDA graphs and torch's cache
 
 
 def measure(
     names: Sequence[str], workload: Workload, rounds: Mapping[str, int], save: Callable[[dict[str, Any]], None]
 ) -> dict[str, Engine]:
-    """Build the engines, call each once, then in turns; `save` gets the records after every call."""
+    """Build the engines, call each once, then in turns; `save` is called with the records after every call."""
     engines: dict[str, Engine] = {}
     records: dict[str, dict[str, Any]] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""Where the time of a decoding step goes: the built-in engine under torch's profiler, in the middle of a call."""
+"""Where a decoding step spends its time: the built-in engine under torch's profiler, in the middle of a call."""
 
 import gc
 import time
@@ -20,7 +20,7 @@ ROWS = 25
 
 
 class Window:
-    """A profiler that is on from tick `first` to tick `first + count`; a tick is a step of the engine."""
+    """A profiler that is active from tick `first` to tick `first + count`; a tick is a step of the engine."""
 
     def __init__(self, first: int, count: int):
         self.first, self.count, self.ticks = first, count, 0
@@ -70,10 +70,10 @@ def on_each_step(policy: Any, tick: Callable[[], None]) -> Iterator[None]:
 def write_profile(workload: Workload, make: Callable[..., Engine], policy: Any, path: Path) -> None:
     """Profile steps halfway through a call with a fresh engine on the same weights, and write the longest kernels.
 
-    The profiler is started once before the engine captures its graphs: kernels of graphs that are older than it may
-    not be seen.
+    The profiler is started once before the engine captures its CUDA graphs, because it may not see the kernels of
+    graphs that were captured before its first start.
     """
-    gc.collect()  # the engine before this one
+    gc.collect()  # frees the previous engine
     torch.cuda.empty_cache()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + torch.cuda.is_available()]):
         torch.zeros(1, device=workload.case.device).add_(1)
@@ -93,7 +93,7 @@ def write_profile(workload: Workload, make: Callable[..., Engine], policy: Any, 
 
 
 def table(window: Window) -> str:
-    """Kernels by time, with their share of the window; operators where there is no device."""
+    """Kernels by time, with their shares of the total; operators if there is no CUDA device."""
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     on_device = torch.cuda.is_available()

@@ -1,8 +1,7 @@
-"""vLLM for benchmarks/rollout.py, in a process of its own.
+"""vLLM for benchmarks/rollout.py, in a separate process.
 
-Weights are vLLM's own (`load_format="dummy"`) where the case has random ones. TRL copies the policy's weights into
-vLLM before each generation; that copy is not timed here, and neither is the reset of the prefix cache that comes with
-it.
+For cases with random weights, vLLM creates its own (`load_format="dummy"`). TRL copies the policy's weights into vLLM
+before each generation and resets the prefix cache; neither is timed here.
 """
 
 import os
@@ -13,7 +12,7 @@ from benchmarks.rollout_cases import Workload
 from benchmarks.rollout_engines import Engine
 from gruppo.types import Completion, SampleRequest, StopReason
 
-# What vLLM 0.24 needs on a machine without flashinfer and without a network.
+# Variables that vLLM 0.24 needs on a machine without flashinfer and without a network.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -26,8 +25,8 @@ ENVIRONMENT = {
 def as_trl(workload: Workload) -> Engine:
     """The arguments of TRL 1.16's colocate mode with its defaults; one request per completion, with log-probs.
 
-    TRL's vLLM has the tokenizer and decodes every token. Without a tokenizer folder this one does not, which makes it
-    a little faster than TRL's.
+    In TRL, vLLM has the tokenizer and decodes every token. Without a tokenizer folder this engine does not, which
+    makes it a little faster than in TRL.
     """
     rows = workload.case.prompts * workload.case.completions
     _pretend_torchrun()
@@ -103,5 +102,5 @@ def _completion(output: Any) -> Completion:
         return Completion(list(output.token_ids), stop)
     logps = [
         choices[token].logprob for token, choices in zip(output.token_ids, output.logprobs, strict=True)
-    ]  # of the sampled token; with logprobs=0 there is no other
+    ]  # of the sampled token; with logprobs=0 there are no others
     return Completion(list(output.token_ids), stop, logps)

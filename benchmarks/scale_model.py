@@ -2,9 +2,9 @@
 
     python -m benchmarks.scale_model --out benchmarks/results/scale_model.json
 
-Every GPU has the work that was measured (the batch grows with the GPUs), so an ideal step takes as long as on one.
-What is added is what processes exchange, and the wait for the slowest. The assumptions are printed and kept in the
-result.
+Every GPU has the work that was measured (the batch grows with the number of GPUs), so an ideal step takes as long as
+on one GPU. The model adds the communication between processes, and the wait for the slowest. The assumptions are
+printed and stored in the result.
 """
 
 import argparse
@@ -22,7 +22,7 @@ WAYS = ("ddp", "fsdp2")
 
 @dataclass(frozen=True)
 class Links:
-    """What links carry in one direction, as used by collectives, and how long a message takes to begin."""
+    """Bandwidth of links in one direction, as collectives achieve it, and the latency of a message."""
 
     inside_gb_s: float = 300.0  # NVLink of an 8-GPU node: 450 GB/s on paper
     between_gb_s: float = 40.0  # one 400 Gbit/s adapter per GPU: 50 GB/s on paper
@@ -32,7 +32,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Measured:
-    """One GPU's step: seconds of its phases, passes of its update, and the model's size."""
+    """The step of one GPU: seconds of its phases, number of packs in its update, and the model's size."""
 
     generation: float
     rewards: float
@@ -49,24 +49,24 @@ class Measured:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What nobody measured."""
+    """Values that were not measured."""
 
     straggler: float = 1.1  # the slowest process's sampling over the mean: `balance/seconds_max_over_mean`
     imbalance: float = 1.03  # of the update, after rows were exchanged: `balance/tokens_max_over_mean`
-    hidden: float = 0.7  # share of FSDP2's gathering that computing hides
-    reduced_bytes: int = 4  # of a gradient that FSDP2 sums: float32 under mixed precision, as in the ready config
+    hidden: float = 0.7  # share of FSDP2's communication that overlaps with computation
+    reduced_bytes: int = 4  # per gradient element reduced by FSDP2: float32 in mixed precision, as in the ready config
     small_collectives: int = 25  # per update: counts, rewards, metrics, findings
-    pack_tokens: int = 8192  # that a pass of the update runs at once
-    exchanged_mb: float = 0.2  # rows and scores that one process gives away in an update; all processes get them
+    pack_tokens: int = 8192  # tokens per pack, that is per forward and backward pass of the update
+    exchanged_mb: float = 0.2  # rows and scores that one process sends to all others in an update
 
 
 def bandwidth(links: Links, gpus: int) -> float:
-    """Bytes per second of the slowest link that a ring over so many GPUs has."""
+    """Bytes per second of the slowest link in a ring of `gpus` GPUs."""
     return 1e9 * (links.inside_gb_s if gpus <= links.gpus_per_node else links.between_gb_s)
 
 
 def ring(size: float, gpus: int, links: Links) -> float:
-    """Seconds to gather `size` bytes, spread over GPUs, on all of them (or to reduce and scatter them).
+    """Seconds of an all-gather (or a reduce-scatter) of `size` bytes in total over `gpus` GPUs.
 
     Example, 8 GB on 8 GPUs over 100 GB/s without latency: 8 · 7/8 / 100 = 0.07 s.
     """
@@ -76,13 +76,13 @@ def ring(size: float, gpus: int, links: Links) -> float:
 
 
 def predict(way: str, gpus: int, measured: Measured, links: Links, given: Assumptions) -> dict[str, float]:
-    """Seconds of the phases of an update on so many GPUs."""
+    """Seconds of the phases of a step on `gpus` GPUs."""
     size = measured.weights * measured.bytes_per_weight
     once = ring(size, gpus, links)
     if way == "ddp":
-        exchanged, gathered = 2 * once, 0.0  # gradients, once an update: reduced, then gathered
+        exchanged, gathered = 2 * once, 0.0  # all-reduce of the gradients once per update: reduce-scatter, all-gather
     else:
-        # Each pack gathers the weights for its forward and for its backward pass and scatters its gradients.
+        # Each pack gathers the weights for its forward and its backward pass, and reduce-scatters its gradients.
         scattered = ring(measured.weights * given.reduced_bytes, gpus, links)
         exchanged, gathered = measured.packs * (2 * once + scattered) * (1 - given.hidden), once
     small = given.small_collectives * (gpus - 1).bit_length() * links.latency_us * 1e-6
@@ -103,7 +103,7 @@ def predict(way: str, gpus: int, measured: Measured, links: Links, given: Assump
 
 
 def read_measured(path: Path, pack_tokens: int) -> Measured:
-    """From a result of benchmarks/step.py: the mean of its rounds, had it been run in packs of so many tokens."""
+    """The mean of the rounds of a result of benchmarks/step.py, as if run in packs of `pack_tokens` tokens."""
     result = json.loads(path.read_text(encoding="utf-8"))
     rounds = result["engines"]["gruppo"]["rounds"]
 

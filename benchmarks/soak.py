@@ -1,17 +1,17 @@
-"""Many updates with everything going wrong: rewards and tools that fail, hang and crash, and a trainer that is killed.
+"""Many updates under faults: rewards and tools that fail, hang and crash, and a trainer that is killed.
 
     python benchmarks/soak.py                        (CPU only; 2,000 updates, five kills)
     python benchmarks/soak.py --updates 60 --kills 2
 
-A tiny model is trained in a chain of processes: each but the last is killed with SIGKILL at a moment drawn at random,
-and the next one resumes. Which rewards and tools fail follows from what the model wrote, so that a reward that is
-asked again about a completion fails again. Afterwards it is looked at:
+A tiny model is trained in a chain of processes: each but the last is killed with SIGKILL at a random moment, and the
+next one resumes. Which rewards and tools fail depends only on the text that the model wrote, so a reward that is
+computed again for the same completion fails again. Afterwards these are checked:
 
-    memory      resident memory of each process: how much more it is at its end than after a tenth of its updates
-    leaks       open files, threads and child processes at the same two places; processes that outlive their trainer;
-                shared memory and temporary files that are left
-    books       every update is in metrics.jsonl once, the rollouts have no gap and no repetition, and every epoch asks
-                every prompt exactly once
+    memory      growth of each process's resident memory between the first tenth of its updates and its end
+    leaks       growth of open files, threads and child processes between the same two points; processes that outlive
+                their trainer; shared memory and temporary files that are left
+    books       every update is in metrics.jsonl once, the rollouts have no gap and no repetition, and every epoch
+                samples every prompt exactly once
 """
 
 import argparse
@@ -35,15 +35,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 PROMPTS, PROMPTS_PER_UPDATE, GROUP = 80, 2, 4
 MOST_GROWTH = 0.05
-MOST_MORE = 3  # files, threads or children that come and go
-SECONDS_TO_END = 15.0  # for what a killed trainer leaves behind
+MOST_MORE = 3  # tolerated growth of files, threads or children, which come and go
+SECONDS_TO_END = 15.0  # time limit for the processes of a killed trainer to exit
 MOST_SECONDS_WITHOUT_NEWS = 180.0
 
-# ---- what goes wrong
+# ---- faults
 
 
 def lot(text: str, kind: str) -> int:
-    """A number below 10,000 that a text has drawn, once and for all."""
+    """A pseudo-random number below 10,000 that depends only on the text and the kind."""
     return crc32(f"{kind}/{text}".encode()) % 10_000
 
 
@@ -52,7 +52,7 @@ def texts(completions: list[Any]) -> list[str]:
 
 
 def unsteady(completions: list[Any], **kwargs: Any) -> list[float]:
-    """In a worker of its own: of 10,000 completions 5 hang, 10 end the process, 20 are slow and 50 raise."""
+    """A reward, run in a worker: of 10,000 completions 5 hang, 10 end the process, 20 are slow and 50 raise."""
     scores = []
     for text in texts(completions):
         drawn = lot(text, "reward")
@@ -86,7 +86,7 @@ def look_up(word: str) -> str:
 
 
 def make_trainer(folder: Path, updates: int, seed: int) -> Any:
-    """A random model, whatever it writes taken for one call of the tool."""
+    """A trainer for a random model in which everything the model writes is parsed as one call of the tool."""
     from gruppo import GRPOConfig, GRPOTrainer
     from tests.helpers import base_args, tiny_model
     from tests.tools.scripted import ENDS, questions, tool_tokenizer
@@ -104,7 +104,7 @@ def make_trainer(folder: Path, updates: int, seed: int) -> Any:
         reward_timeout=2.0,
         reward_sample_timeout=0.5,
         reward_workers=2,
-        learning_rate=1e-6,  # the model stays random, so that faults stay as rare as they are
+        learning_rate=1e-6,  # so small that the model stays random and the rate of faults stays the same
         lr_scheduler_type="constant",
         parity_check="off",
         save_strategy="steps",
@@ -135,7 +135,7 @@ def make_trainer(folder: Path, updates: int, seed: int) -> Any:
 
 
 def usage() -> dict[str, int]:
-    """What this process holds: resident memory in KiB, open files, threads, children."""
+    """The resources of this process: resident memory in KiB, open files, threads, children."""
     own = Path("/proc/self")
     status = dict(line.split(":", 1) for line in (own / "status").read_text().splitlines())
     children = sum(len(path.read_text().split()) for path in own.glob("task/*/children"))
@@ -148,7 +148,7 @@ def usage() -> dict[str, int]:
 
 
 def train(folder: Path, updates: int, seed: int) -> None:
-    """Begin or go on, and note after every update what this process holds."""
+    """Start or resume training, and record the resources of this process after every update."""
     import torch
     from transformers import PrinterCallback, TrainerCallback
 
@@ -169,13 +169,13 @@ def train(folder: Path, updates: int, seed: int) -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSON-lines file; a last line that is not whole yet is left out."""
+    """The records of a JSON Lines file; an incomplete last line is left out."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def processes_of(session: int) -> list[int]:
-    """Processes that a trainer started, itself included, which still run."""
+    """The processes of a trainer's session that are still running, including the trainer itself."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -188,7 +188,7 @@ def processes_of(session: int) -> list[int]:
 
 
 def wait_for(session: int) -> int:
-    """Give what a trainer left behind some time to end; the number of processes that did not."""
+    """Give the remaining processes of a trainer time to exit, kill the others, and return the number killed."""
     deadline = time.monotonic() + SECONDS_TO_END
     while (left := processes_of(session)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -198,7 +198,7 @@ def wait_for(session: int) -> int:
 
 
 def run_until(folder: Path, updates: int, seed: int, kill_at: int | None, delay: float) -> tuple[int, int]:
-    """One process of the chain, killed `delay` seconds after update `kill_at`: exit code, and how many outlived it."""
+    """Run one process of the chain, killed `delay` seconds after `kill_at`; return its exit code and its survivors."""
     command = [sys.executable, __file__, "--updates", str(updates), "--seed", str(seed), "--inside", str(folder)]
     environment = os.environ | {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     with (folder / "log.txt").open("a") as log:
@@ -221,7 +221,7 @@ def run_until(folder: Path, updates: int, seed: int, kill_at: int | None, delay:
 
 
 def chain(folder: Path, updates: int, kills: int, seed: int) -> dict[str, Any]:
-    """Train to the end, killed and resumed on the way."""
+    """Train to the end, with kills and resumes on the way."""
     draw = random.Random(seed)
     places = sorted(draw.sample(range(updates // 20, updates - 1), kills))
     outlived, killed = 0, []
@@ -238,11 +238,11 @@ def chain(folder: Path, updates: int, kills: int, seed: int) -> dict[str, Any]:
     return {"killed": killed, "outlived": outlived}
 
 
-# ---- what is left of it
+# ---- checks afterwards
 
 
 def growth(samples: Sequence[dict[str, int]]) -> dict[str, Any]:
-    """Of one process: what it held after a tenth of its updates, and at its end."""
+    """The resources of one process after a tenth of its updates, and at its end."""
     window = max(len(samples) // 10, 5)
     early, late = samples[window : 2 * window], samples[-window:]
     held = {
@@ -264,7 +264,7 @@ def by_process(samples: Sequence[dict[str, int]]) -> Iterator[list[dict[str, int
 
 
 def books(run: Path, updates: int) -> list[str]:
-    """What does not add up in the record of the run."""
+    """The inconsistencies in the record of the run."""
     import pyarrow.parquet as pq
 
     problems = []
@@ -293,7 +293,7 @@ def books(run: Path, updates: int) -> list[str]:
 
 
 def leaks(pieces: Sequence[dict[str, Any]], left: dict[str, int]) -> list[str]:
-    """What grew, and what is still there."""
+    """The resources that grew, and those that were left behind."""
     problems = [f"{count} {name} left" for name, count in left.items() if count > 0]
     for piece in pieces:
         if piece["updates"] >= 100 and piece["memory_growth"] > MOST_GROWTH:
@@ -306,7 +306,7 @@ def leaks(pieces: Sequence[dict[str, Any]], left: dict[str, int]) -> list[str]:
 
 
 def soak(folder: Path, updates: int, kills: int, seed: int) -> dict[str, Any]:
-    """Run the chain and look at what it left."""
+    """Run the chain and check what it leaves behind."""
     (folder / "tmp").mkdir()
     shared = set(os.listdir("/dev/shm"))
     start = time.perf_counter()

@@ -4,11 +4,12 @@
     python benchmarks/step.py --case smollm2 --model FOLDER --vllm-site SITE     (see benchmarks/prepare_smollm2.py)
     python benchmarks/step.py --case qwen2-1.5b --tiny --engines gruppo     (on a CPU, to try it)
 
-Every engine has a process of its own, one after another, so that each starts with an empty device, and gets the same
-model folder, prompts, reward and settings; what differs is in its record under `config`. A step is a generation, its
-scoring and one optimizer step. `update` is the step less the phase that makes and scores completions (`collect`):
-forward and backward passes of all micro-batches, the optimizer, and what the trainer does between them. The first step
-of each engine is not counted. An engine that fails or runs out of time is named in `failed`; the others still count.
+Each engine runs in a separate process, one after another, so that each starts with an empty device. All get the same
+model folder, prompts, reward and settings; differences are in the engine's record under `config`. A step is a
+generation, its scoring and one optimizer step. `update` is the step minus the phase that samples and scores
+completions (`collect`): forward and backward passes of all micro-batches, the optimizer, and whatever the trainer does
+in between. The first step of each engine is not counted. An engine that fails or times out is listed in `failed`; the
+results of the others still count.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from benchmarks.step_runs import ENGINES, measure
 from gruppo.demo import model_path
 
 RESULTS = Path(__file__).parent / "results"
-# What a ratio compares: seconds of the parts, and memory.
+# The parts of a step whose seconds are compared as ratios; memory is compared as well.
 COMPARED = ("step", "generation", "update")
 
 
@@ -98,7 +99,7 @@ def _is_model(folder: Path | None) -> bool:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Measure the one engine that was asked for and write its record after every step."""
+    """Measure the one requested engine and write its record after every step."""
     (name,) = options.names
     case: Case = options.settings
     saved: dict[str, Any] = {}
@@ -126,7 +127,7 @@ def command(*further: str) -> list[str]:
 
 
 def environment(name: str, options: argparse.Namespace) -> dict[str, str]:
-    """A process's variables; vLLM's packages are not shown to the other engines."""
+    """The environment variables of an engine's process; only the engine with vLLM sees vLLM's packages."""
     variables = {"TRL_EXPERIMENTAL_SILENCE": "1", **os.environ}
     if name != "trl-vllm":
         return variables
@@ -135,7 +136,7 @@ def environment(name: str, options: argparse.Namespace) -> dict[str, str]:
 
 
 def apart(name: str, options: argparse.Namespace, out: Path, limit: float) -> dict[str, Any]:
-    """Measure one engine in a process of its own. What it had measured counts even if it fails or runs out of time."""
+    """Measure one engine in a separate process. Steps that it measured count even if it fails or times out later."""
     start = time.monotonic()
     further = ["--engines", name, "--record", str(out), "--model", str(options.model)]
     process = subprocess.Popen(command(*further), env=environment(name, options))
@@ -148,12 +149,12 @@ def apart(name: str, options: argparse.Namespace, out: Path, limit: float) -> di
     record["process_seconds"] = round(time.monotonic() - start, 1)
     if code != 0:
         print(f"{name}: ended with {code}", file=sys.stderr)
-        record["exit_code"] = code  # -9: out of time
+        record["exit_code"] = code  # -9: timed out
     return record
 
 
 def ratios(records: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """How many times as long, and as much memory, each peer takes as gruppo."""
+    """Seconds and memory of each peer, as multiples of gruppo's."""
     done = {name: record for name, record in records.items() if record.get("rounds")}
     ours = done.pop("gruppo", None)
     if ours is None:
@@ -167,7 +168,7 @@ def ratios(records: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def report(records: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """The result file: where it was measured, what, and each engine's numbers."""
+    """The contents of the result file: provenance, the case, and each engine's record."""
     failed = [name for name in options.names if not records[name].get("rounds")]
     result = {**provenance(), "case": options.case, "tiny": options.tiny, **options.settings.describe()}
     result |= {"engines": records, "failed": failed, "times_gruppo": ratios(records)}

@@ -1,4 +1,4 @@
-"""What benchmarks/step.py trains: a model, its prompts, a reward, and the settings of a step."""
+"""The cases of benchmarks/step.py: a model, its prompts, a reward, and the settings of a step."""
 
 import json
 import random
@@ -20,11 +20,11 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the groups of one step, and how the step is cut.
+    """A model, the groups of one step, and how the step is split into micro-batches.
 
-    Random weights of a public shape get prompts of one length, write every completion to the limit and get a reward
-    that differs inside every group, so that all engines do the same work. A real model gets real prompts and a real
-    reward, ends its completions itself, and leaves some groups without a difference.
+    Models with random weights (of a public shape) get prompts of equal length, write every completion up to the limit,
+    and get a reward that differs within every group, so that all engines do the same work. A real model gets real
+    prompts and a real reward and ends its completions itself; in some of its groups all rewards are equal.
     """
 
     prompts: int
@@ -33,16 +33,16 @@ class Case:
     shape: dict[str, Any] | None = None  # None: a real model from a folder
     prompt_tokens: int | None = None
     weights: str = "bfloat16"
-    rows: int = 8  # of a micro-batch; gruppo may cut the update in its own way
-    memory_gib: float | None = None  # all that the process may allocate on the device
+    rows: int = 8  # per micro-batch; gruppo may split the update differently
+    memory_gib: float | None = None  # limit on what the process may allocate on the device
     device: str = "cuda"
     warm_up: int = 1  # steps that are not counted: compilation, graph capture, optimizer state
     rounds: int = 2  # timed steps of gruppo
-    rounds_peers: int = 1  # and of the others, which take long
+    rounds_peers: int = 1  # timed steps of the other engines, which are slow
     engines: tuple[str, ...] = ("gruppo", "trl", "trl-kept", "trl-liger", "trl-vllm")
 
     def describe(self) -> dict[str, Any]:
-        """What a result file says about the case."""
+        """The description of the case in a result file."""
         facts = asdict(self)
         return {key: facts[key] for key in facts if key not in ("device", "rounds", "rounds_peers", "engines")}
 
@@ -62,13 +62,13 @@ def tiny(case: Case) -> Case:
     """The same case small enough for a CPU and a few seconds."""
     small = replace(case, prompts=2, completions=4, new_tokens=8, rows=4, device="cpu", memory_gib=None)
     if case.shape is None:
-        return replace(small, new_tokens=32)  # the demo's model in place of the real one; some groups differ
+        return replace(small, new_tokens=32)  # uses the demo's model; some groups have differing rewards
     return replace(small, shape=TINY, prompt_tokens=min(case.prompt_tokens or 0, 24) // 2)
 
 
 def make_model(case: Case, folder: Path, tokenizer: Path) -> None:
-    """Write random weights of the case's shape, with a tokenizer, where every engine can load them."""
-    none = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)  # nothing in it ends a completion
+    """Write random weights of the case's shape, with a tokenizer, to a folder that every engine can load."""
+    none = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)  # no token ends a completion
     config = Qwen2Config(**(case.shape or {}), **none, max_position_embeddings=32768)
     torch.manual_seed(0)
     with torch.device(case.device):
@@ -78,7 +78,7 @@ def make_model(case: Case, folder: Path, tokenizer: Path) -> None:
 
 
 def training_rows(case: Case, folder: Path, steps: int) -> Rows:
-    """The prompts of so many steps, in the order in which they are trained on."""
+    """The prompts of `steps` steps, in training order."""
     count = case.prompts * steps
     if case.shape is not None:
         return word_prompts(AutoTokenizer.from_pretrained(folder), count, case.prompt_tokens or 1)
@@ -94,8 +94,8 @@ def training_rows(case: Case, folder: Path, steps: int) -> Rows:
 
 
 def word_prompts(tokenizer: Any, count: int, length: int) -> Rows:
-    """Texts of exactly `length` tokens, of words that are one token each; all different."""
-    words = single_tokens(tokenizer, " [a-z]{3,}") or single_tokens(tokenizer, "[a-z]")  # a small one has letters only
+    """Distinct texts of exactly `length` tokens, made of words that are one token each."""
+    words = single_tokens(tokenizer, " [a-z]{3,}") or single_tokens(tokenizer, "[a-z]")  # letters if it has no words
     draw = random.Random(0)
     texts = ["".join(draw.choices(words, k=length)) for _ in range(count)]
     lengths = {len(ids) for ids in tokenizer(texts)["input_ids"]}
@@ -105,18 +105,18 @@ def word_prompts(tokenizer: Any, count: int, length: int) -> Rows:
 
 
 def single_tokens(tokenizer: Any, pattern: str) -> list[str]:
-    """The texts of a pattern that are one token."""
+    """The texts that match a pattern and are encoded as one token."""
     texts = [text for text in map(tokenizer.decode, range(len(tokenizer))) if re.fullmatch(pattern, text)]
     return [text for text in texts if len(tokenizer(text)["input_ids"]) == 1]
 
 
 def spread(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """A number that hardly ever is the same for two completions, nor the mean of a group."""
+    """A reward that is hardly ever the same for two completions, and hardly ever equal to the mean of a group."""
     return [sum(ids) % 1009 / 1009 for ids in completion_ids]
 
 
 def last_number(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 where the last number of the completion is the answer."""
+    """1 if the last number of the completion is the answer, else 0."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     found = [re.findall(r"-?\d[\d,]*(?:\.\d+)?", text) for text in texts]
     last = [numbers[-1].replace(",", "") if numbers else "" for numbers in found]
@@ -133,7 +133,7 @@ def reward_of(case: Case) -> Callable[..., list[float]]:
 
 
 def settings(case: Case, steps: int) -> dict[str, Any]:
-    """Fields of GRPOConfig that all engines share; one optimizer step per generation, other fields as they come."""
+    """Fields of GRPOConfig that all engines share: one optimizer step per generation. Others keep their defaults."""
     fields: dict[str, Any] = dict(
         max_steps=steps,
         learning_rate=1e-6,
@@ -158,5 +158,5 @@ def settings(case: Case, steps: int) -> dict[str, Any]:
 
 
 def default_model(case: Case) -> Path | None:
-    """The model of a case that needs no --model: the demo's, for a small run of a case with a real one."""
+    """The demo's model for a tiny run of a case with a real model; None for all other cases."""
     return Path(model_path()) if case.shape is None and case.device == "cpu" else None

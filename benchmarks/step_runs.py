@@ -26,18 +26,18 @@ from benchmarks.step_cases import Case
 
 Save = Callable[[dict[str, Any]], None]
 
-# What a step's record says about the work itself, from what the trainer logs.
+# The logged metrics that describe the work of a step, kept in its record.
 LOGGED = ("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "num_tokens")
 LOGGED += ("record/seconds", "audit/seconds")
-# Parts of a step whose medians a record shows.
+# The parts of a step whose medians are in the record.
 SECONDS = ("step", "collect", "generation", "logps", "rewards", "update", "optimizer")
 GIB = 2**30
 
 
 class DeviceMemory:
-    """The most memory in use on the device, by whoever: looked up a hundred times a second.
+    """Peak memory in use on the device by all processes, polled a hundred times per second.
 
-    Allocators of their own, such as vLLM's or that of a pool of keys and values, are unknown to torch's statistics.
+    Torch's statistics do not include other allocators, such as vLLM's or that of a KV pool.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class DeviceMemory:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # a thread that is in the driver when Python ends takes the process down
+        atexit.register(self.stop)  # a thread that is inside the driver when Python exits crashes the process
 
     def _watch(self) -> None:
         while not self._over.wait(0.01):
@@ -60,10 +60,10 @@ class DeviceMemory:
 class Stopwatch(TrainerCallback):
     """Seconds and device memory of a trainer's steps, and of the phases inside them.
 
-    A step lasts from the end of the one before it (the first: from the start of training) to its own end. Its phase
-    `collect` makes completions and scores them; the rest of the step is the update. `generation`, `logps` (log-probs
-    under the sampling weights or a reference) and `rewards` are parts of `collect`; `optimizer` is one of the update.
-    The device is waited for at the borders of phases, and nowhere inside the update but around the optimizer.
+    A step lasts from the end of the previous step (the first: from the start of training) to its own end. Its phase
+    `collect` samples completions and scores them; the rest of the step is the update. `generation`, `logps` (log-probs
+    under the sampling weights or a reference) and `rewards` are parts of `collect`; `optimizer` is part of the update.
+    The device is synchronized at the boundaries of phases; inside the update only around the optimizer.
     """
 
     def __init__(self, on_step: Callable[[dict[str, Any]], None]):
@@ -84,7 +84,7 @@ class Stopwatch(TrainerCallback):
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             if phase != "collect" and not self.collecting:
-                return original(*args, **kwargs)  # the update: a wait would slow it down
+                return original(*args, **kwargs)  # in the update, a synchronization would slow it down
             with self._in_collect() if phase == "collect" else self._phase(phase):
                 result = original(*args, **kwargs)
             self.tokens += tokens(result)
@@ -111,7 +111,7 @@ class Stopwatch(TrainerCallback):
         self.after_collect()
 
     def note_peak(self, part: str) -> None:
-        """Add the memory since the last call to a part's peak."""
+        """Include the peak memory since the last call in the peak of a part."""
         if not torch.cuda.is_initialized():
             return
         now = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
@@ -153,7 +153,7 @@ class Stopwatch(TrainerCallback):
         self._start = time.perf_counter()
 
     def memory(self) -> dict[str, Any]:
-        """Peaks in GiB: of the run, and of its parts, by torch's statistics; and of the device, in training."""
+        """Peaks in GiB: of the run and of its parts, from torch's statistics; and of the device during training."""
         if self.device_memory is None:
             return {}
         return {
@@ -166,14 +166,14 @@ class Stopwatch(TrainerCallback):
 
 @dataclass(frozen=True)
 class Engine:
-    """A library, further fields of its config, and how its phases are found."""
+    """A library, further fields of its config, and how its phases are instrumented."""
 
     library: str
     watch: Callable[[Stopwatch, Any], None]
     fields: dict[str, Any] = field(default_factory=dict)
-    packages: tuple[str, ...] = ()  # whose versions the result names
-    parts: Callable[[Any], dict[str, float]] = lambda trainer: {}  # further seconds of a step that the library knows
-    plans: Callable[[Any], dict[str, Any]] = lambda trainer: {}  # what it decided by itself
+    packages: tuple[str, ...] = ()  # whose versions are in the result
+    parts: Callable[[Any], dict[str, float]] = lambda trainer: {}  # further seconds of a step, from the library
+    plans: Callable[[Any], dict[str, Any]] = lambda trainer: {}  # what it planned by itself
 
 
 def watch_gruppo(clock: Stopwatch, trainer: Any) -> None:
@@ -184,14 +184,14 @@ def watch_gruppo(clock: Stopwatch, trainer: Any) -> None:
 
 
 def parts_of_gruppo(trainer: Any) -> dict[str, float]:
-    """Seconds of the last rollout, from the built-in engine's own counters."""
+    """Seconds of the parts of the last rollout, from the built-in engine's counters."""
     counters = getattr(trainer.backend, "counters", {})
     parts = {"prefill": "prefill_seconds", "decode": "decode_seconds", "graph capture": "capture_seconds"}
     return {f"generation: {part}": round(counters[key], 4) for part, key in parts.items() if key in counters}
 
 
 def plans_of_gruppo(trainer: Any) -> dict[str, Any]:
-    """How many tokens a rollout and an update run at once, and what else was planned from the free memory."""
+    """What was planned from the free memory, such as how many tokens a rollout and an update process at once."""
     planners = {"rollout": trainer.backend, "update": getattr(trainer, "planner", None)}
     return {what: planner.state_dict() for what, planner in planners.items() if hasattr(planner, "state_dict")}
 
@@ -209,7 +209,7 @@ def watch_trl(clock: Stopwatch, trainer: Any) -> None:
 ENGINES = {
     "gruppo": Engine("gruppo", watch_gruppo, parts=parts_of_gruppo, plans=plans_of_gruppo),
     "trl": Engine("trl", watch_trl, packages=("trl",)),
-    # TRL computes activations twice unless told not to; here there is memory enough.
+    # By default TRL uses gradient checkpointing; here there is enough memory without it.
     "trl-kept": Engine("trl", watch_trl, {"gradient_checkpointing": False}, packages=("trl",)),
     "trl-liger": Engine("trl", watch_trl, {"use_liger_kernel": True}, packages=("trl", "liger-kernel")),
     "trl-vllm": Engine("trl", watch_trl, {"use_vllm": True, "vllm_mode": "colocate"}, packages=("trl", "vllm")),
@@ -217,7 +217,7 @@ ENGINES = {
 
 
 def config_fields(name: str, case: Case, steps: int, further: dict[str, Any]) -> dict[str, Any]:
-    """All fields of an engine's GRPOConfig but the output folder."""
+    """All fields of an engine's GRPOConfig except the output folder."""
     fields = step_cases.settings(case, steps) | ENGINES[name].fields
     if fields.get("use_vllm") and "generation_kwargs" in fields:
         fields["generation_kwargs"] = {"ignore_eos": True}  # vLLM's cheapest way to write to the limit
@@ -225,7 +225,7 @@ def config_fields(name: str, case: Case, steps: int, further: dict[str, Any]) ->
 
 
 def build(name: str, case: Case, folder: Path, out: str, fields: dict[str, Any], clock: Stopwatch) -> Any:
-    """An engine's trainer, ready to train and watched."""
+    """An engine's trainer, ready to train and instrumented."""
     library = __import__(ENGINES[name].library)
     trainer = library.GRPOTrainer(
         model=str(folder),
@@ -240,7 +240,7 @@ def build(name: str, case: Case, folder: Path, out: str, fields: dict[str, Any],
 
 
 class Log(TrainerCallback):
-    """Adds what a trainer logs about a step, which it does after the step's end, to the step's record."""
+    """Adds the logged metrics of a step, which the trainer logs after the step's end, to the step's record."""
 
     def __init__(self, steps: list[dict[str, Any]], save: Callable[[], None]):
         self.steps, self.save = steps, save
@@ -253,7 +253,7 @@ class Log(TrainerCallback):
 
 
 def _plain(value: Any) -> float | None:
-    """A logged number, which some trainers log as text."""
+    """A logged value as a number; some trainers log numbers as text."""
     try:
         return round(float(value), 6)
     except (TypeError, ValueError):
@@ -261,7 +261,7 @@ def _plain(value: Any) -> float | None:
 
 
 def limit_memory(gib: float | None) -> None:
-    """Let this process allocate so much on its device and no more."""
+    """Limit the memory that this process can allocate on its device."""
     if gib is not None:
         torch.cuda.set_per_process_memory_fraction(gib * GIB / torch.cuda.get_device_properties(0).total_memory)
 
@@ -275,9 +275,10 @@ def measure(
     save: Save,
     profile: Path | None = None,
 ) -> None:
-    """Train with an engine for `case.warm_up` + `rounds` steps; `save` gets the record after every one.
+    """Train with an engine for `case.warm_up` + `rounds` steps; `save` is called with the record after each.
 
-    With `profile` there is a step more, which is not in the record; where its update goes is written to that file.
+    With `profile` there is one more step, which is not in the record; the profile of its update is written to that
+    file.
     """
     limit_memory(case.memory_gib)
     counted = case.warm_up + rounds
@@ -289,7 +290,7 @@ def measure(
 
     def on_step(facts: dict[str, Any]) -> None:
         if len(steps) == counted:
-            return  # the step of the profile
+            return  # the profiled step
         check_work(case, facts["tokens"])
         steps.append(facts | ENGINES[name].parts(trainer))
         keep()
@@ -311,12 +312,12 @@ def measure(
 
 
 class UpdateProfile(TrainerCallback):
-    """Runs torch's profiler over the update that follows after so many steps, and writes the longest kernels."""
+    """Runs torch's profiler over the update that follows after `steps` steps, and writes the longest kernels."""
 
     def __init__(self, clock: Stopwatch, steps: int, path: Path):
         self.clock, self.steps, self.path = clock, steps, path
         self.window = Window(0, 1)
-        if torch.cuda.is_available():  # kernels alone: operators of a whole update would be a million events
+        if torch.cuda.is_available():  # only kernels: the operators of a whole update would be a million events
             self.window.profiler = torch_profile(activities=[ProfilerActivity.CUDA])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -329,14 +330,14 @@ class UpdateProfile(TrainerCallback):
 
 
 def check_work(case: Case, tokens: int) -> None:
-    """All engines must write equally much where the length is set."""
+    """Raise if an engine did not sample the expected number of tokens, in cases with a fixed length."""
     wanted = case.prompts * case.completions * case.new_tokens
     if case.shape is not None and tokens != wanted:
         raise RuntimeError(f"{tokens} tokens were sampled in a step, not {wanted}.")
 
 
 def medians(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The middle of each part over the timed steps."""
+    """The median of each part over the timed steps."""
     if not rounds:
         return {}
     names = [name for name in (*SECONDS, "tokens_per_second") if name in rounds[0]]

@@ -1,4 +1,4 @@
-"""The examples with a tool and with an environment, as a person runs them: measurements before and after, seconds.
+"""The examples with a tool and with an environment, run from the command line: scores before and after, seconds.
 
 .venv/bin/python benchmarks/tools.py --out benchmarks/results/tools.json
 """
@@ -21,9 +21,9 @@ EXAMPLES = ("calculator", "guessing_game")
 
 
 def run(example: str, seed: int) -> dict[str, Any]:
-    """One run in a process of its own."""
+    """One run in a separate process."""
     command = [sys.executable, str(FOLDER / f"{example}.py"), "--seed", str(seed)]
-    # Threads wait asleep, not spinning, as in the demo: other work on the machine then costs less.
+    # Waiting threads sleep instead of spinning, as in the demo, so that other work on the machine disturbs less.
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "HF_HUB_OFFLINE": "1"}
     start = time.perf_counter()
     output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout

@@ -1,9 +1,9 @@
-"""Write down TRL's config fields and their defaults, for the table in docs/fields.md.
+"""Write TRL's config fields and their defaults to a file, for the table in docs/fields.md.
 
     make bench-peers
     .venv-peers/bin/python benchmarks/trl_fields.py --out benchmarks/results/trl_fields.json
 
-Names and defaults only, as `dataclasses.fields` tells them.
+Only names and defaults, as `dataclasses.fields` reports them.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks.common import provenance
 
 
 def default(field: Field[Any]) -> Any:
-    """The default of a field as JSON has it."""
+    """The default of a field as a JSON value."""
     value = field.default_factory() if field.default_factory is not MISSING else field.default
     if value is MISSING:
         return "required"
@@ -39,7 +39,7 @@ def main() -> None:
     found = {}
     for config in (GRPOConfig, RLOOConfig):
         values = {field.name: default(field) for field in fields(config)}
-        # What transformers says itself depends on its version, and is not TRL's.
+        # Fields that transformers defines with the same default depend on its version and are not specific to TRL.
         found[config.__name__] = {
             name: value for name, value in values.items() if name not in inherited or value != inherited[name]
         }

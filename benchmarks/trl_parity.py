@@ -4,7 +4,7 @@
     .venv-peers/bin/python benchmarks/trl_parity.py --out benchmarks/results/trl_parity.json
 
 Trains a tiny random model for a few updates with TRL 1.16 and with gruppo, from the same seed on the CPU in float32.
-Both sample with transformers generate, so that the completions are the same as long as the weights are. Reports the
+Both sample with transformers' generate, so the completions are the same as long as the weights are. Reports the
 largest relative difference of any weight tensor and of any metric that TRL logs.
 """
 
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo/batch-scale": {"scale_rewards": "batch"},
     "grpo/no-scale": {"scale_rewards": False, "mask_truncated_completions": True},
     "grpo/two-rewards": {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]},
-    "grpo/entropy-mask": {"top_entropy_quantile": 0.37},  # a share at which no token lies on the threshold itself
+    "grpo/entropy-mask": {"top_entropy_quantile": 0.37},  # a share for which no token lies exactly on the threshold
     "grpo/entropy-bonus": {"entropy_coef": 0.05, "gradient_accumulation_steps": 2},
     "grpo/entropy-adaptive": {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_target": 10.0},
     "grpo/temperature": {"temperature": 0.7, "delta": 1.5, "num_iterations": 2},
@@ -52,8 +52,8 @@ CASES: dict[str, dict[str, Any]] = {
     "rloo/normalized": {"normalize_advantages": True, "reward_clip_range": (0.1, 0.4), "beta": 0.0},
 }
 
-# Plain SGD: Adam would turn rounding noise in vanishing gradients into visible steps. Long enough that some
-# completions end by themselves: with equal lengths half of the loss types would be the same.
+# Plain SGD, because Adam would turn rounding noise in vanishing gradients into visible steps. The length limit lets
+# some completions end before it: with equal lengths, half of the loss types would be the same.
 COMMON = {
     "max_completion_length": 40,
     "max_steps": 4,
@@ -86,11 +86,11 @@ def run(library: Any, case: str) -> tuple[dict[str, torch.Tensor], list[dict[str
     with tempfile.TemporaryDirectory() as folder:
         settings = base_args(folder, **(COMMON | settings))
         trainer = getattr(library, f"{algorithm}Trainer")(
-            model=saved_model(folder),  # by name: TRL loads its reference from there
+            model=saved_model(folder),  # as a path, from which TRL also loads its reference model
             reward_funcs=rewards,
             args=getattr(library, f"{algorithm}Config")(**settings),
             train_dataset=dataset,
-            eval_dataset=prompts(8),  # whole batches: TRL weighs a ragged last one differently
+            eval_dataset=prompts(8),  # full batches only: TRL weights an incomplete last batch differently
             processing_class=tiny_tokenizer(),
             **({"rollout_func": None} if algorithm == "GRPO" else {}),
         )

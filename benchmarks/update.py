@@ -1,11 +1,11 @@
-"""What each idea of the update is worth: the same update with one of them switched off at a time.
+"""What each optimisation of the update gains: the same update with one of them switched off at a time.
 
     python benchmarks/update.py --out benchmarks/results/update_qwen2-1.5b.json
     python benchmarks/update.py --tiny      (on a CPU, to try it)
 
 Forward and backward passes over 32 prompts of 200 tokens × 16 completions of 512, a 1.5B Qwen2 shape with random
-weights in bfloat16, without optimizer. Beside the seconds stands what the arithmetic alone would take at the rate that
-a large matrix product reaches on the device in the same run.
+weights in bfloat16, without optimizer. For comparison, the result contains the time that the arithmetic alone would
+take at the rate that a large matrix product reaches on the device in the same run.
 """
 
 import argparse
@@ -55,14 +55,14 @@ class Bench:
         ids = ids.repeat_interleave(completions, 0)
         new = torch.randint(10, vocabulary, (len(ids), new_tokens), device=self.device)
         self.batch = TrainBatch(ids, torch.ones_like(ids), new, torch.ones_like(new))
-        self.weights = torch.randn(new.shape, device=self.device) / new.numel()  # as if advantages over their number
+        self.weights = torch.randn(new.shape, device=self.device) / new.numel()  # like advantages / token count
         self.tokens = plan_update(
             self.shape, Passes(stream=2, product=2, device=self.device.type),
             longest_row=prompt_tokens + new_tokens, free_bytes=60 * GIB,
         ).tokens  # fmt: skip
 
     def packed(self, *, tokens: int | None = None, share: bool = True, **options: Any) -> int:
-        """The update in packs; the tokens that were run."""
+        """Run the update in packs and return the number of tokens processed."""
         policy, ran = PackedPolicy(**options), 0
         with policy.active(self.model):
             for pack in Packer(self.batch, share=share).packs(range(len(self.batch)), tokens or self.tokens):
@@ -72,7 +72,7 @@ class Bench:
         return ran
 
     def padded(self, rows: int) -> int:
-        """The update in padded micro-batches; the tokens that were run."""
+        """Run the update in padded micro-batches and return the number of tokens processed."""
         batch, width = self.batch, self.batch.completion_ids.shape[1]
         ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)
         mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
@@ -89,7 +89,7 @@ class Bench:
         self.model.gradient_checkpointing_disable()
 
     def measure(self, run: Callable[[], int]) -> dict[str, float]:
-        """The second of two runs. The first, over two prompts, compiles kernels and fills caches."""
+        """Time the second of two runs. The first, over 32 rows, compiles kernels and fills caches."""
         cuda, seconds = self.device.type == "cuda", 0.0
         for last in (False, True):
             self.model.zero_grad(set_to_none=False)
@@ -109,7 +109,7 @@ class Bench:
         return {**times, "tokens": tokens, "peak_gib": round(peak, 2)}
 
     def limit(self) -> dict[str, float]:
-        """Seconds that the operations of shared prompts and completions take at the rate of one large product."""
+        """Seconds that the update's FLOPs, with shared prompts, take at the rate of one large matrix product."""
         size = 8192 if self.device.type == "cuda" else 512
         dtype = self.model.dtype
         a, b = (torch.randn(size, size, device=self.device, dtype=dtype) for _ in range(2))
@@ -129,7 +129,7 @@ class Bench:
 
 
 def cases(bench: Bench) -> dict[str, tuple[Any, Callable[[], int]]]:
-    """By name: what is around a run, and the run."""
+    """By name: the context manager around a run, and the run."""
     quiet = without_collection
     return {
         "everything": (quiet, bench.packed),

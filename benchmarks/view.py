@@ -2,14 +2,14 @@
 
     python benchmarks/view.py                    (CPU only; needs chromium and playwright)
 
-A run folder of 196 generations × 64 prompts × 8 completions of about 190 tokens is made by the recorder, and the
-viewer is started on it as a person would. Measured are, in milliseconds:
+The recorder writes a run folder of 196 generations × 64 prompts × 8 completions of about 190 tokens, and the viewer is
+started on it from the command line. Measured in milliseconds:
 
-    index         all files read, before the viewer can filter; it happens while the page is shown
+    index         reading all files, which precedes the first filter; it happens while the page is shown
     first_paint   from the request of the page, on a viewer that was just started, until the first content is painted
     curves        … until all curves are drawn
-    groups        opening the page of groups, until its table is there
-    <filter>      from a click on a filter over all updates, or a key in the search field, until the new table is there
+    groups        opening the page of groups, until its table is shown
+    <filter>      from a click on a filter over all updates, or input in the search field, until the new table is shown
 """
 
 import argparse
@@ -47,10 +47,10 @@ WORDS = TEXT.split()
 def make_run(
     folder: Path, generations: int = 196, prompts: int = 64, group: int = 8, distinct: int | None = None
 ) -> int:
-    """A run folder as training leaves it; returns the number of completions.
+    """Write a run folder as training does; return the number of completions.
 
-    Texts and numbers of the first `distinct` generations (all, if not given) come again in the others: that is made
-    faster and read as fast.
+    The other generations repeat the texts and numbers of the first `distinct` generations (default: all are distinct).
+    Such a folder is faster to write and takes as long to read.
     """
     rng = np.random.default_rng(0)
     recorder = RunRecorder(folder)
@@ -76,7 +76,7 @@ def make_run(
 def _rows(
     rng: np.random.Generator, update: int, progress: float, questions: list[str], group: int
 ) -> list[RolloutRow]:
-    """One generation: random words, ever more of them right."""
+    """The rows of one generation: random words, with a share of correct completions that grows with `progress`."""
     rows = []
     for place, question in enumerate(questions):
         for sample in range(group):
@@ -108,7 +108,7 @@ def _rows(
 
 
 def question_times(folder: Path) -> dict[str, float]:
-    """Without a browser: reading all files, then each question over all updates, in milliseconds."""
+    """Milliseconds without a browser: of reading all files, then of each query over all updates."""
     desk = Desk(find_folders([folder]))
     times = {"index": _timed(desk.refresh)}
     for name in FILTERS:
@@ -125,7 +125,7 @@ def _timed(work: Callable[[], Any]) -> float:
     return round(1000 * (time.perf_counter() - start), 1)
 
 
-# Runs in the page: when a list was asked for, and when it was painted.
+# Runs in the page: records the time from a user's input until the new list is painted.
 WATCH = """
 window.times = []; window.begun = 0;
 const begin = () => { window.begun = performance.now(); };
@@ -140,7 +140,7 @@ FIRST_PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTi
 
 @contextmanager
 def viewer(folder: Path) -> Iterator[str]:
-    """`gruppo view` as a process of its own; gives the address as soon as it is printed."""
+    """Run `gruppo view` in a separate process; yields the address as soon as it is printed."""
     command = [sys.executable, "-m", "gruppo", "view", str(folder)]
     root = Path(__file__).parent.parent
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
@@ -153,7 +153,7 @@ def viewer(folder: Path) -> Iterator[str]:
 
 
 def page_times(browser: Any, folder: Path, repeats: int = 5) -> dict[str, Any]:
-    """What a person waits for, in milliseconds, on a viewer that was just started."""
+    """The waiting times of a user, in milliseconds, on a viewer that was just started."""
     with viewer(folder) as address:
         page = browser.new_page()
         page.add_init_script(WATCH)
@@ -181,7 +181,7 @@ def page_times(browser: Any, folder: Path, repeats: int = 5) -> dict[str, Any]:
 
 
 def _next(page: Any) -> float:
-    """Wait until what was asked for is painted; returns how long that took."""
+    """Wait until the requested view is painted; return how long that took."""
     while not page.evaluate("window.times.length"):
         page.wait_for_timeout(5)
     found = float(page.evaluate("window.times.at(-1)"))
@@ -214,7 +214,7 @@ def main() -> None:
         **provenance("pyarrow", "starlette", "uvicorn", "playwright"),
         "chromium": version,
         "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],  # of other work too: it should be below the number of cores
+        "load_average": os.getloadavg()[0],  # includes other work; should be below the number of cores
         "completions": completions,
         "starts": starts,
         "bounds_ms": BOUNDS,

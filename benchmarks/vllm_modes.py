@@ -3,14 +3,21 @@
     python benchmarks/vllm_modes.py --model FOLDER --vllm-site SITE     (FOLDER: see benchmarks/prepare_smollm2.py)
     python benchmarks/vllm_modes.py --tiny                              (on a CPU against stand-ins, to try it)
 
-The same model, prompts, seed and settings, one process after another: the built-in engine, vLLM in the trainer's
-process (colocate; sleep gives its memory back in between), and a stock server on the same GPU that gets its weights by
-CUDA IPC (server; server-async samples the next generation while updates run; server-unseeded leaves the completions
-without seeds of their own) or by NCCL (server-nccl, as if the two were on two hosts, since NCCL refuses two ranks on
-one GPU of a host: its code is run, its speed says nothing). It is started and stopped here, with the flags of `gruppo
-vllm-serve`, once for server modes that follow each other and take weights the same way. The trainer does not see
-vLLM's packages with IPC. The result is written after each mode, with logs beside it. A mode that fails or runs out of
-time is named in `failed`, with the ends of its logs; the others still count.
+All modes use the same model, prompts, seed and settings, and run in one process after another:
+
+    builtin          the built-in engine
+    colocate         vLLM in the trainer's process
+    sleep            the same; vLLM frees its memory between generations
+    server           a stock server on the same GPU that gets its weights by CUDA IPC
+    server-async     the same; it samples the next generation while updates run
+    server-unseeded  the same; completions have no seeds of their own
+    server-nccl      the server gets its weights by NCCL. Because NCCL refuses two ranks on one GPU of a host, the two
+                     processes pose as two hosts: this exercises the code, but its speed is not meaningful
+
+This script starts and stops the server with the flags of `gruppo vllm-serve`; consecutive server modes with the same
+weight transfer share one server. With IPC the trainer does not see vLLM's packages. The result is written after each
+mode, with logs beside it. A mode that fails or times out is listed in `failed`, with the ends of its logs; the results
+of the others still count.
 """
 
 import argparse
@@ -86,20 +93,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def config_fields(mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What the config of a mode has beside what all have."""
+    """The config fields that are specific to a mode."""
     if mode == "builtin":
         return {"rollout_backend": "builtin"}
     fields: dict[str, Any] = {"use_vllm": True, "vllm_seed_requests": mode != "server-unseeded"}
     if mode.startswith("server"):
         ahead = {"async_rollouts": 1} if mode == "server-async" else {}
         fields |= {"vllm_mode": "server", "vllm_server_port": options.port}
-        # The server is up by now; what takes longer than this has gone wrong, and is to be named before the limit.
+        # The server is already up. Anything that takes longer than this has failed and should raise before the limit.
         return fields | {"vllm_server_timeout": 20.0, "vllm_request_timeout": 60.0} | ahead
     return fields | {"vllm_enable_sleep_mode": mode == "sleep"}
 
 
 def train(mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Train in this process; what was logged, and the seconds of the phases."""
+    """Train in this process; return the logged metrics and the seconds of the phases."""
     from gruppo import GRPOConfig, GRPOTrainer
 
     rows, reward = tiny_task() if options.tiny else task(options.model)
@@ -142,13 +149,13 @@ def micro_batches(groups: int, fields: Mapping[str, Any]) -> int:
 
 
 def kept(log: Mapping[str, Any]) -> dict[str, float]:
-    """Of one update's log what this benchmark is about."""
+    """The entries of one update's log that this benchmark reports."""
     wanted = {name: value for name, value in log.items() if name in KEPT or name.startswith(("sampling/", "audit/"))}
     return {name: round(value, 6) for name, value in wanted.items() if isinstance(value, int | float)}
 
 
 def summary(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over the updates but the first, which has compilations in it; extremes over all."""
+    """Means of seconds over all updates but the first, which includes compilation; drift and ratios over all."""
 
     def values(name: str, first: int = 0) -> list[float]:
         return [log[name] for log in updates[first:] if isinstance(log.get(name), int | float)]
@@ -183,7 +190,7 @@ def mean_of(values: Sequence[float]) -> float | None:
 
 
 def task(model: Path) -> tuple[Dataset, Any]:
-    """The prompts beside the model, and the reward of the recipe."""
+    """The prompts in the model's folder, and the reward of the recipe."""
     from recipes.gsm8k_smollm2.task import math_answer_reward
 
     lines = (model / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
@@ -197,7 +204,7 @@ def tiny_task() -> tuple[Dataset, Any]:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Train in this process; one that is about to be ended says first where it is."""
+    """Train in this process; shortly before the time limit, the process dumps its traceback."""
     (mode,) = options.modes.split(",")
     faulthandler.dump_traceback_later(max(options.limit - 5, 1))
     if options.tiny:
@@ -219,7 +226,7 @@ def use_stand_ins() -> None:
 
 
 def measure(options: argparse.Namespace, result: dict[str, Any], folder: Path) -> None:
-    """Run the modes; the result is on the disk after each."""
+    """Run the modes and write the result to disk after each."""
     records, failed = result["modes"], result["failed"]
     with Runner(options, folder) as runner:
         for mode in options.modes.split(","):
@@ -227,14 +234,14 @@ def measure(options: argparse.Namespace, result: dict[str, Any], folder: Path) -
             try:
                 records[mode] = runner.run(mode)
                 said = {name: value for name, value in records[mode].items() if name != "updates"}
-            except Exception as error:  # whatever it is, the other modes are to be run
+            except Exception as error:  # whatever the error, the other modes still run
                 failed[mode] = said = runner.report(mode, error)
             print(f"{mode}, {time.monotonic() - begun:.0f} s:", said, flush=True)
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def begun(options: argparse.Namespace) -> dict[str, Any]:
-    """The result without the modes that are to be run: a new one, or with `--add` the one that is there."""
+    """The result before the modes run: a new one or, with `--add`, the existing one."""
     result: dict[str, Any] = {**provenance(), "steps": options.steps, "groups": options.groups}
     result["versions"]["vllm"] = "a stand-in" if options.tiny else vllm_version(options)
     result |= {"modes": {}, "failed": {}}

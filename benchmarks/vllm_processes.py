@@ -1,6 +1,6 @@
-"""The processes of benchmarks/vllm_modes.py: a trainer for each mode, and a server for those that want one.
+"""The processes of benchmarks/vllm_modes.py: a trainer for each mode, and a server for the modes that need one.
 
-Each has a time limit, and is ended with all that it started.
+Each has a time limit, and is terminated together with all processes that it started.
 """
 
 import argparse
@@ -16,17 +16,19 @@ from typing import Any, Self
 
 from benchmarks import rollout_vllm
 
-WITH_VLLM = ("colocate", "sleep", "server-nccl")  # in the trainer's process, the last for vLLM's side of NCCL only
-# NCCL refuses two ranks on one GPU of a host. With a host's name each they count as two hosts, and talk by sockets.
+# Modes with vLLM in the trainer's process; server-nccl needs only vLLM's NCCL code there.
+WITH_VLLM = ("colocate", "sleep", "server-nccl")
+# NCCL refuses two ranks on one GPU of a host. With different host ids they count as two hosts and use sockets.
 NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-LEAST = 20.0  # seconds; with fewer left a mode is not begun
-TAIL = 4000  # characters of a log
-USUAL = ("Route: /", '" 200 OK', ": Failed to load weights")  # the last of layers that an update has nothing for
+LEAST = 20.0  # seconds; a mode is not started with less time left
+TAIL = 4000  # characters shown of a log
+# Routine lines of a server's log; the last is about layers for which a weight update contains nothing.
+USUAL = ("Route: /", '" 200 OK', ": Failed to load weights")
 SCRIPT = Path(__file__).with_name("vllm_modes.py")
 
 
 class Runner:
-    """Runs modes one after another; a server stays for the next one, unless that has no use for it or a mode failed.
+    """Runs modes one after another; a server is reused by the next mode unless that cannot use it or a mode failed.
 
     Example:
         with Runner(options, folder) as runner:
@@ -38,7 +40,7 @@ class Runner:
         self.deadline = time.monotonic() + options.total
         self._servers = ExitStack()
         self._server_log: Path | None = None
-        self._transfer: str | None = None  # how the server takes its weights
+        self._transfer: str | None = None  # how the server receives weights: "ipc" or "nccl"
         self._start_seconds: float | None = None
 
     def __enter__(self) -> Self:
@@ -48,11 +50,11 @@ class Runner:
         self._stop_server()
 
     def left(self, most: float) -> float:
-        """Seconds that something may take."""
+        """The remaining seconds, but at most `most`."""
         return min(most, self.deadline - time.monotonic())
 
     def run(self, mode: str) -> dict[str, Any]:
-        """The record of one mode, trained in a process of its own."""
+        """Train one mode in a separate process and return its record."""
         if self.left(LEAST) < LEAST:
             raise TimeoutError(f"not begun: less than {LEAST:g} s of {self.options.total:g} are left")
         if mode.startswith("server"):
@@ -75,7 +77,7 @@ class Runner:
         return path
 
     def report(self, mode: str, error: Exception) -> str:
-        """What went wrong, with the ends of the logs; a server that may have to do with it is ended."""
+        """The error message with the ends of the logs; stops the server, which may be the cause."""
         logs = [self.log_of(mode), *([self._server_log] if mode.startswith("server") and self._server_log else [])]
         ends = [f"---- the end of {log.name}\n{tail(log)}" for log in logs if log.exists()]
         self._stop_server()
@@ -110,10 +112,10 @@ class Runner:
         asked = [str(self.options.model), "--port", port, "--weight-transfer", str(self._transfer)]
         command = server_command(parser().parse_args(asked))
         variables = environment("colocate", self.options) | command.environment
-        # The server has a process for the engine, which this variable would put into the one that answers.
+        # The server runs its engine in a separate process; this variable would put it into the API process.
         variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         variables |= {**NCCL, "NCCL_HOSTID": "server"}
-        variables.setdefault("VLLM_HOST_IP", "127.0.0.1")  # a machine without a network has no other address
+        variables.setdefault("VLLM_HOST_IP", "127.0.0.1")  # the only address of a machine without a network
         paths = [variables["PYTHONPATH"], str(self._place_of_ray(variables))]
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         process = self._servers.enter_context(started(command.arguments, variables, log))
@@ -126,7 +128,7 @@ class Runner:
         client.wait_until_up(self.left(self.options.start), check)
 
     def _place_of_ray(self, variables: dict[str, str]) -> Path:
-        """A folder, with an empty module where Ray is missing: vLLM's IPC transfer imports it without a use for it."""
+        """A folder with an empty module `ray` if Ray is missing: vLLM's IPC transfer imports it without using it."""
         place = self.folder / "ray"
         place.mkdir(exist_ok=True)
         found = subprocess.run([sys.executable, "-c", "import ray"], env=variables, capture_output=True, check=False)
@@ -141,7 +143,7 @@ class Runner:
 
 @contextmanager
 def started(command: list[str], variables: dict[str, str], log: Path) -> Any:
-    """A process with a log; afterwards it is ended, and whatever it started with it."""
+    """Start a process with a log file; on exit, terminate it and all processes that it started."""
     with log.open("w") as out:
         process = subprocess.Popen(command, env=variables, stdout=out, stderr=out, start_new_session=True)
     try:
@@ -151,19 +153,19 @@ def started(command: list[str], variables: dict[str, str], log: Path) -> Any:
             os.killpg(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-        with suppress(ProcessLookupError):  # an engine may outlive the process that started it, with its memory
+        with suppress(ProcessLookupError):  # an engine may outlive its parent process and hold its memory
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def tail(log: Path) -> str:
-    """The end of a log, without lines that a server writes by the hundred when all is well."""
+    """The end of a log, without the routine lines that a healthy server writes by the hundred."""
     lines = log.read_text(errors="replace").splitlines()
     return "\n".join(line for line in lines if not any(usual in line for usual in USUAL))[-TAIL:]
 
 
 def environment(mode: str, options: argparse.Namespace) -> dict[str, str]:
-    """A process's variables; vLLM's packages are shown to those that run it."""
+    """The environment variables of a mode's process; only modes in WITH_VLLM see vLLM's packages."""
     if mode not in WITH_VLLM:
         return dict(os.environ)
     paths = [str(options.vllm_site or ""), os.environ.get("PYTHONPATH", "")]
@@ -172,7 +174,7 @@ def environment(mode: str, options: argparse.Namespace) -> dict[str, str]:
 
 
 def vllm_version(options: argparse.Namespace) -> str:
-    """Of the package that the modes use; it is imported in their processes only."""
+    """The version of the vLLM package that the modes use; looked up in a separate process that can see it."""
     code = "import importlib.metadata as m; print(m.version('vllm'))"
     variables = environment("colocate", options)
     found = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)

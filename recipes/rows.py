@@ -1,4 +1,4 @@
-"""What recipes change in the rows of a dataset (`dataset_map: rows.py:…`)."""
+"""Functions with which recipes transform the rows of a dataset (`dataset_map: rows.py:…`)."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ REASONING = "Think about it inside <think> </think> and then give the answer in 
 
 
 def reasoned(row: dict[str, Any]) -> dict[str, Any]:
-    """A conversation whose last message says how to answer.
+    """A conversation with instructions on how to answer appended to its last message.
 
     Example:
         reasoned({"prompt": [{"role": "user", "content": "2+2?"}]})["prompt"][0]["content"] == f"2+2?\\n{REASONING}"

@@ -1,4 +1,4 @@
-"""What every test runs under: no network, two threads, and a summary file on request."""
+"""The environment of every test: no network, one thread by default, and a summary file on request."""
 
 import functools
 import gc
@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Reruns are counted over a socket, two messages a test: none waits 40 ms until the one before is acknowledged."""
+    """Set TCP_NODELAY on the socket that counts reruns: its two messages per test would else wait 40 ms for an ACK."""
     connection = getattr(getattr(session.config, "failures_db", None), "sock", None)
     if connection is not None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -53,9 +53,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _thin_out(cases: list[pytest.Item], every: int) -> None:
-    """Leave all cases but one of so many to the slow tests; where some are fast, those stay.
+    """Mark all but one in `every` cases as slow; if only some cases are marked medium, only those are thinned out.
 
-    In each run of `every` cases a hash decides which one stays. A fixed stride would skip values of inner parameters.
+    In each block of `every` cases a hash decides which one is kept. A fixed stride would always skip the same values
+    of inner parameters.
     """
     medium = [case for case in cases if "medium" in case.keywords]
     thinned = medium if 0 < len(medium) < len(cases) else cases
@@ -87,13 +88,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_collection_finish(session: pytest.Session) -> None:
     from accelerate.utils import imports
 
-    # Each unwrapping of a model asks whether deepspeed is installed, and reads its description to know.
+    # Each unwrapping of a model checks whether deepspeed is installed, which reads package metadata from disk.
     imports._is_package_available = functools.cache(imports._is_package_available)
     _set_aside()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Each test draws the same random numbers, whichever tests ran before it in its process."""
+    """Seed the random number generators, so that tests do not depend on those that ran before in their process."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -101,13 +102,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
-    """Once a file is done, what it imported and what pytest keeps of it is there to stay."""
+    """After each test file, freeze what it imported and what pytest keeps of it, because both stay until the end."""
     yield
     if nextitem is None or nextitem.path != item.path:
         _set_aside()
 
 
 def _set_aside() -> None:
-    """Every run of a trainer collects garbage; what stays until the end need not be walked each time."""
+    """Exclude all current objects from garbage collection, which every trainer run triggers."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Small things that many tests need: a tokenizer, a model, a dataset, scripted rollouts."""
+"""Helpers that many tests need: a tokenizer, a model, a dataset, scripted rollouts."""
 
 import hashlib
 from typing import Any
@@ -53,7 +53,7 @@ def tiny_model(seed: int = 0, **kwargs: Any) -> LlamaForCausalLM:
 
 
 def tiny_gpt2(seed: int = 0, **kwargs: Any) -> GPT2LMHeadModel:
-    """A random GPT-2: its positions are learned, so a row that is padded on the left must be told where it begins."""
+    """A random GPT-2, whose learned positions require correct position ids for rows that are padded on the left."""
     size = dict(vocab_size=len(SPECIAL) + len(CHARACTERS), n_positions=64, n_embd=16, n_layer=2, n_head=2)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -61,7 +61,7 @@ def tiny_gpt2(seed: int = 0, **kwargs: Any) -> GPT2LMHeadModel:
 
 
 def sharp(model: Any, factor: float = 8.0) -> Any:
-    """The model in float64 with larger weights, so that every token and every position shows in the output."""
+    """The model in float64 with larger weights, so that every token and position visibly affects the output."""
     with torch.no_grad():
         for module in model.double().eval().modules():
             if isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D":
@@ -70,7 +70,7 @@ def sharp(model: Any, factor: float = 8.0) -> Any:
 
 
 def in_double(model: Any) -> Any:
-    """The model in float64 throughout: transformers' own norms would round to float32 on the way."""
+    """The model in float64 throughout: transformers' own norms would round to float32 in between."""
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
             if type(norm).__name__ == "LlamaRMSNorm":
@@ -81,7 +81,7 @@ def in_double(model: Any) -> Any:
 
 
 def prompts(count: int = 16, **columns: Any) -> Dataset:
-    """Plain prompts `p0:` … with the columns `answer` and whatever is given."""
+    """Plain prompts `p0:` … with the column `answer` and any given columns."""
     return Dataset.from_dict(
         {"prompt": [f"p{i}:" for i in range(count)], "answer": [str(i) for i in range(count)], **columns}
     )
@@ -95,7 +95,7 @@ def chats(count: int = 16) -> Dataset:
 
 
 def length_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """Something cheap with spread: how many of the characters are letters."""
+    """A cheap reward with spread: the number of letters."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     return [sum(ch.isalpha() for ch in text) / 10 for text in texts]
 
@@ -121,7 +121,7 @@ def base_args(tmp_path: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def scripted_completion(prompt: Any, sample: int, length: int = 8) -> list[int]:
-    """The same completion for the same prompt and sample number, whoever asks."""
+    """A completion that depends only on the prompt and the sample number."""
     digest = hashlib.sha256(f"{prompt}/{sample}".encode()).digest()
     count = 2 + digest[0] % (length - 1)
     ids = [len(SPECIAL) + digest[1 + t] % len(CHARACTERS) for t in range(count - 1)]
@@ -129,7 +129,7 @@ def scripted_completion(prompt: Any, sample: int, length: int = 8) -> list[int]:
 
 
 def timeless(log: dict[str, Any]) -> dict[str, Any]:
-    """A log entry without what the clock says: the rest of two equal runs is equal."""
+    """A log entry without timing-dependent values, so that those of two equal runs are equal."""
     return {
         key: value
         for key, value in log.items()

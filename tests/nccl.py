@@ -1,7 +1,7 @@
 """Processes that train together over NCCL, on a machine with a single GPU.
 
-NCCL refuses two ranks on one GPU of a host. If each is told that it is on a host of its own, they go on, and talk
-through sockets on loopback: slow, but the code that several GPUs run.
+NCCL refuses two ranks on one GPU of a host. If each rank has a different host id, it accepts them, and they
+communicate through sockets on loopback: slow, but the same code as on several GPUs.
 """
 
 import os
@@ -16,7 +16,7 @@ from tests.processes import ROOT, free_port
 
 
 class Ended(NamedTuple):
-    """How the processes ended: their codes, what they said, and the seconds between the first end and the last."""
+    """How the processes ended: exit codes, output, and the seconds between the first exit and the last."""
 
     codes: tuple[int | None, ...]
     said: tuple[str, ...]
@@ -24,7 +24,7 @@ class Ended(NamedTuple):
 
 
 def run_over_nccl(module: str, folder: Path, *arguments: str, world: int = 2, seconds: float = 240) -> Ended:
-    """Run a module as a program, on several processes; those that are not done in time are killed: None."""
+    """Run a module as a program in several processes; those that time out are killed, with exit code None."""
     command, port = [sys.executable, "-m", module, str(folder), *arguments], free_port()
     logs = [folder / f"process{rank}.log" for rank in range(world)]
     with ExitStack() as stack:
@@ -48,10 +48,10 @@ def run_over_nccl(module: str, folder: Path, *arguments: str, world: int = 2, se
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What a launcher sets, and what makes two ranks on one GPU possible; `LOCAL_RANK` is the number of that GPU."""
+    """The variables of a launcher, and those that permit two ranks on one GPU; `LOCAL_RANK` is that GPU's index."""
     places = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
     apart = {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-    exact = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # which torch's deterministic algorithms ask for
+    exact = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # required by torch's deterministic algorithms
     return {**os.environ, **{name: str(value) for name, value in places.items()}, **apart, **exact} | {
         "MASTER_ADDR": "127.0.0.1"
     }

@@ -1,6 +1,6 @@
-"""Processes of their own that begin within a fraction of a second: a server has imported the library and forks them.
+"""Separate processes that start within a fraction of a second: a fork server has already imported the library.
 
-Several can work together, as those of a launcher do:
+Several processes can form a group, like those of a launcher:
 
     run_together(2, "tests.trainer.scripted", tmp_path)     # main(tmp_path) of that module, on both
 """
@@ -23,23 +23,23 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# The last one also sets what forked processes take over: one thread, and objects that are not walked for garbage.
-# accelerate imports deepspeed in every run, where it is installed.
+# The last one also sets state that forked processes inherit: one thread, and objects excluded from garbage collection.
+# accelerate imports deepspeed in every run if it is installed.
 PRELOADED = ["torch", "transformers", "peft", "pyarrow.parquet", "pytest", "deepspeed", "tests.resume.process"]
 
-# What else would run in the server when it forks: threads of numpy's BLAS, and one of pyarrow's allocator.
+# Disables threads that would otherwise run in the server when it forks: those of numpy's BLAS and pyarrow's allocator.
 WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
 def context() -> Any:
-    """The context whose server has imported the library."""
+    """The multiprocessing context whose fork server has imported the library."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     path = os.environ.get("PYTHONPATH")
     with pytest.MonkeyPatch.context() as patch:
-        # The server does not take over sys.path.
+        # The server does not inherit sys.path.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *([path] if path else [])]))
-        patch.setenv("DS_ACCELERATOR", "cpu")  # which deepspeed looks for when it is imported
+        patch.setenv("DS_ACCELERATOR", "cpu")  # read by deepspeed when it is imported
         for name, value in WITHOUT_THREADS.items():
             patch.setenv(name, value)
         forkserver.ensure_running()
@@ -47,9 +47,9 @@ def context() -> Any:
 
 
 def run_together(count: int, module: str, folder: Path, seconds: float = 240) -> None:
-    """Run `main(folder)` of a module on `count` processes, which find each other in `folder`.
+    """Run `main(folder)` of a module in `count` processes, which rendezvous through a file in `folder`.
 
-    The module is imported when a process knows its place: it may read RANK and WORLD_SIZE from the environment.
+    The module is imported after the ranks are assigned: it may read RANK and WORLD_SIZE from the environment.
     """
     logs = [folder / f"process{rank}.log" for rank in range(count)]
     places = [(module, folder, rank, count, log) for rank, log in enumerate(logs)]
@@ -63,9 +63,9 @@ def run_together(count: int, module: str, folder: Path, seconds: float = 240) ->
 def run_apart(
     count: int, module: str, folder: Path, seconds: float = 90, store: str = "file"
 ) -> tuple[tuple[int, ...], list[str], float]:
-    """As `run_together`, but each may end as it likes: exit codes, what they said, and the seconds between two ends.
+    """Like `run_together`, but with any exit codes: return those, the outputs, and the seconds between exits.
 
-    `store`: what the processes meet at, a "file" or a "tcp" server in process 0, which ends with it.
+    `store`: the rendezvous of the processes, a "file" or a "tcp" server in process 0, which ends with that process.
     """
     logs = [folder / f"process{rank}.log" for rank in range(count)]
     meeting = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{folder / 'meeting'}"
@@ -91,7 +91,7 @@ def run_apart(
 
 
 def free_port() -> int:
-    """One that nothing listens on."""
+    """A port on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -100,7 +100,7 @@ def free_port() -> int:
 def exits_of(
     processes: Sequence[Any], logs: Sequence[Path], seconds: float, fine: Collection[int] = (0,)
 ) -> tuple[int, ...]:
-    """Wait for all; when one ends with a code that is not `fine`, the others are killed, as a launcher does."""
+    """Wait for all processes; if one exits with a code that is not in `fine`, kill the others, as a launcher does."""
     waiting = {process.sentinel: process for process in processes}
     deadline = time.monotonic() + seconds
     while waiting:
@@ -115,7 +115,7 @@ def exits_of(
 
 
 def said(logs: Sequence[Path]) -> str:
-    """The end of what each process wrote."""
+    """The end of the output of each process."""
     return "\n".join(log.read_text(errors="replace")[-6000:] for log in logs if log.exists())
 
 
@@ -126,10 +126,10 @@ _KEPT: list[Any] = []
 
 @contextmanager
 def wrapped_alone(model: Any) -> Iterator[Any]:
-    """A model under DDP, whose only process is this one.
+    """A model wrapped in DDP, with this process as the only rank.
 
-    The wrapper is kept for good: freeing it joins a thread of gloo's while the GIL is held, and that thread may be
-    waiting for the GIL to free the last reduction.
+    The wrapper is never freed: freeing it joins a thread of gloo while holding the GIL, and that thread may be waiting
+    for the GIL to free the last reduction.
     """
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
@@ -147,21 +147,21 @@ def wrapped_alone(model: Any) -> Iterator[Any]:
 
 def _work(module: str, folder: Path, rank: int, count: int, log: Path, meeting: str | None = None) -> None:
     write_to(log)
-    faulthandler.enable()  # a crash in C says where it was
+    faulthandler.enable()  # prints a traceback on a crash in C code
     try:
         join(rank, count, meeting or folder / "meeting")
         importlib.import_module(module).main(folder)
         import torch
 
         torch.distributed.barrier()
-    except BaseException as end:  # whatever it is, the log is where it can be read
+    except BaseException as end:  # whatever it is, it must be in the log
         traceback.print_exc()
         leave(end.code if isinstance(end, SystemExit) else 1)
     leave(0)
 
 
 def write_to(path: Path) -> None:
-    """What this process says, its C libraries included, goes to a file."""
+    """Redirect the output of this process, including that of C libraries, to a file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(descriptor, number)
@@ -169,7 +169,7 @@ def write_to(path: Path) -> None:
 
 
 def join(rank: int, world: int, meeting: Path | str) -> None:
-    """Become one of several processes that meet at a file, which no other program can take as it could a port."""
+    """Join a process group; the default rendezvous is a file, which, unlike a port, no other program can occupy."""
     import torch
 
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -180,7 +180,7 @@ def join(rank: int, world: int, meeting: Path | str) -> None:
 
 
 def leave(code: Any) -> None:
-    """Without waiting for threads of gloo, which now and then abort a process that ends in the ordinary way."""
+    """Exit without waiting for the threads of gloo, which occasionally abort a process that exits normally."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 1)

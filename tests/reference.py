@@ -1,7 +1,7 @@
-"""A slow second opinion: advantages and losses in plain Python, one token at a time, gradients by hand.
+"""A slow reference implementation: advantages and losses in plain Python, token by token, with gradients by hand.
 
-Nothing here is shared with `gruppo.algo` but the types that carry the numbers, and no tensor arithmetic is used: each
-formula is written as in the papers, each derivative as one would on paper.
+Nothing here is shared with `gruppo.algo` except the types that hold the inputs, and no tensor arithmetic is used: each
+formula is written as in the papers, and each derivative is derived by hand.
 """
 
 import math
@@ -23,7 +23,7 @@ class Reference(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A value with its derivatives by the log-ratio (at its level) and by the token's own log-prob."""
+    """A value with its derivatives with respect to the log-ratio (at its level) and to the token's own log-prob."""
 
     value: float
     by_log_ratio: float = 0.0
@@ -202,7 +202,7 @@ def weighted_sum(row: list[float], weights: list[float]) -> float:
 
 def mean(xs: list[float]) -> float:
     known = [x for x in xs if not math.isnan(x)]
-    return statistics.mean(known) if known else math.nan  # exact: equal values have that value as their mean
+    return statistics.mean(known) if known else math.nan  # exact: the mean of equal values is that value
 
 
 def std(xs: list[float]) -> float:

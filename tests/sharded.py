@@ -1,4 +1,4 @@
-"""Models that FSDP2 or DeepSpeed sharded over processes on CPUs."""
+"""Helpers for models that FSDP2 or DeepSpeed shards over CPU processes."""
 
 from typing import Any
 
@@ -17,15 +17,16 @@ FSDP2: dict[str, Any] = {
 
 
 def as_on_gpus() -> None:
-    """accelerate reads its FSDP settings where several GPUs train; torch itself shards on CPUs as well.
+    """Make accelerate believe that there are several GPUs, because only then it reads its FSDP settings.
 
-    To be called between a config and its trainer: a config begins accelerate's state anew.
+    torch itself shards on CPUs as well. To be called between creating a config and its trainer, because a config
+    resets accelerate's state.
     """
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The weights as a whole, by name; all processes ask together."""
+    """The full (unsharded) weights by name; a collective call of all processes."""
     return {plain_name(name): whole(weight) for name, weight in model.named_parameters()}
 
 
@@ -40,7 +41,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def set_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give whole weights to a model that may be spread."""
+    """Load full weights into a model that may be sharded."""
     if any(hasattr(weight, "ds_id") for weight in model.parameters()):
         import deepspeed
 

@@ -1,4 +1,4 @@
-"""Runs under DeepSpeed on CPUs, where it is installed."""
+"""Helpers for runs under DeepSpeed on CPUs, if it is installed."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ PREFIX = "ACCELERATE_"
 
 
 def config(stage: int, **zero: Any) -> dict[str, Any]:
-    """A config of DeepSpeed as the training arguments take it."""
+    """A DeepSpeed config in the form that the training arguments accept."""
     automatic = (
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
@@ -29,19 +29,19 @@ def config(stage: int, **zero: Any) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """On the CPU, without the C++ extension for processes of one host, which would be compiled at the first use."""
+    """Set DeepSpeed up on the CPU, without its C++ communication extension, which would be compiled at first use."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__ = {}
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)  # on GPUs accelerate does it
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)  # on GPUs accelerate does this
 
 
 @contextmanager
 def launched(stage: int | None = None) -> Iterator[None]:
-    """With the variables that accelerate's launcher sets for a stage; those that are left behind are removed."""
+    """Set the variables that accelerate's launcher sets for a stage; on exit, restore all ACCELERATE_ variables."""
     before = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
-    os.environ.pop(PREFIX + "USE_CPU", None)  # with it accelerate passes over DeepSpeed
+    os.environ.pop(PREFIX + "USE_CPU", None)  # with it accelerate ignores DeepSpeed
     if stage is not None:
         values = {"USE_DEEPSPEED": "true", "DEEPSPEED_ZERO_STAGE": str(stage), "DEEPSPEED_ZERO3_INIT": "true"}
         os.environ.update({PREFIX + name: value for name, value in values.items()})
@@ -55,5 +55,5 @@ def launched(stage: int | None = None) -> Iterator[None]:
 
 
 def stage_of(trainer: Any) -> int:
-    """The stage of the engine that trains."""
+    """The ZeRO stage of the trainer's DeepSpeed engine."""
     return int(trainer.model_wrapped.zero_optimization_stage())

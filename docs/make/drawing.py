@@ -1,8 +1,8 @@
-"""A few shapes of SVG, in colours that a page can set: enough for the pictures of docs/concepts.md."""
+"""A few SVG shapes, in colours that a page can override: enough for the pictures of docs/concepts.md."""
 
 from html import escape
 
-# The same names as in docs/assets/site.css. A picture that is shown by itself has these.
+# The same variable names as in docs/assets/site.css. These values apply when a picture is shown by itself.
 LIGHT = "--ink:#1f2933;--soft:#6b7785;--paper:#eef1f4;--good:#0f766e;--bad:#b4371f;--mark:#9a6700"
 DARK = "--ink:#e6e9ec;--soft:#9aa5b1;--paper:#2b323b;--good:#4fd1c0;--bad:#ff9b85;--mark:#f0c36a"
 
@@ -39,7 +39,7 @@ class Picture:
     def box(
         self, x: float, y: float, width: float, height: float, words: str, *, line: str = "soft", color: str = "ink"
     ) -> None:
-        """A rectangle with words in its middle, one line for each line of them."""
+        """A rectangle with centred text, which may have several lines."""
         self.rect(x, y, width, height, line=line)
         lines = words.split("\n")
         top = y + height / 2 + 4.5 - 8 * (len(lines) - 1)
@@ -54,7 +54,7 @@ class Picture:
         self.shapes.append(f'<path d="{path}" fill="none" stroke="var(--{color})" stroke-width="{width:g}"{dash}/>')
 
     def arrow(self, *points: tuple[float, float], color: str = "soft") -> None:
-        """A line with a head at its end, which must be reached along an axis."""
+        """A line with an arrowhead at its end; its last segment must be horizontal or vertical."""
         self.line(*points, color=color)
         (x0, y0), (x, y) = points[-2:]
         dx, dy = ((x > x0) - (x < x0)) * 6, ((y > y0) - (y < y0)) * 6

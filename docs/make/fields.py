@@ -1,7 +1,7 @@
-"""The table of every config field in docs/fields.md: `python docs/make/fields.py` writes it anew.
+"""The table of every config field in docs/fields.md: `python docs/make/fields.py` regenerates it.
 
 Names, defaults and meanings are read from the dataclasses, TRL's defaults from benchmarks/results/trl_fields.json, and
-what differs from docs/from-trl.md, which says it in full.
+the differences from docs/from-trl.md, which describes them in full.
 """
 
 import json
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "fields.md"
 MARKS = ("<!-- fields: docs/make/fields.py -->", "<!-- end of fields -->")
 HEAD = "| field | default | TRL 1.16 | meaning | what differs |\n|---|---|---|---|---|"
-LONGEST = 160  # characters of a difference; a longer one is linked to
-# One mixin per concern, in the order in which one meets them.
+LONGEST = 160  # characters of a difference; for a longer one there is a link instead
+# One mixin per concern, in the order of the page.
 CONCERNS = {
     base.SamplingConfig: "Sampling",
     base.BatchingConfig: "Batches",
@@ -57,7 +57,7 @@ def defaults(config: type) -> dict[str, Any]:
 
 
 def differences() -> dict[str, str]:
-    """What docs/from-trl.md says of a field: the words of a row that is about it, or a link to one that names it."""
+    """What docs/from-trl.md says about each field: the text of the row about it, or a link to a row that names it."""
     found: dict[str, str] = {}
     section = ""
     for line in (ROOT / "docs" / "from-trl.md").read_text(encoding="utf-8").splitlines():
@@ -81,7 +81,7 @@ def shown(value: Any) -> str:
 
 
 def both(name: str, grpo_values: dict[str, Any], rloo_values: dict[str, Any]) -> str:
-    """The default in GRPO, and in RLOO where that is another one."""
+    """The default in GRPO, and that in RLOO if it differs."""
     values = [table[name] for table in (grpo_values, rloo_values) if name in table]
     if not values:
         return "–"
@@ -116,7 +116,7 @@ def own_table(mixin: type, notes: dict[str, str]) -> list[str]:
 
 
 def inherited_table(notes: dict[str, str]) -> list[str]:
-    """What TrainingArguments has: a table of what is not as there, and the names of all others."""
+    """The fields of TrainingArguments: a table of those that differ, and the names of all others."""
     ours, theirs = defaults(GRPOConfig), peers()[0]
     parents = defaults(TrainingArguments)
     rows, same = [], []
@@ -134,7 +134,7 @@ def inherited_table(notes: dict[str, str]) -> list[str]:
 
 
 def table() -> str:
-    """Everything between the marks."""
+    """The text between the markers."""
     notes = differences()
     lines = []
     for mixin, title in CONCERNS.items():
@@ -143,7 +143,7 @@ def table() -> str:
 
 
 def fill(page: str) -> str:
-    """The page with the table as it must be now."""
+    """The page with its table regenerated."""
     before, _, rest = page.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
     return f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{after}"

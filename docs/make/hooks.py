@@ -1,8 +1,8 @@
-"""What the site needs beyond markdown: the repository's own pages, links out of docs/, formulas and pictures.
+"""MkDocs hooks for what the site needs beyond Markdown: repository pages, links out of docs/, formulas and pictures.
 
-The pages in docs/ are written to be read as files too. Here their links to the rest of the repository become links to
-copies inside the site, formulas become MathML, which browsers draw without a script, and pictures become part of the
-page, so that they follow its colours.
+The pages in docs/ can also be read as plain files. These hooks turn their links to the rest of the repository into
+links to copies inside the site, formulas into MathML, which browsers render without a script, and inline the pictures,
+so that they follow the colours of the page.
 """
 
 import html
@@ -14,9 +14,9 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[2]
-# Pages of the site that lie at the top of the repository.
+# Pages of the site that are in the root folder of the repository.
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md"}
-COPIES = "repository"  # the folder of the site with files of the repository
+COPIES = "repository"  # the folder of the site with copies of repository files
 
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
 _FOR_TESTS = re.compile(r"^<!-- (?:not )?run:.*?-->\n", re.DOTALL | re.MULTILINE)  # see tests/docs/blocks.py
@@ -27,7 +27,7 @@ _PICTURE = re.compile(r'<img alt="([^"]*)" src="(?:\.\./)?pictures/([\w-]+)\.svg
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages at the top of the repository, and every file that a page links to outside of docs/."""
+    """Add the pages in the root folder of the repository, and every file outside of docs/ that a page links to."""
     for source, page in ROOT_PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     for path in sorted(_copied()):
@@ -38,7 +38,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Put in the sections of the README that are asked for; links to the repository become links of the site."""
+    """Insert the requested sections of the README; turn links to the repository into links within the site."""
     name = PurePosixPath(page.file.src_uri)
     home = ROOT if str(name) in ROOT_PAGES.values() else ROOT / "docs"
     if name.is_relative_to(COPIES):
@@ -49,12 +49,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
-    """Formulas as MathML, pictures inside the page."""
+    """Convert formulas to MathML and inline the pictures."""
     return _PICTURE.sub(lambda match: inline_picture(match[2], match[1]), _MATH.sub(_formula, content))
 
 
 def readme_section(title: str) -> str:
-    """A section of the README with its heading; `top` is what stands above the first one."""
+    """A section of the README with its heading; `top` is the text between the title and the first section."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     if title == "top":
         return readme.partition("\n")[2].partition("\n## ")[0].strip()
@@ -62,7 +62,7 @@ def readme_section(title: str) -> str:
 
 
 def site_links(markdown: str, home: Path, to_top: str = "") -> str:
-    """The text with every link of a file in `home` made one of the site; links to folders become plain text.
+    """The text of a file in `home` with its links turned into links of the site; links to folders become plain text.
 
     `to_top` leads from the page to the top of the site.
 
@@ -74,7 +74,7 @@ def site_links(markdown: str, home: Path, to_top: str = "") -> str:
         text, target, anchor = match[1], match[2], match[3] or ""
         path = (home / target).resolve()
         if not path.exists() or not path.is_relative_to(ROOT):
-            return match[0]  # mkdocs says that it leads nowhere
+            return match[0]  # mkdocs reports the broken link
         name = path.relative_to(ROOT).as_posix()
         if path.is_dir():
             return text
@@ -89,21 +89,21 @@ def site_links(markdown: str, home: Path, to_top: str = "") -> str:
 
 
 def inline_picture(name: str, description: str) -> str:
-    """The SVG of a picture as part of a page, with words for those who do not see it."""
+    """The SVG of a picture for inclusion in a page, with a description for screen readers."""
     svg = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
-    svg = re.sub(r"<style>.*?</style>", "", svg, flags=re.DOTALL)  # the page has the colours
+    svg = re.sub(r"<style>.*?</style>", "", svg, flags=re.DOTALL)  # the page defines the colours
     return svg.replace("<svg ", f'<svg class="picture" role="img" aria-label="{description}" ', 1)
 
 
 def _formula(match: re.Match[str]) -> str:
-    """One formula; arithmatex has put it between \\( and \\) or \\[ and \\]."""
+    """One formula as MathML; arithmatex encloses it in \\( and \\) or \\[ and \\]."""
     latex = html.unescape(match[2]).strip()[2:-2].strip()
     latex = re.sub(r"\\text\{[^}]*\}", lambda text: text[0].replace("\\_", "_").replace("\n", " "), latex)
     return convert(latex, display="block" if match[1] == "div" else "inline")
 
 
 def _copied() -> set[Path]:
-    """Every file that the site must have because a page, or a page among these, links to it."""
+    """Every file outside of docs/ that a page links to, including files that copied pages link to."""
     found: set[Path] = set()
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ROOT_PAGES)]
     while pages:
@@ -114,7 +114,7 @@ def _copied() -> set[Path]:
 
 
 def _outside(page: Path) -> list[str]:
-    """Files of the repository, outside of docs/ and not pages themselves, that a page links to."""
+    """The repository files that a page links to, except those in docs/ and in the root folder."""
     found = []
     for match in _LINK.finditer(page.read_text(encoding="utf-8")):
         path = (page.parent / match[2]).resolve()
@@ -124,11 +124,11 @@ def _outside(page: Path) -> list[str]:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """The theme would load a helper of its offline search from another host; ours takes its place."""
+    """Replace a helper script of the theme's offline search, which it would load from another host, by a local one."""
     own = "../" * page.url.count("/") + "assets/offline-search.js"
     return output.replace("https://unpkg.com/iframe-worker/shim", own)
 
 
 def on_post_template(output: str, template_name: str, config: Any) -> str:
-    """The same in pages that are no markdown, such as 404.html."""
+    """The same for pages that are not made from Markdown, such as 404.html."""
     return output.replace("https://unpkg.com/iframe-worker/shim", "/assets/offline-search.js")

@@ -1,6 +1,6 @@
-"""The pictures of docs/concepts.md: `python docs/make/pictures.py` draws them anew into docs/pictures/.
+"""The pictures of docs/concepts.md: `python docs/make/pictures.py` redraws them into docs/pictures/.
 
-Numbers in them are worked out by the functions that training uses.
+Their numbers are computed with the functions that training uses.
 """
 
 import sys
@@ -83,7 +83,7 @@ def clipping() -> Picture:
 
 
 def packed() -> Picture:
-    """Padded rows beside one pack in which the siblings share their prompt."""
+    """Padded rows, and one pack in which completions of the same prompt share it."""
     picture = Picture(760, 318)
     lengths = (14, 6, 9, 17)
     cell, prompt = 11.5, 11
@@ -145,7 +145,7 @@ def step() -> Picture:
 
 
 def staleness() -> Picture:
-    """Which weights sampled what an update trains on."""
+    """Which weights sampled the completions that an update trains on."""
     picture = Picture(760, 330)
     rows = (
         ("steps_per_generation = accumulation", ("1",), "every update has completions of its own: ratio 1"),
@@ -180,7 +180,7 @@ def staleness() -> Picture:
 
 
 def zero_spread() -> Picture:
-    """Groups whose completions all have the same reward, and what becomes of them."""
+    """Groups whose completions all have the same reward, and how training treats them."""
     picture = Picture(760, 240)
     groups = (("too hard", (0.0,) * 6), ("learnable", (1.0, 0.0, 0.0, 1.0, 0.0, 1.0)), ("solved", (1.0,) * 6))
     for number, (title, rewards) in enumerate(groups):
@@ -211,7 +211,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
 
 
 def draw() -> dict[str, str]:
-    """File name to SVG."""
+    """The SVG of each picture, keyed by file name."""
     return {f"{name}.svg": make().svg() for name, make in PICTURES.items()}
 
 

@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/view.md: trains the demo, opens the viewer on it and takes them.
+"""Makes the screenshots of docs/view.md: trains the demo, opens the viewer on the run and takes them.
 
 python docs/make/view.py                  (CPU only; needs chromium and playwright)
 """
@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # enough, and kind to what else runs here
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # enough, and leaves cores to other processes
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from playwright.sync_api import sync_playwright

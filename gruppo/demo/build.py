@@ -1,9 +1,9 @@
 """Make the demo's starting model: `python -m gruppo.demo.build --out FOLDER`.
 
 A small Llama is trained from scratch on demonstrations of the train split. The first lessons all work step by step;
-after them most demonstrations answer at once and a minority works step by step. What comes out nearly always answers
-at once and is then often wrong; when it happens to work step by step it is mostly right. That gap is what
-reinforcement learning finds in the demo.
+after them most demonstrations answer at once and a minority works step by step. The resulting model nearly always
+answers at once and is then often wrong; when it happens to work step by step, it is mostly right. Reinforcement
+learning exploits that gap in the demo.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def demonstrations(settings: Settings) -> Iterator[tuple[Problem, str]]:
 
 
 def collate(pairs: list[tuple[Problem, str]], tokenizer: "PreTrainedTokenizerFast") -> dict[str, "torch.Tensor"]:
-    """Right-padded ids; the loss looks at the completion and its end mark only."""
+    """Right-padded ids; the loss covers only the completion and its end-of-sequence token."""
     import torch
 
     prompts = tokenizer([problem.prompt for problem, _ in pairs])["input_ids"]
@@ -138,7 +138,7 @@ def sample(
 
 
 def measure(model: "LlamaForCausalLM", tokenizer: "PreTrainedTokenizerFast", seed: int) -> dict[str, float]:
-    """Held-out exact match, greedy and sampled, and how often and how well a sample works step by step."""
+    """Held-out exact match, greedy and sampled; how often samples work step by step, and how often those are right."""
     _, held_out = load_task()
     prompts, answers = list(held_out["prompt"]), list(held_out["answer"])
     completions = sample(model, tokenizer, prompts, seed)
@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    # The order of float additions follows the number of threads, so it is part of the recipe.
+    # The number of threads determines the order of float additions, so it is part of the recipe.
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(True)
     build(options["out"], settings)

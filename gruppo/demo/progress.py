@@ -16,12 +16,12 @@ from gruppo.trainer.display.progress import duration
 __all__ = ["ProgressCallback", "StepRow", "plain_line", "render"]
 
 ROWS_SHOWN = 10
-NARROWEST = 9  # characters of a column
+NARROWEST = 9  # minimum width of a column, in characters
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """What is shown and kept of one optimizer step."""
+    """The values of one optimizer step that are shown and kept."""
 
     step: int
     reward: float
@@ -37,7 +37,7 @@ class StepRow:
 
 
 def held_out_title(problems: int) -> str:
-    """How the accuracy on a part of the held-out problems is called, so that nobody takes it for that on all."""
+    """The label of the accuracy on a part of the held-out problems, so that it is not mistaken for that on all."""
     return f"held-out ({problems})"
 
 
@@ -56,7 +56,7 @@ def render(rows: list[StepRow], total: int, problems: int) -> RenderableType:
         table.add_column(name, justify="right", min_width=NARROWEST)
     for row in rows[-ROWS_SHOWN:]:
         table.add_row(*row.cells())
-    width = 1 + sum(max(NARROWEST, len(name)) + 3 for name in names)  # that of the table, with its lines
+    width = 1 + sum(max(NARROWEST, len(name)) + 3 for name in names)  # the width of the table, including its borders
     return Group(table, ProgressBar(total=total, completed=rows[-1].step if rows else 0, width=width))
 
 
@@ -64,7 +64,7 @@ class ProgressCallback(TrainerCallback):
     """Shows each step as it ends and keeps all of them in `rows`."""
 
     def __init__(self, console: Console, evaluate: Callable[[Any], float], every: int, *, problems: int) -> None:
-        """`evaluate(model)`, over so many problems, is called every `every` steps and after the last one."""
+        """`evaluate(model)`, the accuracy on `problems` problems, is called every `every` steps and after the last."""
         self.console = console
         self.evaluate = evaluate
         self.every = every
@@ -94,7 +94,7 @@ class ProgressCallback(TrainerCallback):
         """Turn one step's metrics into a row and show it."""
         if not logs or "reward" not in logs:  # the summary at the end of training is logged too
             return
-        # From the end of the last log to this one: rollout, reward and update, but not our own evaluation.
+        # The time since the previous log: rollout, reward and update, but not this callback's own evaluation.
         seconds = time.perf_counter() - self._resumed
         tokens, self._tokens = logs["num_tokens"] - self._tokens, logs["num_tokens"]
         due = state.global_step % self.every == 0 or state.global_step == state.max_steps

@@ -1,4 +1,4 @@
-"""What the demo leaves behind: tables on the screen, metrics as JSON, a learning curve as PNG."""
+"""The output of the demo: tables on the screen, metrics as JSON, a learning curve as PNG."""
 
 import json
 from dataclasses import asdict, dataclass

@@ -17,7 +17,7 @@ __all__ = ["config", "main", "run", "settings"]
 
 STEPS = 40
 EVALUATE_EVERY = 5
-# Enough to see the trend while training; the numbers before and after are taken on the whole held-out set.
+# Enough to see the trend during training; the accuracies before and after use the whole held-out set.
 SMALL_SAMPLE = 100
 SAMPLES_SHOWN = 3
 
@@ -103,7 +103,7 @@ def run(output_dir: Path, steps: int = STEPS, seed: int = 0) -> tuple["Score", "
 
 
 def _train(trainer: Any, progress: "ProgressCallback") -> None:
-    """Train with our progress in place of the trainer's printed dictionaries."""
+    """Train with the demo's progress display in place of the metrics dictionaries that the trainer prints."""
     from transformers import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)

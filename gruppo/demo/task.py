@@ -35,7 +35,7 @@ SMALLEST, LARGEST = 1, 99
 START = (3, 30)
 CHANGE = (2, 19)
 FACTORS = (2, 3, 4)
-# One calculation in this many is kept for the held-out split, whatever story is told around it.
+# One in this many calculations belongs to the held-out split, whatever the story around it.
 HELD_OUT_SHARE = 8
 
 

@@ -27,7 +27,7 @@ def build_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
 
     pieces = {piece for text in texts for piece in split_pieces(text)} - set(CHARACTERS)
     vocab = {token: index for index, token in enumerate([PAD, EOS, UNK, *CHARACTERS, *sorted(pieces)])}
-    # Longest match without a continuation mark: a known word is one token, an unknown one falls apart into letters.
+    # Longest match without a continuation prefix: a known word is one token, an unknown word is split into letters.
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=UNK, continuing_subword_prefix=""))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

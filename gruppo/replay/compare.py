@@ -1,4 +1,4 @@
-"""How far two gradients, or two sets of rewards, are apart: pure functions of numbers."""
+"""Similarity of two gradients, or of two sets of rewards: pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -11,26 +11,26 @@ __all__ = ["Likeness", "cosine", "length_shares", "likeness", "rank_correlation"
 
 
 class Likeness(NamedTuple):
-    """Two gradients beside each other.
+    """The similarity of two gradients.
 
     Example, of which the second points the same way, twice as long:
         likeness(torch.tensor([1.0, -1.0]), torch.tensor([2.0, -2.0])) == Likeness(1.0, 2.0, 0.0)
     """
 
-    cosine: float  # NaN where one of them is 0
-    norm_ratio: float  # the second's norm over the first's; NaN where that is 0
-    sign_disagreement: float  # share of opposite signs, of the entries where both are other than 0
+    cosine: float  # NaN if one of them is 0
+    norm_ratio: float  # the second norm over the first; NaN if the first is 0
+    sign_disagreement: float  # share of opposite signs among the entries where both are nonzero
 
 
 def cosine(first: Tensor, second: Tensor) -> float:
-    """Of the angle between two vectors; NaN where one is 0."""
+    """The cosine of the angle between two vectors; NaN if one is 0."""
     a, b = first.double(), second.double()
     norms = a.norm() * b.norm()
     return float((a @ b) / norms) if norms > 0 else math.nan
 
 
 def likeness(first: Tensor, second: Tensor) -> Likeness:
-    """Of two vectors of the same entries."""
+    """The similarity of two vectors of the same shape."""
     norms = float(first.double().norm()), float(second.double().norm())
     both = (first != 0) & (second != 0)
     opposite = (first.sign() != second.sign()) & both
@@ -42,7 +42,7 @@ def likeness(first: Tensor, second: Tensor) -> Likeness:
 
 
 def length_shares(gradients: Sequence[Tensor], parts: int = 4) -> list[float]:
-    """The share of Σ|gradient| that the shortest quarter of the completions has, the next, … and the longest.
+    """The share of Σ|gradient| in the shortest quarter of the completions, the next quarter, … and the longest.
 
     Example, two completions of two tokens and two of six, all gradients alike:
         length_shares([torch.ones(2), torch.ones(2), torch.ones(6), torch.ones(6)], parts=2) == [0.25, 0.75]
@@ -55,7 +55,7 @@ def length_shares(gradients: Sequence[Tensor], parts: int = 4) -> list[float]:
 
 
 def rank_correlation(first_PG: Tensor, second_PG: Tensor) -> list[float]:
-    """Kendall's τ-b of each group whose rows differ under both; rows that one has no number for are left out.
+    """Kendall's τ-b of each group that has spread under both rewards; rows where either is NaN are left out.
 
     Example, a pair that changed places among three:
         rank_correlation(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2.0, 1.0, 3.0]])) == [1 / 3]
@@ -71,13 +71,13 @@ def rank_correlation(first_PG: Tensor, second_PG: Tensor) -> list[float]:
 
 
 def spread_changes(before_PG: Tensor, after_PG: Tensor) -> tuple[list[int], list[int]]:
-    """The groups whose rows were all alike and are not any more, and those of which the contrary is true."""
+    """The groups that gain spread (all rewards were equal, and no longer are), and the groups that lose it."""
     had, has = _differs(before_PG), _differs(after_PG)
     return (has & ~had).nonzero()[:, 0].tolist(), (had & ~has).nonzero()[:, 0].tolist()
 
 
 def _differs(rewards_PG: Tensor) -> Tensor:
-    """Bool (P,): two rows of the group have different numbers."""
+    """Bool (P,): whether two rows of the group have different rewards."""
     high = rewards_PG.nan_to_num(nan=-math.inf, neginf=-math.inf).amax(1)
     low = rewards_PG.nan_to_num(nan=math.inf, posinf=math.inf).amin(1)
     return high > low

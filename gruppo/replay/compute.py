@@ -1,4 +1,4 @@
-"""Advantages, loss and d loss / d log-prob of recorded rows, through the functions that training uses."""
+"""Advantages, loss and d loss / d log-prob of recorded rows, computed with the functions that training uses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,9 +23,9 @@ Rows = Mapping[int, Tensor]  # advantages by generation, (N,) or (N, T)
 
 
 def advantages_of(generation: RecordedGeneration, settings: Settings, rewards_NR: Tensor | None = None) -> Advantages:
-    """The advantages of a generation under these settings, of its own rewards or of others, (N, R).
+    """The advantages of a generation under these settings, from its recorded rewards or from `rewards_NR`.
 
-    What the KL has cost is known for the run's own beta; another one costs in proportion.
+    The KL penalty is recorded for the run's beta; for another beta it is scaled in proportion.
     """
     if generation.has_steps:
         raise DataError(
@@ -50,21 +50,21 @@ def advantages_of(generation: RecordedGeneration, settings: Settings, rewards_NR
 
 @dataclass
 class Computed:
-    """An update under some settings; lists have an entry for each row, in the order of `RecordedUpdate.micro_batches`.
+    """An update under some settings; lists have one entry per row, in the order of `RecordedUpdate.micro_batches`.
 
-    `gradients` are d loss / d log-prob of each token of a completion, of the whole update's loss. An entropy bonus
-    has a gradient that goes around the log-probs, and is not in them.
+    `gradients` are d loss / d log-prob for each token of a completion, where the loss is that of the whole update. The
+    gradient of an entropy bonus does not pass through the log-probs and is not included.
     """
 
     loss: float
     metrics: dict[str, float]
     advantages: list[float] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
-    assumed: list[bool] = field(default_factory=list)  # its log-probs are the sampler's, or not known
+    assumed: list[bool] = field(default_factory=list)  # whether the row's log-probs are the sampler's, or unknown
 
 
 def compute(update: RecordedUpdate, settings: Settings, advantages: Rows) -> Computed:
-    """The loss of an update, what is reported with it, and its gradient, without a model."""
+    """The loss, metrics and gradient of an update, computed without a model."""
     loss_settings = settings.loss_settings(update.facts)
     masks = [_loss_mask(batch, settings) for batch in update.micro_batches]
     size = UpdateSize(
@@ -96,7 +96,7 @@ def _loss_mask(batch: MicroBatch, settings: Settings) -> Tensor:
 
 
 def _own_advantages(batch: MicroBatch, advantages: Rows) -> Tensor:
-    """Of the rows of a micro-batch: (B,), or (B, T) where a generation has one for each token."""
+    """The advantages of the rows of a micro-batch: (B,), or (B, T) if a generation has one for each token."""
     rows = [advantages[g][r] for g, r in zip(batch.generation, batch.row, strict=True)]
     if all(row.dim() == 0 for row in rows):
         return torch.stack(rows)
@@ -115,7 +115,7 @@ def _mean_advantages(advantages: Tensor, batch: MicroBatch) -> Tensor:
 def _inputs(
     batch: MicroBatch, mask_BT: Tensor, settings: Settings, loss_settings: LossSettings, advantages: Tensor
 ) -> tuple[LossInputs, Tensor]:
-    """What the loss is computed from, and the rows (B,) of which some of it is assumed."""
+    """The inputs of the loss, and which rows (B,) have log-probs that are assumed."""
     sampled_BT = batch.sampled_BT.nan_to_num(0.0)
     old = {"own": None, "rollout": sampled_BT, "row": batch.old_logps_BT, "sum": batch.old_sum_B}[batch.old]
     sampled_known_B = ~(batch.sampled_BT.isnan() & batch.mask_BT).any(1)
@@ -127,7 +127,7 @@ def _inputs(
                 f"ratios of tokens ({settings.name}) cannot be computed. Only recipe=rloo can be replayed."
             )
         old, assumed_B = sampled_BT, mask_BT.any(1)
-    # A row that was not run has the log-probs it was sampled with, which makes its ratio 1: as in the update itself.
+    # A row that the update skipped gets its sampling log-probs, so that its ratio is 1, as in the update itself.
     stand_in_BT = old if old is not None and old.dim() == 2 else sampled_BT
     logps_BT = torch.where(batch.known_B[:, None], batch.logps_BT, stand_in_BT)
     if old is not None and old.dim() == 1:
@@ -144,7 +144,7 @@ def _inputs(
         how = (f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max"))
         weights = importance_weights(old, sampler_BT, mask_BT, *(getattr(settings.config, name) for name in how))
     if sampler_BT is None and loss_settings.off_policy_mask_threshold is not None:
-        sampler_BT = batch.sampled_BT  # its NaNs count as no drift
+        sampler_BT = batch.sampled_BT  # NaNs count as no drift
     inputs = LossInputs(
         logps_BT=logps_BT,
         mask_BT=mask_BT,
@@ -168,7 +168,7 @@ def _with_entropy(inputs: LossInputs, batch: MicroBatch, settings: Settings, thr
 
 
 def _thresholds(batches: Sequence[MicroBatch], masks: Sequence[Tensor], share: float) -> dict[int, Tensor | None]:
-    """The entropy that tokens must have, for each micro-batch: over all processes, as in training."""
+    """The entropy threshold of each micro-batch, computed over all processes, as in training."""
     numbers = {batch.index for batch in batches}
     if share >= 1:
         return dict.fromkeys(numbers)
@@ -186,7 +186,7 @@ def _thresholds(batches: Sequence[MicroBatch], masks: Sequence[Tensor], share: f
 
 
 def _metrics(stats: Sequence[Sequence[Mapping[str, Stat]]]) -> dict[str, float]:
-    """What the log of the update says: statistics of the processes together, averaged over micro-batches."""
+    """The metrics as training logs them: combined over the processes, then averaged over micro-batches."""
     values: dict[str, list[float]] = {}
     for processes in stats:
         for key in dict.fromkeys(key for stat in processes for key in stat):

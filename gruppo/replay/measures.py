@@ -1,4 +1,4 @@
-"""What is said about an update and its groups: losses, reported statistics, and how alike two gradients are."""
+"""What is reported about an update and its groups: losses, metrics, and the similarity of two gradients."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ __all__ = ["groups_of", "of_groups", "of_update"]
 
 
 def of_update(update: RecordedUpdate, computed: Sequence[Computed]) -> dict[str, Any]:
-    """One line about an update; with two recipes, also how alike their gradients are.
+    """The values reported for one update; for two recipes, including the similarity of their gradients.
 
-    `length_shares` are the shares of Σ|d loss / d log-prob| of the shortest quarter of the completions, of the next, …
-    and of the longest.
+    `length_shares` are the shares of Σ|d loss / d log-prob| in the shortest quarter of the completions, the next
+    quarter, … and the longest.
     """
     first = computed[0]
     said: dict[str, Any] = {
@@ -42,7 +42,7 @@ def of_update(update: RecordedUpdate, computed: Sequence[Computed]) -> dict[str,
 
 
 def groups_of(update: RecordedUpdate, group_size: int) -> dict[tuple[int, int], list[int]]:
-    """The rows of each group, by generation and group, as they are numbered in `Computed`."""
+    """The rows of each group, keyed by generation and group, as indices into the lists of `Computed`."""
     places: dict[tuple[int, int], list[int]] = {}
     numbers = [(g, r) for batch in update.micro_batches for g, r in zip(batch.generation, batch.row, strict=True)]
     for place, (generation, row) in enumerate(numbers):
@@ -51,7 +51,7 @@ def groups_of(update: RecordedUpdate, group_size: int) -> dict[tuple[int, int], 
 
 
 def of_groups(update: RecordedUpdate, computed: Sequence[Computed], group_size: int) -> list[dict[str, Any]]:
-    """How alike two gradients are in each group of an update."""
+    """The similarity of two gradients in each group of an update."""
     first, second = computed
     said = []
     for (generation, group), places in groups_of(update, group_size).items():

@@ -17,7 +17,7 @@ from gruppo.runs.rollouts import REWARD
 
 __all__ = ["MicroBatch", "RecordedGeneration", "RecordedUpdate", "Recording"]
 
-KEPT = 8  # generations that are held in memory: an update may have rows of several
+KEPT = 8  # generations cached in memory: an update may have rows of several
 
 
 @dataclass
@@ -28,17 +28,17 @@ class RecordedGeneration:
     group_size: int
     table: pa.Table  # of the rollouts, sorted by row
     names: list[str]  # of the rewards
-    rewards_NR: Tensor  # NaN where a reward gave none
+    rewards_NR: Tensor  # NaN where a reward function gave no reward
     advantages_N: Tensor  # as recorded
-    token_advantages: list[np.ndarray | None]  # where each token has its own
-    kl_penalty: Callable[[], Tensor | None]  # (N,): β Σ_t (ℓ_old − ℓ_ref) with the run's β; None if it had none
+    token_advantages: list[np.ndarray | None]  # one advantage per token; None for rows with a single advantage
+    kl_penalty: Callable[[], Tensor | None]  # (N,): β Σ_t (ℓ_old − ℓ_ref) with the run's β; None if not recorded
 
     def __len__(self) -> int:
         return len(self.advantages_N)
 
     @property
     def width(self) -> int:
-        """The tokens of its longest completion."""
+        """The length of the longest completion in tokens."""
         return int(pc.max(pc.list_value_length(self.table["completion_tokens"])).as_py() or 1)
 
     @property
@@ -57,8 +57,8 @@ class MicroBatch:
     mask_BT: Tensor  # tokens of the completion that the model wrote
     truncated_B: Tensor
     logps_BT: Tensor
-    known_B: Tensor  # bool: the update has run the row, and so recorded its log-probs
-    sampled_BT: Tensor  # log-probs as the rollouts have them; NaN where unknown
+    known_B: Tensor  # bool: whether the update ran the row and so recorded its log-probs
+    sampled_BT: Tensor  # log-probs from the rollouts; NaN where unknown
     old: str
     old_logps_BT: Tensor | None
     old_sum_B: Tensor | None
@@ -77,8 +77,8 @@ class RecordedUpdate:
 
     number: int
     micro_batches: list[MicroBatch]
-    loss: float | None  # of all processes, as the run computed it; None where a subclass has a loss of its own
-    facts: dict[str, float]  # beta and clip widths of then
+    loss: float | None  # summed over all processes, as the run computed it; None if a subclass computes its own loss
+    facts: dict[str, float]  # beta and clip widths at the time of the update
 
 
 class Recording:
@@ -93,7 +93,7 @@ class Recording:
         self._updates: dict[int, list[int]] | None = None  # by generation
 
     def generation(self, number: int) -> RecordedGeneration:
-        """A generation; an error if it is not whole."""
+        """Return a generation; raises DataError if it is incomplete."""
         if number not in self._generations:
             while len(self._generations) >= KEPT:
                 self._generations.pop(next(iter(self._generations)))
@@ -123,7 +123,7 @@ class Recording:
         )
 
     def _kl_penalty(self, number: int, count: int) -> Tensor | None:
-        """What the KL has cost each row, or would have: it is known from the updates that the rows were in."""
+        """The KL penalty of each row (whether or not the run applied it), from the updates that contain the rows."""
         if number in self._penalties:
             return self._penalties[number]
         updates = self._updates_with(number)
@@ -141,7 +141,7 @@ class Recording:
         return costs
 
     def _updates_with(self, generation: int) -> list[int]:
-        """The updates that rows of a generation were in."""
+        """The updates that contain rows of a generation."""
         if self._updates is None:
             pairs = self.run.update_logps(["generation", "update"]).group_by(["generation", "update"]).aggregate([])
             self._updates = {}
@@ -150,7 +150,7 @@ class Recording:
         return sorted(self._updates.get(generation, []))
 
     def _kl_of_tokens(self, number: int, updates: Sequence[int]) -> dict[int, float]:
-        """The same from log-probs, where the run had its KL in the loss."""
+        """The KL penalty of each row, computed from log-probs, for runs that had the KL in the loss."""
         found: dict[int, float] = {}
         for batch in (batch for update in updates for batch in self.update(update).micro_batches):
             if batch.ref_logps_BT is None:
@@ -163,7 +163,7 @@ class Recording:
         return found
 
     def update(self, number: int) -> RecordedUpdate:
-        """An update; an error if rows of it are missing."""
+        """Return an update; raises DataError if rows of it are missing."""
         table = self.run.update_logps(updates=[number])
         if not len(table):
             raise DataError(f"There is no update {number} in {self.run.folder / 'updates'}.")
@@ -211,7 +211,7 @@ class Recording:
         )
 
     def _rollouts(self, generation: Sequence[int], row: Sequence[int]) -> pa.Table:
-        """What the rollouts have on these rows, in their order."""
+        """The rollout columns of these rows, in the given order."""
         columns = ["completion_tokens", "model_mask", "truncated", "logps", "entropies"]
         numbers = sorted(set(generation))
         starts, tables, count = {}, [], 0
@@ -224,7 +224,7 @@ class Recording:
 
 
 def _parts(table: pa.Table, column: str) -> Iterator[tuple[int, pa.Table]]:
-    """The rows of each value of a column, in order."""
+    """Yield each distinct value of a column with its rows, in ascending order of the value."""
     values = table[column].to_numpy()
     for value in np.unique(values):
         yield int(value), table.filter(pa.array(values == value))
@@ -249,7 +249,7 @@ def padded(rows: Sequence[np.ndarray | None], width: int, absent: float = 0.0) -
 
 
 def _tokens(column: Any, width: int, absent: float = 0.0) -> Tensor | None:
-    """A column of lists as a tensor, or None if it has nothing."""
+    """A column of lists as a tensor, or None if all entries are null."""
     return None if column.null_count == len(column) else padded(arrays(column), width, absent)
 
 

@@ -1,4 +1,4 @@
-"""Recorded completions, scored again with other rewards."""
+"""Score recorded completions again with other rewards."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,10 @@ Rewards = Callable[..., Any] | Sequence[Any] | Mapping[str, Any]
 
 
 def places_of(rewards: Rewards, recorded: Sequence[str]) -> dict[str, Any]:
-    """Which recorded reward each of the given ones takes the place of.
+    """Map the name of each replaced recorded reward to the given reward that replaces it.
 
-    One of the same name; in a mapping, the one of that key; where there is one of each, those.
+    In a mapping, the key names the recorded reward. Otherwise names are matched; if there is only one given and one
+    recorded reward, the former replaces the latter whatever their names.
     """
     if isinstance(rewards, Mapping):
         named = dict(rewards)
@@ -49,10 +50,10 @@ def places_of(rewards: Rewards, recorded: Sequence[str]) -> dict[str, Any]:
 
 @dataclass
 class Rescorer:
-    """Asks rewards about recorded completions, generation by generation, as the run did.
+    """Calls reward functions on recorded completions, generation by generation, as the run did.
 
-    Columns of the dataset are not in the record: rewards that need some have them from `dataset`, in which a row is
-    found by its place, or else by its prompt.
+    The record does not contain the columns of the dataset. Rewards that need some get them from `dataset`, in which a
+    row is found by its index or, if the prompt there is another, by its prompt.
     """
 
     rewards: Rewards
@@ -63,7 +64,7 @@ class Rescorer:
     _by_prompt: dict[str, int] | None = None
 
     def score(self, generation: RecordedGeneration) -> Tensor:
-        """Rewards (N, R) of all recorded names, those that are given in place of the recorded ones."""
+        """Rewards (N, R) in the order of the recorded names, with the given rewards in place of those they replace."""
         runner = self._made(generation.names)
         columns = ["prompt", "prompt_format", "completion", "completion_format", "prompt_id", "prompt_index", "extra"]
         rows = generation.table.select([*columns, "update", "completion_tokens"]).to_pylist()
@@ -87,12 +88,12 @@ class Rescorer:
         rewards_NR = generation.rewards_NR.clone()
         for i, name in enumerate(self._places):
             rewards_NR[:, generation.names.index(name)] = scores.values_BR[:, i]
-        # As in training, a row that a reward failed on is unscorable, whatever the others say.
+        # As in training, a row on which one reward failed has no reward, whatever the other rewards are.
         rewards_NR[failed_N | self._failed_before(generation)] = torch.nan
         return rewards_NR
 
     def _all_failed(self, generation: RecordedGeneration, failures: Mapping[str, str]) -> str:
-        """In a line or two: the runner has shown the first failure with its traceback."""
+        """A short error message: the runner has already shown the first failure with its traceback."""
         ends = {name: said.strip().splitlines()[-1] for name, said in failures.items()}
         found = [f"The reward '{name}' failed: {end}." for name, end in ends.items()]
         lacks = self.dataset is None and any(end.startswith("KeyError") for end in ends.values())
@@ -101,7 +102,7 @@ class Rescorer:
         )
 
     def _failed_before(self, generation: RecordedGeneration) -> Tensor:
-        """Bool (N,): rows that a recorded reward failed on which keeps its place."""
+        """Bool (N,): rows on which a recorded reward that is not replaced failed."""
         failed_N = torch.zeros(len(generation), dtype=torch.bool)
         for name in generation.names:
             if name not in self._places:
@@ -133,7 +134,7 @@ class Rescorer:
         return self._runner
 
     def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What a reward is given beside prompt and completion: the row of the dataset, and what was logged."""
+        """The keyword columns passed to rewards: the row of the dataset, and the logged extra columns."""
         logged = json.loads(row["extra"]) if row["extra"] else {}
         return logged if self.dataset is None else logged | self._row(row)
 

@@ -1,4 +1,4 @@
-"""What other rewards change: how often they agree, which groups come to have something to learn, and what moved."""
+"""What other rewards change: how often they agree, which groups gain or lose spread, and which rows change most."""
 
 import heapq
 from typing import Any
@@ -15,12 +15,12 @@ from gruppo.replay.settings import Settings
 __all__ = ["Rescored"]
 
 MOST_CHANGED = 10
-EQUAL = 1e-6  # rewards that differ by no more are the same
+EQUAL = 1e-6  # rewards that differ by no more than this count as equal
 LONGEST = 400  # characters of a prompt or completion that are shown
 
 
 class Rescored:
-    """Old and new rewards beside each other, added up over generations."""
+    """Comparison of old and new rewards, accumulated over generations."""
 
     def __init__(self) -> None:
         self.rows = self.equal = self.unscored = self.groups = self.sign_flips = 0
@@ -32,7 +32,7 @@ class Rescored:
         self.most: list[tuple[float, int, int, dict[str, Any]]] = []
 
     def add(self, generation: RecordedGeneration, rewards_NR: Tensor, weights_R: Tensor, settings: Settings) -> None:
-        """A generation with its new rewards (N, R)."""
+        """Add a generation with its new rewards (N, R)."""
         before_N = combine_rewards(generation.rewards_NR, weights_R)
         after_N = combine_rewards(rewards_NR, weights_R)
         known_N = ~(before_N.isnan() | after_N.isnan())
@@ -68,7 +68,7 @@ class Rescored:
                 self.most = heapq.nlargest(MOST_CHANGED, [*self.most, (size, -generation.number, -row, entry)])
 
     def summary(self) -> dict[str, Any]:
-        """In numbers; means are over rows that both have a number for."""
+        """The comparison as plain values; means of rewards are over rows that have both an old and a new reward."""
         known = max(self.rows - self.unscored, 1)
         correlations = torch.tensor(self.correlations)
         return {

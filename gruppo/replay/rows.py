@@ -1,4 +1,4 @@
-"""Every row of a replay in one table, for those who want to look at them themselves."""
+"""Every row of a replay in one table, for custom analysis."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ _WHERE: dict[str, pa.DataType] = {
 class RowTable:
     """One row for each completion of each update: its advantage and d loss / d log-prob under each recipe.
 
-    Columns of a second recipe begin with `second_`. `assumed`: its log-probs are the sampler's.
+    Columns of a second recipe begin with `second_`. `assumed` marks rows whose log-probs are the sampler's.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class RowTable:
     def add(
         self, update: RecordedUpdate, generations: Mapping[int, RecordedGeneration], computed: Sequence[Computed]
     ) -> None:
-        """The rows of an update."""
+        """Add the rows of an update."""
         where = [(g, r) for batch in update.micro_batches for g, r in zip(batch.generation, batch.row, strict=True)]
         ids = {number: generation.table["prompt_id"].to_pylist() for number, generation in generations.items()}
         values: dict[str, list[Any]] = {
@@ -53,5 +53,5 @@ class RowTable:
         self._tables.append(pa.table(columns))
 
     def table(self) -> pa.Table:
-        """All of them."""
+        """All rows as one table."""
         return pa.concat_tables(self._tables) if self._tables else pa.schema(list(_WHERE.items())).empty_table()

@@ -1,4 +1,4 @@
-"""A run, looked at again: other rewards, another recipe, and how far apart two recipes are on the same rollouts."""
+"""Replay a run: with other rewards, with another recipe, or with two recipes compared on the same rollouts."""
 
 import math
 import os
@@ -21,28 +21,28 @@ from gruppo.runs.read import Run
 
 __all__ = ["Replay", "replay"]
 
-SAME_LOSS = 1e-5  # of its size, or of 1: how far a loss computed again may be from the recorded one
+SAME_LOSS = 1e-5  # tolerance of a recomputed loss, relative to max(1, |recorded loss|)
 NOT_AGAIN = "The run is not reproduced"
 
 
 @dataclass
 class Replay:
-    """What came of a replay; plain numbers, in the order of the updates.
+    """The results of a replay as plain values, in the order of the updates.
 
     `updates` has one dict for each update, `groups` one for each group and update (if two recipes are compared).
     """
 
-    first: str  # the settings that were replayed, in words
-    second: str | None  # what they are compared with
+    first: str  # a description of the settings that were replayed
+    second: str | None  # a description of the settings that they are compared with
     updates: list[dict[str, Any]] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
     rescored: dict[str, Any] | None = None
-    weights: list[dict[str, Any]] = field(default_factory=list)  # of parameter gradients, by group
+    weights: list[dict[str, Any]] = field(default_factory=list)  # gradients of the model's weights, one dict per group
     notes: list[str] = field(default_factory=list)
     rows: RowTable = field(default_factory=RowTable)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the rows, as JSON has it: null in the place of NaN."""
+        """Everything but the rows, ready for JSON: None in place of NaN."""
         names = ("first", "second", "updates", "groups", "rescored", "weights", "notes")
         plain: dict[str, Any] = _plain({name: getattr(self, name) for name in names})
         return plain
@@ -60,13 +60,13 @@ def replay(
     groups: int = 4,
     keep_rows: bool = True,
 ) -> Replay:
-    """Compute advantages, loss and gradients of recorded rollouts again: as they were, or with something changed.
+    """Recompute advantages, loss and gradients of recorded rollouts, as they were or with changes.
 
-    `rewards` score the completions anew (with columns of `dataset`, if they need some). `changes` are settings that
-    differ from the run's, `recipe` among them. What is changed is compared with what was; or, with `against`, which
-    are changes too, with a second recipe. With a `model` (a checkpoint, or a loaded one), gradients of its weights are
-    compared as well, on so many `groups` of the first update, those with the largest gradient. Without `keep_rows`,
-    the table of all rows, with a number for each token, is not made.
+    `rewards` score the completions again (with columns of `dataset`, if they need any). `changes` are settings that
+    differ from the run's, including `recipe`. The changed run is compared with the original or, if `against` is given
+    (a second set of changes), with that. With a `model` (a checkpoint, or a loaded model), gradients of its weights
+    are compared as well, on `groups` groups in all: those with the largest gradient, from the first update on. Without
+    `keep_rows`, the table of all rows, which has a value for each token, is not built.
 
     Example:
         found = replay("runs/demo", updates=range(3, 8), changes={"loss_type": "dr_grpo"}, against={"recipe": "gspo"})
@@ -101,14 +101,14 @@ def replay(
 
 
 class _Side(NamedTuple):
-    """One of the recipes that are replayed."""
+    """One of the one or two settings that are replayed."""
 
     settings: Settings
-    anew: bool  # with the given rewards, if there are some
+    anew: bool  # whether the given rewards, if any, replace the recorded ones
 
 
 class _Work:
-    """A replay under way."""
+    """A replay in progress."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Work:
         self._rewards: dict[int, Tensor] = {}
 
     def replay(self, number: int, policy: Policy | None) -> None:
-        """One update; what is not whole is left out, and noted."""
+        """Replay one update; an incomplete update is skipped with a note."""
         try:
             update = self.recording.update(number)
             generations = {g: self.recording.generation(g) for batch in update.micro_batches for g in batch.generation}
@@ -156,7 +156,7 @@ class _Work:
         return found
 
     def _scored(self, generation: RecordedGeneration) -> Tensor | None:
-        """The rewards that the given functions have for a generation, asked once."""
+        """The rewards of the given functions for a generation, computed once; None if there are no such functions."""
         if self.rescorer is None:
             return None
         if generation.number not in self._rewards:
@@ -168,7 +168,7 @@ class _Work:
     def _again(
         self, update: RecordedUpdate, generations: Mapping[int, RecordedGeneration], first: Computed
     ) -> dict[str, float]:
-        """How far what the settings of the run give is from what it had; noted if that is far."""
+        """How far the run's own settings are from reproducing the recorded values; adds a note if that is too far."""
         side = _Side(self.own, anew=False)
         own = first if self.sides[0] == side else compute(update, self.own, self._advantages(generations, side))
         worst = 0.0
@@ -177,7 +177,7 @@ class _Work:
                 again_N = advantages_of(generation, self.own).advantages_B
                 worst = max(worst, float((again_N - generation.advantages_N).abs().max()))
         off = math.nan if update.loss is None else abs(own.loss - update.loss)
-        # A loss that nobody knows, or that is not finite, cannot be compared.
+        # A loss that is unknown or not finite gives NaN, which never counts as different.
         differs = off > SAME_LOSS * max(1.0, abs(update.loss or 0.0)) or worst > SAME_LOSS
         if differs and not any(note.startswith(NOT_AGAIN) for note in self.result.notes):
             was = "not recorded" if update.loss is None else f"{update.loss:.6g}"
@@ -207,7 +207,7 @@ class _Work:
 
 
 def _nothing(run: Run) -> str:
-    """Why there is nothing to replay."""
+    """The reason why there is nothing to replay."""
     known = run.updates
     if known:
         return f"None of these updates is in {run.folder}: it has {known[0]} to {known[-1]}."
@@ -219,7 +219,7 @@ def _nothing(run: Run) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As strict JSON has it."""
+    """The value as strict JSON permits it: None in place of NaN and infinities."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -22,16 +22,16 @@ __all__ = ["CHANGEABLE", "Settings"]
 TRAINERS: dict[str, Any] = {"grpo": GRPOConfig, "rloo": RLOOConfig}
 _MIXINS: tuple[Any, ...] = (GRPOObjectiveConfig, RLOOObjectiveConfig, VLLMCorrectionConfig)
 
-# What recorded rollouts can be looked at with. Everything else made them what they are.
+# The settings that can be changed for recorded rollouts. All other settings determined the rollouts themselves.
 CHANGEABLE = {*(f.name for mixin in _MIXINS for f in fields(mixin)), "entropy_coef", "max_completion_length"}
-# The clip widths that belong to a recipe of the table (docs/algorithm.md); sapo and vespo have none.
+# The clip widths of each recipe in the table of docs/algorithm.md; sapo and vespo have none.
 CLIPS: dict[str, dict[str, float | None]] = {
     **{name: {"epsilon": 0.2, "epsilon_high": None} for name in ("grpo", "dr_grpo", "bnpo", "luspo", "rloo")},
     "dapo": {"epsilon": 0.2, "epsilon_high": 0.28},
     "gspo": {"epsilon": 3e-4, "epsilon_high": 4e-4},
-    "cispo": {"epsilon_high": 5.0},  # the cap of the ratio itself; nothing is clipped below
+    "cispo": {"epsilon_high": 5.0},  # the cap of the ratio itself; there is no lower clip
 }
-# Those of them that advantages depend on.
+# The changeable settings that advantages depend on.
 OF_ADVANTAGES = {
     *("trainer", "scale_rewards", "multi_objective_aggregation", "reward_weights", "normalize_advantages"),
     *("reward_clip_range", "beta"),
@@ -40,9 +40,9 @@ OF_ADVANTAGES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """A recipe with its numbers, to replay a run with.
+    """A recipe and its hyperparameters, with which a run is replayed.
 
-    Example, the run's own with another reduction:
+    Example, the settings of the run with another reduction:
         Settings.of(run.config, {"loss_type": "dr_grpo"})
     """
 
@@ -51,11 +51,11 @@ class Settings:
     trainer: str
     changes: Mapping[str, Any]  # what differs from the run
     recorded: Mapping[str, Any]  # the settings of the run
-    named: str | None = None  # the recipe, if it was set by name
+    named: str | None = None  # the name of the recipe, if `changes` named one
 
     @classmethod
     def of(cls, recorded: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> "Settings":
-        """The settings of a run with changes; `recipe` and `trainer` may be among these."""
+        """The settings of a run with changes, which may include `recipe` and `trainer`."""
         own = "grpo" if "loss_type" in recorded else "rloo"
         named = (changes or {}).get("recipe")
         asked = _expanded(dict(changes or {}), own)
@@ -87,7 +87,7 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """What sets it apart from the run."""
+        """A description of the difference to the run's settings."""
         if self.named is None:
             return _listed(self.changes) or "as recorded"
         widths = {name: getattr(self.config, name) for name in CLIPS.get(self.named, ())}
@@ -96,7 +96,7 @@ class Settings:
 
     @property
     def warning(self) -> str | None:
-        """What a reader of the numbers should know of these settings."""
+        """A caveat about these settings for the report, or None."""
         cap = self.config.upper_clip
         if self.recipe.objective != "cispo" or cap >= 1:
             return None
@@ -124,7 +124,7 @@ class Settings:
         return torch.tensor(given or [1.0] * len(names), dtype=torch.float32)
 
     def loss_settings(self, recorded: Mapping[str, float]) -> LossSettings:
-        """The loss of an update; what callbacks had changed by then counts, where it is not changed here."""
+        """The loss settings of an update: recorded values, which callbacks may have changed, unless changed here."""
         config, changes = self.config, {*self.changes, *CLIPS.get(self.named or "", ())}
         return loss_settings_of(
             config,
@@ -138,7 +138,7 @@ class Settings:
 
     @property
     def entropy_share(self) -> float:
-        """The share of tokens, those of the highest entropy, that the loss keeps."""
+        """The share of tokens, by highest entropy, that the loss keeps."""
         return float(getattr(self.config, "top_entropy_quantile", 1.0))
 
     @property
@@ -147,7 +147,7 @@ class Settings:
 
 
 def _expanded(changes: dict[str, Any], own: str) -> dict[str, Any]:
-    """The changes with the settings of a named recipe in its place."""
+    """The changes, with `recipe` replaced by the settings of that recipe."""
     if "recipe" in changes:
         name = changes.pop("recipe")
         if not isinstance(name, str) or name not in RECIPES:

@@ -1,4 +1,4 @@
-"""A replay as tables for a terminal. What models wrote is shown without its control characters."""
+"""A replay as tables for a terminal. Text written by models is shown without control characters."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,11 +11,11 @@ from gruppo.replay.run import Replay
 
 __all__ = ["tables"]
 
-SHOWN = 60  # characters of a prompt or a completion
+SHOWN = 60  # characters shown of a prompt or a completion
 
 
 def tables(found: Replay) -> Group:
-    """Everything there is to say, from top to bottom."""
+    """All tables and notes of a replay."""
     return Group(*_parts(found))
 
 
@@ -82,7 +82,7 @@ def _updates(found: Replay) -> Table:
 
 
 def _lengths(found: Replay) -> Table:
-    """Who has the gradient: the mean over updates."""
+    """The share of the gradient by completion length, averaged over updates."""
     table = Table("share of the gradient", "shortest quarter", "second", "third", "longest quarter")
     for name, key in (("first", "length_shares"), ("second", "second_length_shares")):
         columns = zip(*(update[key] for update in found.updates), strict=True)
@@ -106,7 +106,7 @@ def _weights(found: Replay) -> Table:
 
 
 def _of_numbers(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table whose cells are whole on a narrow terminal, where names are written in several lines."""
+    """A table whose cells are not wrapped on a narrow terminal; only its headers are."""
     table = Table()
     for name, cells in zip(names, zip(*rows, strict=True), strict=True):
         table.add_column(name, justify="right", min_width=max(map(len, cells)))

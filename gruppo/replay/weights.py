@@ -1,7 +1,8 @@
-"""Gradients of weights: what two recipes would do to a model, on a few groups.
+"""Gradients with respect to weights: how two recipes would update a model, compared on a few groups.
 
-d loss / d log-prob of the record, times d log-prob / d weights of a model. With the checkpoint from which the update
-was made, this is the gradient of that update; `logp_difference` says how far its log-probs are from the recorded ones.
+A gradient is d loss / d log-prob from the record times d log-prob / d weights of a model. With the checkpoint that the
+update started from, it is the gradient of that update; `logp_difference` is how far the model's log-probs are from the
+recorded ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ __all__ = ["Policy"]
 
 @dataclass
 class Policy:
-    """A model, and on how many groups gradients are still to be compared."""
+    """A model, and the number of groups whose gradients are still to be compared."""
 
     model: nn.Module
     temperature: float
@@ -33,10 +34,10 @@ class Policy:
 
     @classmethod
     def of(cls, model: Any, config: Mapping[str, Any], groups: int) -> "Policy":
-        """A name, a folder, or a loaded model."""
+        """Create it from a model name, a folder, or a loaded model."""
         if isinstance(model, nn.Module):
             return cls(model.eval(), float(config.get("temperature") or 1.0), groups)
-        # Never the record's own word for it: the folder may be a stranger's.
+        # trust_remote_code is never taken from the record: the run folder may come from an untrusted source.
         wanted = SimpleNamespace(model_init_kwargs=None, trust_remote_code=False)
         try:
             loaded = load_policy(str(model), wanted)
@@ -54,7 +55,7 @@ class Policy:
     def compare(
         self, update: RecordedUpdate, generations: Mapping[int, RecordedGeneration], computed: Sequence[Computed]
     ) -> list[dict[str, Any]]:
-        """Gradients of the groups of an update in which the first recipe has the largest, one after the other."""
+        """Compare the gradients of the groups of an update in which the first recipe's gradient is largest."""
         group_size = next(iter(generations.values())).group_size
         places = groups_of(update, group_size)
         sizes = {key: sum(float(computed[0].gradients[i].abs().sum()) for i in rows) for key, rows in places.items()}
@@ -77,7 +78,7 @@ class Policy:
         generation: RecordedGeneration,
         wanted: Sequence[Sequence[Tensor]],
     ) -> tuple[list[Tensor], float]:
-        """The gradient of all weights for each recipe, and the mean difference of log-probs."""
+        """For each recipe, the gradient of all weights; and the mean difference of log-probs."""
         ids, mask, width = _tokens(generation, [batch.row[i] for batch, i in rows])
         unseen = torch.tensor(placeholder_ids(self.model), dtype=torch.long)
         if torch.isin(ids[:, :-width], unseen).any():
@@ -99,7 +100,7 @@ class Policy:
 
 
 def _tokens(generation: RecordedGeneration, rows: Sequence[int]) -> tuple[Tensor, Tensor, int]:
-    """Prompts, padded on the left, and completions, padded on the right; the mask of both; and the latter's width."""
+    """Left-padded prompts followed by right-padded completions, their mask, and the width of the completions."""
     table = generation.table.take(rows)
     prompts, completions = (
         [[] if ids is None else ids.tolist() for ids in arrays(table[f"{kind}_tokens"])]
@@ -114,7 +115,7 @@ def _tokens(generation: RecordedGeneration, rows: Sequence[int]) -> tuple[Tensor
 
 
 def _difference(rows: Sequence[tuple[MicroBatch, int]], logps_BT: Tensor) -> float:
-    """The mean difference between these log-probs and the recorded ones; NaN where none were."""
+    """The mean absolute difference between these log-probs and the recorded ones; NaN if none are recorded."""
     apart = []
     for (batch, i), own in zip(rows, logps_BT, strict=True):
         if batch.known_B[i]:

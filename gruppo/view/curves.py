@@ -1,4 +1,4 @@
-"""The metrics of a run as curves, read on while the run writes them."""
+"""The metrics of a run as curves, read incrementally while the run writes them."""
 
 import contextlib
 import math
@@ -12,21 +12,21 @@ from gruppo.runs.lines import plain
 
 __all__ = ["Curves", "finite", "thin"]
 
-POINTS = 2000  # of a curve that is drawn
+POINTS = 2000  # maximum number of points drawn per curve
 OWN_KEYS = {"update", "kind", "time", "nonfinite"}
 STARTS = {"started", "resumed"}
 
 
 @dataclass
 class Curve:
-    """One metric: updates and values, NaN where it was not finite."""
+    """One metric: update numbers and values; NaN where a value was not finite."""
 
     updates: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
 
 class Curves:
-    """Metrics and events of a run, with what has come since.
+    """Metrics and events of a run; `refresh` adds the lines written since the last call.
 
     Example:
         curves = Curves(Run("runs/demo"))
@@ -38,7 +38,7 @@ class Curves:
         self.run = run
         self.version = 0
         self.events: list[dict[str, Any]] = []
-        self.summary: dict[str, Any] = {}  # the line that ends a run
+        self.summary: dict[str, Any] = {}  # the metrics line of kind "end"
         self.last_update: int | None = None
         self.last_time: str | None = None
         self._curves: dict[str, Curve] = {}
@@ -53,7 +53,7 @@ class Curves:
         return self._curves.get(name, Curve())
 
     def changed(self) -> float:
-        """When the newest line came, by the clock of the file system."""
+        """Modification time of the most recently written file, by the file system's clock."""
         times = [0.0]
         for name in self._positions:
             with contextlib.suppress(OSError):
@@ -61,10 +61,11 @@ class Curves:
         return max(times)
 
     def refresh(self) -> int:
-        """Read what is new; the version grows if there was something."""
+        """Read new lines and return the version, which increases if there were any."""
         with self._lock:
             events = self._new("events.jsonl")
-            if any(str(event.get("event")) in STARTS for event in events):  # lines of metrics may have been cut
+            # Resuming a run may truncate metrics.jsonl, so it is read again from the start.
+            if any(str(event.get("event")) in STARTS for event in events):
                 self._curves, self.summary, self._positions["metrics.jsonl"] = {}, {}, 0
             self.events += events
             lines = self._new("metrics.jsonl")
@@ -76,7 +77,7 @@ class Curves:
     def _new(self, name: str) -> list[dict[str, Any]]:
         before = self._positions[name]
         lines, after = new_lines(self.run, name, before)
-        if after < before:  # it was cut, and these are all of its lines
+        if after < before:  # the file was truncated, and `lines` are all of its lines
             if name == "events.jsonl":
                 self.events = []
             else:
@@ -105,7 +106,7 @@ class Curves:
 
 
 def _float(value: Any) -> float:
-    """A number of a line; NaN for one that was not finite, or is too large to be one."""
+    """A value of a metrics line as float; NaN if it is not finite, not a number, or too large for a float."""
     try:
         return math.nan if value is None or isinstance(value, str | list | dict) else float(value)
     except OverflowError:
@@ -113,7 +114,7 @@ def _float(value: Any) -> float:
 
 
 def finite(value: Any) -> Any:
-    """What a file of JSON held, without NaN and the infinities; null if it is nested deeper than can be walked."""
+    """A parsed JSON value without NaN and infinities; None if it is nested too deeply to be traversed."""
     try:
         return plain(value)
     except RecursionError:
@@ -121,7 +122,7 @@ def finite(value: Any) -> Any:
 
 
 def thin(updates: list[int], values: list[float], most: int = POINTS) -> tuple[list[int], list[float | None]]:
-    """At most so many points of a curve, spikes among them: the lowest and the highest of each stretch.
+    """At most `most` points of a curve: the lowest and the highest point of each interval, so that spikes remain.
 
     Example:
         thin([1, 2, 3, 4], [0.0, 9.0, 1.0, 2.0], most=2) == ([1, 2], [0.0, 9.0])

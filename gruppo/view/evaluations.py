@@ -1,4 +1,4 @@
-"""Evaluations: their numbers, their attempts, and two of them compared on the same problems."""
+"""Evaluations: their results, their attempts, and the comparison of two of them on the same problems."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from gruppo.view.curves import finite
 
 __all__ = ["Evaluation", "compare_two"]
 
-CHARACTERS = 20_000  # of a text that is sent at once
+CHARACTERS = 20_000  # maximum length of a text in an answer
 
 
 class Evaluation:
@@ -31,17 +31,17 @@ class Evaluation:
         _refuse_links(path)
 
     def version(self) -> str:
-        """What changes when results are written."""
+        """A value that changes whenever results.json is written."""
         try:
             return str((self.path / "results.json").stat().st_mtime_ns)
         except OSError:
             return ""
 
     def overview(self) -> dict[str, Any]:
-        """What results.json says, and which passes have attempts."""
+        """The contents of results.json, and the passes that have attempts."""
         try:
             results, problem = self.folder.results() or {}, None
-        except DataError as error:  # the other folders can be shown all the same
+        except DataError as error:  # reported in the answer, so that the other folders can still be shown
             results, problem = {}, str(error)
         passes = [{"benchmark": benchmark, "pass": decoding} for benchmark, decoding in self.folder.passes()]
         benchmarks = results.get("benchmarks")
@@ -55,7 +55,7 @@ class Evaluation:
         }
 
     def attempts(self, benchmark: str, decoding: str) -> dict[str, list[dict[str, Any]]]:
-        """All attempts of a pass, by problem."""
+        """All attempts of a pass, grouped by problem."""
         if (benchmark, decoding) not in set(self.folder.passes()):
             raise DataError(f"{self.name} has no attempts of {benchmark}, {decoding}.")
         changed = max(path.stat().st_mtime_ns for path in self._files(benchmark, decoding))
@@ -75,7 +75,7 @@ class Evaluation:
 
 @lru_cache(maxsize=8)
 def _attempts(path: Path, benchmark: str, decoding: str, changed: int) -> dict[str, list[dict[str, Any]]]:
-    """Read once, and again when a file has changed."""
+    """The attempts of a pass, cached; `changed` is part of the cache key, so that changed files are read again."""
     found: dict[str, list[dict[str, Any]]] = {}
     try:
         attempts = EvaluationFolder(path).attempts(benchmark, decoding)
@@ -104,7 +104,7 @@ def _attempt(scored: GradedAttempt) -> dict[str, Any]:
 
 
 def compare_two(first: Evaluation, second: Evaluation, benchmark: str, decoding: str) -> dict[str, Any]:
-    """Two checkpoints on the same problems: the statistics of `gruppo eval --compare`, and how often each is right."""
+    """Two checkpoints on the same problems: the statistics of `gruppo eval --compare`, and pass rates by problem."""
     sides = [each.attempts(benchmark, decoding) for each in (first, second)]
     scores = [{problem: [float(a["correct"]) for a in attempts] for problem, attempts in s.items()} for s in sides]
     names = (first.name, second.name) if first.name != second.name else (str(first.path), str(second.path))
@@ -126,13 +126,13 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """Settings other than the weights in which two passes differ: then not only the weights are compared."""
+    """Settings other than the weights in which two passes differ: if any, the comparison is not of weights alone."""
     keys = [key for key in {**first, **second} if key != "weights" and first.get(key) != second.get(key)]
     return [f"{key}: {first.get(key)} and {second.get(key)}" for key in keys]
 
 
 def _refuse_links(path: Path) -> None:
-    """What lies elsewhere is not shown: a folder from a stranger could point at anything."""
+    """Raise if a link leads out of the folder: a folder from an untrusted source could point at any file."""
     root = Path(os.path.realpath(path))
     for folder, subfolders, files in os.walk(root):
         for name in (*subfolders, *files):

@@ -1,7 +1,7 @@
 """A report: the page and some of the data in one file, which opens without a server and loads nothing from elsewhere.
 
-It holds all curves, settings, events and results, and of the completions a part: groups of updates that are spread
-evenly over the run, with their tokens while there is room. It says so where something is left out.
+It holds all curves, settings, events and results, and a part of the completions: groups of updates that are spread
+evenly over the run, with their tokens up to a total limit. The report states where something is left out.
 """
 
 import base64
@@ -22,12 +22,13 @@ from gruppo.view.source import ENDS, RunSource
 
 __all__ = ["bundle", "export"]
 
-GROUPS = 200  # of each run
+# Limits on what a report holds.
+GROUPS = 200  # per run
 GROUPS_PER_UPDATE = 8
-CHARACTERS = 4000  # of a text
-TOKENS = 150_000  # of all completions together
-PROMPTS = 500  # of each run
-PROBLEMS = 200  # of each comparison
+CHARACTERS = 4000  # per text
+TOKENS = 150_000  # over all completions
+PROMPTS = 500  # per run
+PROBLEMS = 200  # per comparison
 
 _IMPORT = re.compile(r'^import \* as (\w+) from "\./(\w+)\.js";\n|^import \{([^}]*)\} from "\./(\w+)\.js";\n', re.M)
 _EXPORT = re.compile(r"^export (?:async )?(?:function|const|let) (\w+)", re.M)
@@ -47,7 +48,7 @@ def export(desk: Desk, path: Path) -> int:
 
 
 def report_data(desk: Desk) -> dict[str, Any]:
-    """The answers that the page will ask for. Folders are named, not where they are on this machine."""
+    """The answers that the page will ask for. Folders appear by name only: their paths on this machine are removed."""
     overview = desk.answer("overview", Question({}))
     for each in (*overview["runs"], *overview["evaluations"]):
         del each["path"]
@@ -59,7 +60,7 @@ def report_data(desk: Desk) -> dict[str, Any]:
         room = _add_tokens(tokens, source, number, groups[-1], room)
     for run, own in zip(overview["runs"], groups, strict=True):
         run["splits"] = _splits(own)
-        if run["state"]["status"] not in ENDS:  # what goes on now does not when the report is read
+        if run["state"]["status"] not in ENDS:  # a run that is running now may not be when the report is read
             run["state"]["status"] = "not finished"
     return {
         "overview": overview,
@@ -73,7 +74,7 @@ def report_data(desk: Desk) -> dict[str, Any]:
 
 
 def chosen_groups(source: RunSource) -> list[dict[str, Any]]:
-    """Groups of updates that are spread over the run, its first and last among them; those with most spread first."""
+    """The groups with the most reward spread, of updates spread evenly over the run, including the first and last."""
     groups = source.all_groups()
     splits = source.index.frame.names["split"]
     most = max(GROUPS // GROUPS_PER_UPDATE // max(len(splits), 1), 1)  # updates
@@ -90,7 +91,7 @@ def chosen_groups(source: RunSource) -> list[dict[str, Any]]:
 
 
 def _cut(group: dict[str, Any]) -> dict[str, Any]:
-    """A group with the beginnings of its texts."""
+    """The group with its texts cut to CHARACTERS, in place."""
     for own in (group["prompt"], *(each["content"] for each in group["completions"])):
         left = CHARACTERS
         for part in own["parts"]:
@@ -101,7 +102,7 @@ def _cut(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _splits(groups: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """The updates that a report has groups of, by split."""
+    """The updates of which the report has groups, by split."""
     found: dict[str, set[int]] = {}
     for group in groups:
         found.setdefault(group["split"], set()).add(group["update"])
@@ -109,7 +110,7 @@ def _splits(groups: list[dict[str, Any]]) -> dict[str, list[int]]:
 
 
 def _add_tokens(found: dict[str, Any], source: RunSource, run: int, groups: list[dict[str, Any]], room: int) -> int:
-    """Add the tokens of completions, of the first ones of each group first; returns the room that is left."""
+    """Add the tokens of completions, starting with the first completion of each group; return the remaining budget."""
     places = [(place, group) for group in groups for place in range(len(group["completions"]))]
     for place, group in sorted(places, key=lambda item: item[0]):
         each = group["completions"][place]
@@ -121,7 +122,7 @@ def _add_tokens(found: dict[str, Any], source: RunSource, run: int, groups: list
 
 
 def _prompts(desk: Desk, groups: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """The hardest prompts and those that are solved, and the histories of all that a report names."""
+    """The hardest and the most solved prompts, and the history of every prompt that the report mentions."""
     lists, histories = [], {}
     for number, source in enumerate(desk.runs):
         halves = [source.prompts(order=order, count=PROMPTS // 2) for order in ("hardest", "solved")]
@@ -133,7 +134,7 @@ def _prompts(desk: Desk, groups: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _evaluations(desk: Desk) -> dict[str, Any]:
-    """Each two evaluations of the same benchmark compared, and problems that one of them is better at."""
+    """Comparisons of every ordered pair of evaluations, and up to PROBLEMS problems of each, differing ones first."""
     comparisons: dict[str, Any] = {}
     problems: dict[str, Any] = {}
     passes = [set(evaluation.folder.passes()) for evaluation in desk.evaluations]
@@ -154,7 +155,7 @@ def _evaluations(desk: Desk) -> dict[str, Any]:
 
 
 def page_with(data: dict[str, Any]) -> str:
-    """The page with its files and data inside. Only the scripts whose hashes it names can run in it."""
+    """The page with its files and data inlined. Its policy only permits scripts whose hashes it lists."""
     vendor = (STATIC / "vendor" / "uPlot.iife.min.js").read_text(encoding="utf-8")
     scripts = [(STATIC / "theme.js").read_text(encoding="utf-8"), vendor, bundle("app")]
     styles = [(STATIC / name).read_text(encoding="utf-8") for name in ("vendor/uPlot.min.css", "style.css")]
@@ -162,7 +163,7 @@ def page_with(data: dict[str, Any]) -> str:
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
     )
-    # `<` is written as an escape: nothing in the data can end the element that holds it.
+    # `<` is written as an escape, so that nothing in the data can close the script element that holds it.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     body = page.partition("<body>")[2].partition("</body>")[0]
@@ -186,7 +187,7 @@ def _hash(source: str) -> str:
 
 
 def bundle(start: str) -> str:
-    """A module and those that it imports as one script: each in a function of its own, in the order of need."""
+    """A module and everything it imports as one script: each module in its own function, dependencies first."""
     done: dict[str, str] = {}
 
     def add(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Which runs and evaluations are meant by the paths on the command line."""
+"""Find the runs and evaluations under the paths given on the command line."""
 
 import contextlib
 import difflib
@@ -11,7 +11,7 @@ from gruppo.errors import DataError
 
 __all__ = ["Folders", "find_folders", "search_again", "short_names"]
 
-DEPTH = 2  # of folders that are searched for runs
+DEPTH = 2  # levels of subfolders that are searched
 
 
 class Folders(NamedTuple):
@@ -23,7 +23,7 @@ class Folders(NamedTuple):
 
 
 def find_folders(paths: Sequence[Path]) -> Folders:
-    """The run folders and the folders of evaluations among these paths, and below those that are neither."""
+    """The run folders and evaluation folders among these paths, and below those paths that are neither."""
     runs: dict[Path, None] = {}
     evaluations: dict[Path, None] = {}
     for path in paths:
@@ -41,7 +41,7 @@ def find_folders(paths: Sequence[Path]) -> Folders:
 
 
 def search_again(paths: Sequence[Path]) -> Folders:
-    """What is there by now; a folder that is gone or cannot be read holds nothing."""
+    """The folders that exist now; a path that no longer exists or cannot be read contributes nothing."""
     found: dict[Path, None] = {}
     for path in paths:
         with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ def _nearest(path: Path) -> str:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """As much of the end of each path as tells it from the others.
+    """The shortest suffix of each path that distinguishes it from the others.
 
     Example:
         short_names([Path("/a/x/run"), Path("/a/y/run"), Path("/b/demo")]) == ["x/run", "y/run", "demo"]

@@ -1,7 +1,7 @@
-"""Groups of completions as a table of numbers: what is in them, which of them are asked for, and in which order.
+"""Groups of completions as a table of numbers, with filters and sort orders.
 
-A group is what was sampled of one prompt in one generation. Dynamic sampling replaces groups, so that a place in the
-batch may have had several, one in each round.
+A group consists of the completions sampled for one prompt in one generation. Dynamic sampling replaces groups, so a
+position in the batch may have had several groups, one per round.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,9 +17,9 @@ from gruppo.view.index import Array, Frame
 
 __all__ = ["FILTERS", "ORDERS", "Groups", "Passing", "summarise"]
 
-EVEN = 1e-9  # rewards of a group that are closer than this have no spread
+EVEN = 1e-9  # a group whose rewards differ by no more than this has no spread
 
-# What a group must have to pass a filter, by its name.
+# For each filter, the condition that a group must meet.
 FILTERS: dict[str, str] = {
     "zero_spread": "all completions have the same reward, so that nothing is learned from them",
     "truncated": "a completion did not come to its own end",
@@ -33,7 +33,7 @@ ORDERS = ("update", "spread", "accuracy", "length", "reward")
 
 @dataclass(frozen=True)
 class Passing:
-    """When a completion counts as right: a reward, or their weighted sum ("reward"), reaches a value."""
+    """When a completion counts as correct: one reward, or the weighted sum ("reward"), is at least `at`."""
 
     reward: str = "reward"
     at: float = 0.5
@@ -48,31 +48,31 @@ class Passing:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a frame: `rows[starts[g]:ends[g]]` are the rows of group g."""
+    """The groups of a frame: `rows[starts[g]:starts[g + 1]]` are the rows of group g."""
 
     frame: Frame
     rows: Array
     starts: Array
-    columns: Mapping[str, Array]  # a value for each group
+    columns: Mapping[str, Array]  # one value per group
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def of(self, group: int) -> list[int]:
-        """The rows of a group, by their place in the batch."""
+        """The rows of a group, as indices into the frame, in batch order."""
         end = self.starts[group + 1] if group + 1 < len(self) else len(self.rows)
         return [int(row) for row in self.rows[self.starts[group] : end]]
 
     def any_row(self, flags: Array) -> Array:
-        """For each group, how many of its rows have a flag."""
+        """For each group, the number of its rows whose flag is set."""
         return _sums(flags[self.rows].astype(np.int64), self.starts)
 
     def accuracy(self, passing: Passing) -> Array:
-        """The share of each group that is right."""
+        """The share of correct completions of each group."""
         return self.any_row(passing.rows(self.frame)) / np.maximum(self.columns["size"], 1)
 
     def select(self, filters: Collection[str], *, split: str | None = None, update: int | None = None) -> Array:
-        """Which groups pass all filters: an array of bool."""
+        """A boolean array: which groups pass all filters."""
         unknown = [name for name in filters if name not in FILTERS]
         if unknown:
             raise DataError(f"There is no filter {unknown[0]!r}. There are {list(FILTERS)}.")
@@ -86,7 +86,7 @@ class Groups:
         return chosen
 
     def order(self, chosen: Array, by: str, *, descending: bool, passing: Passing) -> Array:
-        """The chosen groups in an order; those without a value, such as groups without a reward, come last."""
+        """The chosen groups, sorted; groups without a value, such as those without a reward, come last."""
         if by not in ORDERS:
             raise DataError(f"Groups cannot be sorted by {by!r}. Choose one of {list(ORDERS)}.")
         values = (self.accuracy(passing) if by == "accuracy" else self.columns[by]).astype(np.float64)[chosen]
@@ -141,7 +141,7 @@ def _mean_and_spread(values: Array, starts: Array) -> tuple[Array, Array]:
 
 
 def _disagreements(rewards: Mapping[str, Array], starts: Array) -> Array:
-    """For each group, how many pairs of rewards fall together while the other rises: their covariance is negative."""
+    """For each group, the number of pairs of rewards whose covariance is negative: one falls while the other rises."""
     found = np.zeros(len(starts), np.int64)
     for first, second in combinations(rewards.values(), 2):
         both = ~(np.isnan(first) | np.isnan(second))
@@ -154,7 +154,7 @@ def _disagreements(rewards: Mapping[str, Array], starts: Array) -> Array:
 
 
 def plain(value: Any) -> Any:
-    """A number of an array for JSON: NaN and the infinities are null."""
+    """An array element for JSON: NaN and infinities become None."""
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -1,7 +1,7 @@
-"""The numbers of all completions of a run as arrays, read once and kept while their files stay the same.
+"""The numbers of all completions of a run as arrays, read once and cached until their files change.
 
-Texts and tokens stay on disk: a hundred thousand completions take some ten megabytes here. What is asked about one
-group or one completion is read from its file when it is asked.
+Texts and tokens stay on disk, so a hundred thousand completions take some ten megabytes here. The texts of a single
+group or completion are read from its file on request.
 """
 
 import json
@@ -34,16 +34,16 @@ Array = NDArray[Any]
 
 WORKERS = 4
 NUMBERS = ("update", "generation", "row", "group", "round", "replaced", "truncated", "turns", "reward", "advantage")
-NAMES = ("split", "stop", "prompt_id")  # texts of which there are few, kept as numbers
+NAMES = ("split", "stop", "prompt_id")  # text columns with few distinct values, stored as integer codes
 SHOWN = 2000  # characters of a prompt that are kept for lists and for searching
-TEXT_BYTES = 1 << 29  # of completions that are kept in memory for searching
+TEXT_BYTES = 1 << 29  # limit on completion texts cached in memory for searching
 
-# What a failed tool call looks like to the model, and so in the record: see gruppo/tools/calls.py.
+# How the answer of a failed tool call begins, for the model and therefore in the record: see gruppo/tools/calls.py.
 FAILED_CALL = "{'error': "
 
 
 class Stamp(NamedTuple):
-    """A file and what changes when it is written anew."""
+    """A file, with the size and modification time that change when it is rewritten."""
 
     file: TableFile
     size: int
@@ -52,21 +52,21 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The numbers of one file, a value for each of its rows."""
+    """The numbers of one file, one value per row."""
 
     stamp: Stamp
     columns: Mapping[str, Array]
     rewards: Mapping[str, Array]
-    texts: Mapping[str, list[str]]  # of the columns in NAMES: the names that the numbers stand for
-    prompts: Mapping[str, str]  # by id, as much of it as is shown in lists
+    texts: Mapping[str, list[str]]  # for each column in NAMES, the texts that its codes stand for
+    prompts: Mapping[str, str]  # by id: the first SHOWN characters
 
 
 @dataclass(frozen=True)
 class Frame:
-    """All rows of a run at one time: a snapshot that does not change.
+    """An immutable snapshot of all rows of a run.
 
-    `columns["split"]`, `["stop"]` and `["prompt_id"]` are places in `names`. `columns["file"]` and `["place"]` say
-    where the texts of a row are.
+    `columns["split"]`, `["stop"]` and `["prompt_id"]` are indices into `names`. `columns["file"]` (an index into
+    `stamps`) and `["place"]` (the row in that file) locate the texts of a row.
     """
 
     version: int
@@ -84,13 +84,13 @@ class Frame:
         return {column: {name: place for place, name in enumerate(names)} for column, names in self.names.items()}
 
     def code(self, column: str, name: str) -> int:
-        """The number that stands for a text of a column; -1, which no row has, if there is none."""
+        """The integer code of a text in a column; -1, which no row has, if the text does not occur."""
         return self.places[column].get(name, -1)
 
 
 @dataclass
 class Index:
-    """Keeps a frame of a run, and reads what is new when asked to.
+    """Holds the current frame of a run; `refresh` reads new and changed files.
 
     Example:
         index = Index(Run("runs/demo"))
@@ -114,7 +114,7 @@ class Index:
             return self._refresh()
 
     def refresh_unless_busy(self) -> Frame:
-        """The same, unless it is under way already: then what there was before."""
+        """Like `refresh`, but returns the current frame at once if a refresh is already in progress."""
         if self._lock.acquire(blocking=False):
             try:
                 return self._refresh()
@@ -143,13 +143,13 @@ class Index:
     def _read(self, stamp: Stamp) -> Part | None:
         try:
             return read_part(self.run, stamp)
-        except (ValueError, pa.ArrowException) as error:  # texts that are no Unicode, among others
+        except (ValueError, pa.ArrowException) as error:  # for example, text that is not valid Unicode
             logger.warning("%s is left out: %s", stamp.file.path, error)
             self._unreadable.add(stamp)
             return None
 
     def rows(self, frame: Frame, rows: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
-        """What the files say about some rows of a frame, in their order; each file is read once."""
+        """The given columns of some rows of a frame, in the order of `rows`; each file is read once."""
         files, places = frame.columns["file"], frame.columns["place"]
         found: dict[int, dict[str, Any]] = {}
         for file in sorted({int(files[row]) for row in rows}):
@@ -165,7 +165,7 @@ class Index:
         return [found[row] for row in rows]
 
     def preload(self) -> None:
-        """Read texts before they are searched, as many as are kept."""
+        """Read the completion texts into the cache for searching, until it is full."""
         for stamp in self.frame.stamps:
             if self._kept_bytes() < TEXT_BYTES:
                 self._completions(stamp)
@@ -174,9 +174,10 @@ class Index:
         return sum(texts.nbytes for texts in list(self._texts.values()))
 
     def matches(self, frame: Frame, wanted: str, rows: Array) -> Array:
-        """For each row of a frame, whether its completion has this text in it, in whatever case.
+        """For each row of a frame, whether its completion contains this text, ignoring case.
 
-        Only files with one of `rows` (places in the frame) are searched; the others count as without it.
+        Only files that contain one of `rows` (indices into the frame) are searched; rows of other files count as not
+        matching.
         """
         pattern = _pattern(wanted)
         asked = set(np.unique(frame.columns["file"][rows]).tolist())
@@ -186,7 +187,7 @@ class Index:
             found = []
             for place in places:
                 texts = self._completions(frame.stamps[place]) if place in asked else None
-                if texts is None or len(texts) != counts[place]:  # cut since the frame was made
+                if texts is None or len(texts) != counts[place]:  # not searched, unreadable, or truncated since
                     found.append(np.zeros(counts[place], bool))
                 else:
                     found.append(np.asarray(pc.match_substring_regex(texts, pattern).to_numpy(), dtype=bool))
@@ -196,7 +197,7 @@ class Index:
             return np.concatenate(list(pool.map(search, np.array_split(np.arange(len(counts)), WORKERS))))
 
     def _completions(self, stamp: Stamp) -> pa.ChunkedArray | None:
-        """The texts of a file in small letters, kept as long as there is room for them."""
+        """The completion texts of a file in lower case, cached while the total stays below TEXT_BYTES."""
         if (texts := self._texts.get(stamp)) is None:
             try:
                 texts = pc.utf8_lower(read_rollouts(self.run, stamp.file, ["completion"])["completion"])
@@ -209,7 +210,7 @@ class Index:
 
 
 def _pattern(wanted: str) -> str:
-    """An expression for a text, and for what it is as a part of JSON, which is how messages are stored."""
+    """A regular expression for a text and for its JSON-escaped form, because messages are stored as JSON."""
     small = pc.utf8_lower(pa.scalar(wanted)).as_py()
     return "|".join(dict.fromkeys(re.escape(each) for each in (small, json.dumps(small, ensure_ascii=False)[1:-1])))
 
@@ -217,7 +218,7 @@ def _pattern(wanted: str) -> str:
 def _stamp(file: TableFile) -> Stamp | None:
     try:
         found = os.stat(file.path)
-    except FileNotFoundError:  # cut by a run that was resumed
+    except FileNotFoundError:  # removed when the run was resumed
         return None
     return Stamp(file, found.st_size, found.st_mtime_ns)
 
@@ -239,14 +240,14 @@ def read_part(run: Run, stamp: Stamp) -> Part:
 
 
 def _numbers(column: pa.ChunkedArray) -> Array:
-    """Numbers without nulls: NaN, 0 or false in their places."""
+    """A numeric column with nulls replaced by NaN, 0 or False."""
     if pa.types.is_floating(column.type):
         return np.asarray(column.to_numpy(), dtype=np.float64)
     return np.asarray(pc.fill_null(column, False if pa.types.is_boolean(column.type) else 0).to_numpy())
 
 
 def _codes(column: pa.ChunkedArray) -> tuple[Array, list[str]]:
-    """A column of text as places in a list of its texts."""
+    """A text column as integer codes and the list of texts that they index."""
     whole = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
     encoded = whole if pa.types.is_dictionary(whole.type) else whole.dictionary_encode()
     if isinstance(encoded, pa.ChunkedArray):  # more than one chunk of a dictionary
@@ -264,7 +265,7 @@ def _prompts(table: pa.Table, codes: Array, ids: Sequence[str]) -> dict[str, str
 
 
 def _failed_rewards(table: pa.Table) -> Array:
-    """Whether a reward of the row ran out of time or failed."""
+    """For each row, whether one of its rewards timed out or failed."""
     failed = np.zeros(len(table), bool)
     for name in table.column_names:
         if name.startswith(REWARD_KIND):
@@ -274,7 +275,7 @@ def _failed_rewards(table: pa.Table) -> Array:
 
 
 def _failed_calls(run: Run, file: TableFile, turns: Array) -> Array:
-    """Tool calls of each row that failed. Only rows of several turns have any, so that most files are not opened."""
+    """The number of failed tool calls of each row. Only rows of several turns have any: most files are not opened."""
     failed = np.zeros(len(turns), np.int32)
     if not (turns > 1).any():
         return failed
@@ -285,7 +286,7 @@ def _failed_calls(run: Run, file: TableFile, turns: Array) -> Array:
 
 
 def failed_answers(completion: str) -> list[int]:
-    """Which messages of a stored conversation are answers of a tool call that failed."""
+    """The indices of the messages of a stored conversation that are answers of failed tool calls."""
     try:
         messages = json.loads(completion)
     except (ValueError, RecursionError):
@@ -303,7 +304,7 @@ def failed_answers(completion: str) -> list[int]:
 
 
 def join(parts: Sequence[Part], version: int) -> Frame:
-    """The parts one after the other, with one list of names for all."""
+    """Concatenate the parts into one frame, with integer codes that are shared by all parts."""
     names: dict[str, dict[str, int]] = {name: {} for name in NAMES}
     columns: dict[str, list[Array]] = {}
     for number, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""What became of each prompt over the course of training: how often it was solved, at first and in the end."""
+"""How the pass rate of each prompt changed over the course of training."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from gruppo.view.index import Array
 
 __all__ = ["ORDERS", "PromptTable", "history", "prompt_table"]
 
-# The order of a list of prompts: which numbers decide, the first one first, and whether the smaller one comes first.
+# The sort orders of the list of prompts: columns in order of priority, and whether each is ascending.
 ORDERS: dict[str, tuple[tuple[str, bool], ...]] = {
     "hardest": (("last", True), ("rate", True), ("times", False)),
     "solved": (("last", False), ("rate", False), ("times", False)),
@@ -23,9 +23,9 @@ ORDERS: dict[str, tuple[tuple[str, bool], ...]] = {
 
 @dataclass(frozen=True)
 class PromptTable:
-    """One entry for each prompt of a split: in how many groups it was, and its pass rates."""
+    """One entry per prompt of a split: the number of its groups, and its pass rates."""
 
-    codes: Array  # places in frame.names["prompt_id"]
+    codes: Array  # indices into frame.names["prompt_id"]
     columns: dict[str, Array]  # times, rate (over all groups), first, last, change
 
     def order(self, by: str) -> Array:
@@ -36,7 +36,7 @@ class PromptTable:
 
 
 def prompt_table(groups: Groups, passing: Passing, split: str | None) -> PromptTable:
-    """The prompts of a split; groups that dynamic sampling replaced count as well, they were sampled."""
+    """The prompts of a split; groups that dynamic sampling replaced count as well, because they were sampled."""
     chosen = np.flatnonzero(groups.select((), split=split))
     codes, rates = groups.columns["prompt_id"][chosen], groups.accuracy(passing)[chosen]
     order = np.lexsort((groups.columns["round"][chosen], groups.columns["generation"][chosen], codes))

@@ -1,4 +1,4 @@
-"""The questions of the page and their answers, as plain JSON: what the server answers and what a report holds."""
+"""The page's queries and their answers as plain JSON, for the server and for exported reports."""
 
 import difflib
 import logging
@@ -21,12 +21,12 @@ __all__ = ["Desk", "Question"]
 
 logger = logging.getLogger(__name__)
 
-MOST = 500  # of anything in one answer
+MOST = 500  # maximum number of items in one answer
 SEARCH_EVERY = 5.0  # seconds between two searches for new folders
 
 
 class Question:
-    """The parameters of a question, checked as they are read.
+    """The parameters of a query, validated when they are read.
 
     Example:
         Question({"run": ["0"], "update": ["3"]}).number("update") == 3
@@ -75,7 +75,7 @@ class Question:
 
 
 class Desk:
-    """Answers questions about some runs and evaluations.
+    """Answers queries about a set of runs and evaluations.
 
     Example:
         desk = Desk(find_folders([Path("runs/demo")]))
@@ -108,14 +108,14 @@ class Desk:
         }
 
     def refresh(self) -> None:
-        """Read what is new in all runs: the metrics first, which are there at once."""
+        """Read new data of all runs: the metrics of all runs first, because they are read quickly."""
         for source in self.runs:
             source.curves.refresh()
         for source in self.runs:
             source.index.refresh()
 
     def search(self) -> None:
-        """Add the runs and evaluations that have come since; those that are known keep their numbers."""
+        """Add runs and evaluations that appeared since the last search; known ones keep their indices."""
         with self._searching:
             found = search_again(self._paths)
             self._add(self.runs, RunSource, found.runs)
@@ -129,16 +129,16 @@ class Desk:
                 continue
             try:
                 own.append(kind(path, path.name))
-            except (DataError, OSError) as error:  # not whole yet, or a stranger's: the others are shown all the same
+            except (DataError, OSError) as error:  # incomplete, or refused as unsafe; the others are still shown
                 if path not in self._refused:
                     logger.warning("%s is left out: %s", path, error)
                 self._refused.add(path)
-        if len(own) > len(known):  # a new one may have the name of an old one
+        if len(own) > len(known):  # a new folder may have the same name as a known one
             for each, name in zip(own, short_names([each.path for each in own]), strict=True):
                 each.name = name
 
     def warm_up(self) -> None:
-        """Read all that questions will be about, so that the first of each kind is as fast as the next."""
+        """Read everything that queries need, so that the first query of each kind is as fast as later ones."""
         self.refresh()
         for source in self.runs:
             source.all_groups()
@@ -233,5 +233,5 @@ class Desk:
 
 
 def _place(asked: Question, what: str) -> tuple[int, int, int]:
-    """Generation, round, and the group or row in it."""
+    """The generation, the round, and the group or row (`what`) of a query."""
     return asked.number("generation"), asked.number("round", 0), asked.number(what)

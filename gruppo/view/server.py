@@ -1,7 +1,7 @@
-"""The answers over HTTP: on loopback only, read-only, and closed to other pages of the same browser.
+"""Serves the answers over HTTP: on loopback only, read-only, and not accessible to other pages in the same browser.
 
-A page from elsewhere can make a browser send requests to a server on the same machine. It does not see the answers
-unless its own name leads to this machine (DNS rebinding); therefore the name in `Host` must be one of loopback.
+A page from another site can make the browser send requests to a server on this machine. It cannot read the answers
+unless its host name resolves to this machine (DNS rebinding); therefore `Host` must name loopback.
 """
 
 import json
@@ -27,7 +27,7 @@ HOST = "127.0.0.1"
 OWN_NAMES = {"127.0.0.1", "localhost", "[::1]"}
 METHODS = {"GET", "HEAD"}
 
-# The page loads its own files and nothing else, and no text in it can become code, a form or a frame.
+# The page loads only its own files, and no text in it can become code, a form or a frame.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
@@ -52,7 +52,7 @@ def host_name(header: str) -> str:
 
 
 class Guard:
-    """Lets only reading requests that name loopback through, and puts the headers on every answer."""
+    """Middleware that admits only GET and HEAD requests addressed to loopback, and adds HEADERS to every response."""
 
     def __init__(self, app: Any):
         self.app = app
@@ -63,7 +63,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] != "http":  # a websocket is closed before it is open
+        if scope["type"] != "http":  # a websocket is rejected before it opens
             await send({"type": "websocket.close", "code": 1008})
             return
 
@@ -85,7 +85,7 @@ class Guard:
 
 
 def make_app(desk: Desk) -> "Starlette":
-    """The application: the page, its files, and `/api/<question>`."""
+    """The Starlette application: the page, its files, and `/api/<question>`."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
@@ -106,7 +106,7 @@ def make_app(desk: Desk) -> "Starlette":
         except (DataError, ConfigError) as error:
             answer, status = {"error": str(error)}, 400
         text = json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        # Half of a surrogate pair is no UTF-8, and a file from a stranger may have one in its JSON.
+        # A lone surrogate cannot be encoded as UTF-8, and JSON from an untrusted file may contain one.
         return Response(text.encode("utf-8", "replace"), status, media_type="application/json")
 
     routes = [
@@ -118,7 +118,7 @@ def make_app(desk: Desk) -> "Starlette":
 
 
 def serve(desk: Desk, port: int = 0, *, ready: Callable[[str], None] | None = None, open_page: bool = False) -> None:
-    """Serve until interrupted; `ready` gets the address. Runs are read in the background while the page loads."""
+    """Serve until interrupted; `ready` is called with the address. Runs are read in a background thread meanwhile."""
     try:
         import starlette  # noqa: F401 - make_app needs it
         import uvicorn
@@ -128,7 +128,7 @@ def serve(desk: Desk, port: int = 0, *, ready: Callable[[str], None] | None = No
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
             log = logging.getLogger("uvicorn.error")
-            log.disabled = True  # that a port cannot be used is told below, once
+            log.disabled = True  # a port that cannot be used is reported below, once
             try:
                 await super().startup(sockets)
             finally:
@@ -144,5 +144,5 @@ def serve(desk: Desk, port: int = 0, *, ready: Callable[[str], None] | None = No
     config = uvicorn.Config(make_app(desk), host=HOST, port=port, log_level="warning", server_header=False)
     try:
         Server(config).run()
-    except SystemExit as error:  # so uvicorn ends when it cannot bind
+    except SystemExit as error:  # raised by uvicorn when it cannot bind
         raise ConfigError(f"Port {port} cannot be used; leave --port out to take a free one.") from error

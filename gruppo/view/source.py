@@ -1,4 +1,4 @@
-"""One run with everything that the page asks about it."""
+"""One run, with everything that the page needs to know about it."""
 
 import json
 import platform
@@ -24,10 +24,10 @@ from gruppo.view.tokens import Decoder, load_decoder, token_view
 
 __all__ = ["RunSource"]
 
-CHARACTERS = 20_000  # of a text that is sent at once; the whole of it is a question of its own
+CHARACTERS = 20_000  # maximum length of a text in an answer; the whole text has a separate query
 SNIPPET = 240
 ENDS = {"finished", "failed", "stopped"}
-QUIET = 600  # seconds without a line after which a run on another machine is not said to be running
+QUIET = 600  # seconds without a new line after which a run on another machine is no longer reported as running
 OF_A_ROW = ("row", "completion", "completion_format", "reward", "advantage", "stop", "truncated", "turns", "extra")
 OF_TOKENS = (
     *("update", "generation", "row", "replaced", "completion_tokens", "model_mask", "logps", "entropies"),
@@ -40,7 +40,7 @@ OF_A_GROUP = (
 
 
 class RunSource:
-    """A run folder, read as far as it has been asked about.
+    """A run folder, read lazily.
 
     Example:
         source = RunSource(Path("runs/demo"), "demo")
@@ -59,7 +59,7 @@ class RunSource:
     # ---- the run as a whole
 
     def state(self) -> dict[str, Any]:
-        """What changes while a run goes on."""
+        """The values that change while a run is in progress."""
         return {
             "metrics": self.curves.version,
             "rollouts": self.index.frame.version,
@@ -71,8 +71,11 @@ class RunSource:
         }
 
     def _status(self) -> str:
-        """The last word of the run on itself. Without one it goes on if its process does. On another machine that
-        cannot be seen, and it is said to go on while it writes. Its lock is only read: a run that starts must get it.
+        """The status of the run: how it ended, or whether it is running.
+
+        If the run recorded no end, it is running if the process named in its lock file is. For a process on another
+        machine that cannot be checked; the run then counts as running as long as it keeps writing. The lock is only
+        read, never taken: a run that is about to start must be able to acquire it.
         """
         kinds = [str(event.get("event")) for event in self.curves.events]
         ends = [kind for kind in kinds if kind in ENDS or kind in ("started", "resumed")]
@@ -84,7 +87,7 @@ class RunSource:
             DataError,
             OSError,
             UnicodeDecodeError,
-        ):  # gone since it was listed, or nothing that a run of ours leaves
+        ):  # the lock has disappeared meanwhile, or was not written by gruppo
             lock = None
         if lock is None:
             return "not finished"
@@ -112,7 +115,7 @@ class RunSource:
         }
 
     def settings(self) -> dict[str, Any]:
-        """config.yaml, as text: values can be anything."""
+        """The settings of config.yaml, each value as JSON text because values can be of any type."""
         try:
             return {name: json.dumps(value, default=str) for name, value in self.run.config.items()}
         except DataError:
@@ -121,7 +124,7 @@ class RunSource:
     # ---- groups
 
     def all_groups(self) -> Groups:
-        """The groups of the newest frame, computed once for each; the first question waits until there is one."""
+        """The groups of the newest frame, computed once per frame; the first call waits until there is a frame."""
         if not self.index.frame.version:
             self.index.refresh()
         if self._groups.frame is not self.index.frame:
@@ -141,7 +144,7 @@ class RunSource:
         first: int = 0,
         count: int = 50,
     ) -> dict[str, Any]:
-        """The groups that pass the filters, a page of them; `search` is looked for in prompts and completions."""
+        """One page of the groups that pass the filters; `search` matches text in prompts and completions."""
         passing = passing or Passing()
         groups = self.all_groups()
         chosen = groups.select(filters, split=split, update=update)
@@ -224,7 +227,7 @@ class RunSource:
         return {
             **token_view(self.run, self.decoder, self.index.rows(frame, [place], OF_TOKENS)[0], first, count),
             "group": plain(frame.columns["group"][place]),
-            "rows": np.sort(frame.columns["row"][np.logical_and.reduce(own)]).tolist(),  # of its group
+            "rows": np.sort(frame.columns["row"][np.logical_and.reduce(own)]).tolist(),  # all rows of its group
         }
 
     def text(self, generation: int, round: int, row: int) -> dict[str, Any]:
@@ -254,7 +257,7 @@ class RunSource:
         first: int = 0,
         count: int = 50,
     ) -> dict[str, Any]:
-        """Prompts with their pass rates over training, a page of them."""
+        """One page of the prompts, with their pass rates over training."""
         groups = self.all_groups()
         table = prompts.prompt_table(groups, passing or Passing(), split)
         ids = groups.frame.names["prompt_id"]
@@ -289,21 +292,21 @@ class RunSource:
 
 
 def snippet(stored: str, most: int = SNIPPET) -> str:
-    """The beginning of a prompt on one line; of a conversation, what its user said last."""
+    """The beginning of a prompt on one line; for a conversation, that of the last user message."""
     text = stored
     if stored.startswith("["):
         try:
             messages = json.loads(stored)
             spoken = [str(m.get("content", "")) for m in messages if isinstance(m, dict) and m.get("role") == "user"]
             text = spoken[-1] if spoken else stored
-        except (ValueError, RecursionError):  # a text that begins like that, or a long one of which this is a part
+        except (ValueError, RecursionError):  # plain text that begins with "[", or a conversation that was cut
             text = stored
     text = " ".join(text.split())
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def content(stored: str, kind: str, most: int | None = CHARACTERS) -> dict[str, Any]:
-    """A stored prompt or completion for the page: texts with the role of who wrote them.
+    """A stored prompt or completion for the page: a list of texts, each with the role of its author.
 
     Example:
         content("4", "text")["parts"] == [{"role": None, "text": "4", "failed": False}]

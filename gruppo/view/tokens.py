@@ -1,7 +1,7 @@
-"""One completion, token by token: its text, and the numbers that tokens are coloured by.
+"""One completion, token by token: its text, and the values by which tokens are coloured.
 
-The texts come from the tokenizer.json that a run leaves in its folder, through the `tokenizers` library: the file is
-data, and nothing in it is run.
+The texts are decoded with the tokenizer.json in the run folder, through the `tokenizers` library: the file is data,
+and nothing in it is executed.
 """
 
 import logging
@@ -26,20 +26,20 @@ COLOURINGS = {
     "contribution": "advantage × ratio: what the token adds to the objective before clipping and averaging",
 }
 FILES = ("tokenizer/tokenizer.json", "tokenizer.json")
-LATER_UPDATES = 16  # that are searched for a completion: it is learned from soon after it was sampled
-LONGEST_CHARACTER = 16  # tokens that are waited for until they make a character together
+LATER_UPDATES = 16  # updates searched for a completion: it is trained on soon after it was sampled
+LONGEST_CHARACTER = 16  # maximum number of tokens that may form one character together
 UNFINISHED = "\ufffd"
 
 
 def load_decoder(run: Run) -> Decoder | None:
-    """What turns token ids into text, or None if the folder has no tokenizer that can be read."""
+    """A function that decodes token ids, or None if the folder has no readable tokenizer."""
     from tokenizers import Tokenizer
 
     for name in (*FILES, *(f"{path.name}/tokenizer.json" for path in run.checkpoints)):
         try:
             text = read_text(run, name)
             tokenizer = None if text is None else Tokenizer.from_str(text)
-        except Exception as error:  # tokenizers raises plain Exception for whatever is wrong with a file
+        except Exception as error:  # tokenizers raises plain Exception for any problem with a file
             logger.warning("%s cannot be used: %s", run.folder / name, error)
             continue
         if tokenizer is not None:
@@ -48,12 +48,12 @@ def load_decoder(run: Run) -> Decoder | None:
 
 
 def pieces(decode: Decoder, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds. Of several tokens that make one character the last one has it.
+    """The text that each token adds. If several tokens form one character, the last of them gets it.
 
-    Each token is decoded with the ones before it, because what it stands for may depend on them.
+    Each token is decoded together with preceding tokens, because its text may depend on them.
     """
     texts: list[str] = []
-    before, done = 0, 0  # decoded from `before` on, of which everything up to `done` has been given to a token
+    before, done = 0, 0  # decoding starts at token `before`; the text of tokens up to `done` is already assigned
     for end in range(1, len(ids) + 1):
         known, now = decode(ids[before:done]), decode(ids[before:end])
         whole = len(now) > len(known) and not now.endswith(UNFINISHED)
@@ -68,7 +68,7 @@ def pieces(decode: Decoder, ids: Sequence[int]) -> list[str]:
 
 
 def update_logps(run: Run, update: int, generation: int, row: int) -> tuple[int, list[float | None]] | None:
-    """The log-probs that the last update which learned from a completion computed, and which one it was."""
+    """The last update that trained on a completion, and the log-probs that it computed; None if none were recorded."""
     read = getattr(run, "update_logps", None)
     if read is None:
         return None
@@ -81,9 +81,9 @@ def update_logps(run: Run, update: int, generation: int, row: int) -> tuple[int,
 
 
 def token_view(run: Run, decode: Decoder | None, row: Mapping[str, Any], first: int, count: int) -> dict[str, Any]:
-    """Tokens `first` to `first + count` of a row, with the numbers of each; null where one is not known.
+    """Tokens `first` to `first + count` of a row, with the values of each; None where a value is not known.
 
-    Example of what comes back, without most of it:
+    Example of the result, abridged:
         {"texts": ["4", "</s>"], "model": [1, 1], "logp": [-0.1, -0.02], "why": {"ratio": "The run recorded no …"}}
     """
     ids = row["completion_tokens"]
@@ -116,7 +116,7 @@ def token_view(run: Run, decode: Decoder | None, row: Mapping[str, Any], first: 
 
 
 def _known(values: Sequence[float | None] | None, written: Sequence[int]) -> list[float | None] | None:
-    """Values of what the model wrote; None if there are none at all."""
+    """The values of the tokens that the model wrote; None if no value is known."""
     if values is None or len(values) != len(written):
         return None
     kept = [v if own and v is not None and math.isfinite(v) else None for v, own in zip(values, written, strict=True)]
@@ -137,7 +137,7 @@ def _exp(value: float) -> float:
 
 
 def _contributions(row: Mapping[str, Any], ratios: Sequence[float | None] | None) -> list[float | None] | None:
-    """Advantage × ratio of each token; a ratio that is not known counts as 1."""
+    """Advantage × ratio of each token; an unknown ratio counts as 1."""
     length = len(row["completion_tokens"])
     if row["advantages"] is None and row["advantage"] is None:
         return None
@@ -151,7 +151,7 @@ def _short(value: float | None) -> float | None:
 
 
 def _why(name: str) -> str:
-    """Why there is nothing to colour by."""
+    """The reason why a colouring is not available."""
     return {
         "logp": "The run recorded no log-probabilities of this completion.",
         "entropy": "The run recorded no entropies of this completion.",

@@ -1,4 +1,4 @@
-"""GSM8K in the layout that this recipe and `gruppo eval --data-dir` read, from the hub or from the authors' own files.
+"""Write GSM8K in the layout of this recipe and `gruppo eval --data-dir`, from the hub or from the authors' files.
 
 python -m recipes.gsm8k_smollm2.data --out DATA
 python -m recipes.gsm8k_smollm2.data --out DATA --train train.jsonl --test test.jsonl
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 HUB = ("openai/gsm8k", "main")
-MARKS = re.compile(r"<<.*?>>")  # what a calculator computed: 48/2 = <<48/2=24>>24
+MARKS = re.compile(r"<<.*?>>")  # calculator annotations: 48/2 = <<48/2=24>>24
 
 
 def row_of(source: Mapping[str, Any], split: str, number: int) -> dict[str, Any]:
-    """One problem.
+    """One problem in that layout.
 
     Example:
         row_of({"question": "Half of 48?", "answer": "48/2 = <<48/2=24>>24\\n#### 24"}, "train", 0)
@@ -32,7 +32,7 @@ def row_of(source: Mapping[str, Any], split: str, number: int) -> dict[str, Any]
 
 
 def read(path: Path | None, split: str) -> Iterable[Mapping[str, Any]]:
-    """The rows of a file, or of the hub."""
+    """The rows of a file or, without one, of the hub's dataset."""
     if path is not None:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     from datasets import load_dataset

@@ -1,17 +1,17 @@
-"""The figures of docs/experiments.md: accuracy of samples while a run goes on."""
+"""The figures of docs/experiments.md: accuracy of samples over the course of a run."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SMOOTH = 9  # updates whose mean is the bold line
+SMOOTH = 9  # number of updates averaged for the bold line
 COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9", "#555555")  # Okabe and Ito's
 LABELS = {"step": "update", "seconds": "seconds of training"}
 
 
 def smooth(values: Sequence[float], width: int = SMOOTH) -> list[float]:
-    """The mean of each value and its neighbours, fewer at the ends.
+    """A moving average over `width` values, fewer at the ends.
 
     Example:
         smooth([0, 3, 6], width=3) == [1.5, 3, 4.5]
@@ -21,22 +21,22 @@ def smooth(values: Sequence[float], width: int = SMOOTH) -> list[float]:
 
 
 def shown_runs(runs: Sequence[Mapping[str, Any]], axis: str) -> Sequence[Mapping[str, Any]]:
-    """Against seconds, only runs that had the device to themselves, if there are any."""
+    """The runs to draw: against seconds, only those that had the device to themselves, if there are any."""
     alone = [run for run in runs if run["at_once"] == 1]
     return alone if axis == "seconds" and alone else runs
 
 
 def draw(runs_by_name: Mapping[str, Sequence[Mapping[str, Any]]], axis: str, path: Path) -> None:
-    """Accuracy of samples against a column of the steps, for experiments by what the legend calls them.
+    """Draw accuracy of samples against a column of the steps; keys of `runs_by_name` are the labels in the legend.
 
-    Each run is a thin line, as measured, and a bold one, smoothed.
+    Each run is drawn as a thin line (as measured) and a bold one (smoothed).
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    # Text stays text and nothing is random: small files that change only with the numbers.
+    # Text is kept as text and ids are not random: the files are small and change only with the numbers.
     settings = {"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.size": 9, "path.simplify": True}
     with pyplot.rc_context(settings):
         figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")

@@ -1,7 +1,7 @@
-"""Runs as they are kept: one compressed JSON file each, with all that result files and pages are made of.
+"""Kept runs: one compressed JSON file per run, with everything that result files and pages are made from.
 
-Sittings leave archives (sitting.py). `read_archives` reads those, `keep` puts what is worth keeping of them beside the
-result files, and `read_kept` reads that again, so that runs of a later sitting are put together with earlier ones.
+Sittings leave archives (sitting.py). `read_archives` reads them, `keep` stores the essential data in a folder next to
+the result files, and `read_kept` reads it back, so that runs of a later sitting are combined with earlier ones.
 """
 
 import gzip
@@ -21,16 +21,16 @@ ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "benchmarks" / "results" / "learn_smollm2"
 
 Facts = dict[str, Any]
-Attempts = Mapping[str, Sequence[tuple[int, int | None]]]  # of each problem: right or not, and the vote
+Attempts = Mapping[str, Sequence[tuple[int, int | None]]]  # by problem: whether each attempt is correct, and its vote
 Correct = Mapping[str, Attempts]  # by pass
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one job left: the record of its training with settings and metrics, and its evaluation."""
+    """The output of one job: the record of its training with settings and metrics, and its evaluation."""
 
-    name: str  # of the job: grpo-0
-    record: Facts | None  # None: the model was evaluated as it is
+    name: str  # of the job, e.g. grpo-0
+    record: Facts | None  # None: the original model was evaluated, without training
     results: Facts | None
     correct: Correct | None
     config: Facts | None = None
@@ -77,7 +77,7 @@ def _read(folder: Path) -> Run:
 
     config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
     results, settings = read("eval/results.json"), yaml.safe_load(config.read_text()) if config.exists() else None
-    # Where the files lay says nothing to others.
+    # The folders of the files are meaningless on other machines.
     if results and "source" in results:
         results["source"] = Path(results["source"]).name
     if settings and "output_dir" in settings:
@@ -93,7 +93,7 @@ def _read(folder: Path) -> Run:
 
 
 def keep(runs: Iterable[Run], folder: Path = KEPT) -> None:
-    """Write each run into a file of its own. Of a warm-up that was kept before, the fuller evaluation stays."""
+    """Write each run to a separate file. A run that is already kept is replaced only by one with more passes."""
     folder.mkdir(parents=True, exist_ok=True)
     for run in runs:
         path = folder / f"{run.name}.json.gz"

@@ -1,4 +1,4 @@
-"""What docs/experiments.md shows of the result files, by chapters.yaml: tables and figures."""
+"""The tables and figures of docs/experiments.md, made from the result files as chapters.yaml specifies."""
 
 import json
 import re
@@ -15,18 +15,18 @@ from recipes.gsm8k_smollm2.figures import LABELS, draw
 
 PREFIX = "learn_smollm2_"
 CHAPTERS = yaml.safe_load(Path(__file__).with_name("chapters.yaml").read_text(encoding="utf-8"))
-REST = "others"  # the chapter of what stands in no other
+REST = "others"  # the chapter of experiments that no other chapter lists
 BEGINS, ENDS = "<!-- learning: {} -->", "<!-- end of learning -->"
 RECIPES = {"grpo": "GRPO", "rloo": "RLOO", "dapo": "DAPO", "dr_grpo": "Dr. GRPO", "trl": "TRL"}
 GAINS = ("top-1", "avg", "maj", "pass")  # the order of their columns
-WINDOW = 5  # updates at the beginning and at the end of a run whose mean is shown
+WINDOW = 5  # number of updates at the beginning and at the end of a run over which means are taken
 NONE = "–"
 
 Results = Mapping[str, Mapping[str, Any]]
 
 
 def read_results(folder: Path) -> Results:
-    """The result files by experiment."""
+    """The contents of the result files, keyed by experiment."""
     paths = sorted(folder.glob(f"{PREFIX}*.json"))
     return {path.stem.removeprefix(PREFIX): json.loads(path.read_text(encoding="utf-8")) for path in paths}
 
@@ -36,9 +36,9 @@ class Chapter:
     """Some experiments, and how they are shown."""
 
     name: str
-    experiments: Mapping[str, str]  # those that there are results of, and what they are called
+    experiments: Mapping[str, str]  # experiments that have results, with their titles
     tables: Sequence[str]
-    figure: str  # what it is drawn against: step or seconds
+    figure: str  # the x axis of the figure: step or seconds
 
     @property
     def picture(self) -> str:
@@ -46,7 +46,7 @@ class Chapter:
 
 
 def chapters(results: Results) -> list[Chapter]:
-    """The chapters that there is something to show in."""
+    """The chapters that have results to show."""
     titles = {name: dict(chapter["experiments"]) for name, chapter in CHAPTERS.items()}
     placed = {"start"}.union(*titles.values())
     titles[REST] = {name: title(name) for name in results if name not in placed}
@@ -63,7 +63,7 @@ def chapters(results: Results) -> list[Chapter]:
 
 
 def title(name: str) -> str:
-    """What an experiment is called that has no name in a chapter: by what it changes.
+    """The title of an experiment that no chapter names: its recipe and changes.
 
     Example:
         title("dr_grpo_lr1e-5_g8") == "Dr. GRPO + lr1e-5 + g8"
@@ -78,7 +78,7 @@ def title(name: str) -> str:
 
 
 def span(values: Sequence[float | None], show: Callable[[float], str]) -> str:
-    """Some numbers as one cell: their mean, and the least and the greatest where there are several.
+    """Some numbers as one cell: their mean, and the minimum and maximum if there are several.
 
     Example:
         span([0.101, 0.12], percent) == "11.1 (10.1 to 12.0)"
@@ -116,7 +116,7 @@ def _accuracies(evaluations: Sequence[Mapping[str, Any] | None]) -> list[str]:
 
 
 def _gain(result: Mapping[str, Any], metric: str) -> str:
-    """The gain of all seeds with its interval, bold if significant; where starts differ, the span over seeds."""
+    """The gain over all seeds with its interval, bold if significant; if the starts differ, the span over seeds."""
     together = result.get("gain", {}).get(metric)
     if together:
         low, high = together["interval"]
@@ -127,7 +127,7 @@ def _gain(result: Mapping[str, Any], metric: str) -> str:
 
 
 def up_to(run: Mapping[str, Any], update: int) -> tuple[float, float]:
-    """When an update was done, and how many of all samples up to there were right.
+    """The time at which an update was done, and the share of correct samples up to then.
 
     Example:
         up_to({"steps": {"step": [1, 2, 3], "seconds": [5, 7, 9], "accuracy": [0.1, 0.3, 0.5]}}, 2) == (7, 0.2)
@@ -167,7 +167,7 @@ def gain_table(results: Results, chapter: Chapter) -> str:
 
 
 def speed_table(results: Results, chapter: Chapter) -> str:
-    """How far each experiment came in its time."""
+    """The progress of each experiment within its training time."""
     head = ["", "runs at once", "seconds of training", "updates", "seconds an update"]
     head += [f"right among samples, {end} {WINDOW} updates (%)" for end in ("first", "last")]
     rows = []
@@ -186,7 +186,7 @@ def speed_table(results: Results, chapter: Chapter) -> str:
 
 
 def race_table(results: Results, chapter: Chapter) -> str:
-    """When each experiment was as far as all of them came."""
+    """The time that each experiment took for the number of updates that all of them completed."""
     runs_of = {called: results[name]["runs"] for name, called in chapter.experiments.items()}
     common = min(run["updates"] for runs in runs_of.values() for run in runs)
     rows = []
@@ -203,14 +203,14 @@ TABLES = {"accuracy": accuracy_table, "gain": gain_table, "speed": speed_table, 
 
 
 def block(results: Results, chapter: Chapter) -> str:
-    """What stands between the marks of a chapter."""
+    """The text between the markers of a chapter."""
     parts = [TABLES[table](results, chapter) for table in chapter.tables]
     picture = f"![accuracy of samples against {LABELS[chapter.figure]}](figures/{chapter.picture})"
     return "\n\n".join([*parts, picture])
 
 
 def fill(text: str, results: Results) -> str:
-    """The page with what stands between the marks replaced."""
+    """The page with the text between the markers replaced."""
     found = chapters(results)
     if "start" not in results or not found:
         raise DataError(f"{PREFIX}start.json and a file of an experiment are needed; run report.py on some archives.")
@@ -226,13 +226,13 @@ def fill(text: str, results: Results) -> str:
 
 
 def empty_page(results: Results) -> str:
-    """A page with a place for every chapter that there is something to show in."""
+    """A page with a pair of markers for every chapter that has results to show."""
     places = [f"{BEGINS.format(chapter.name)}\n{ENDS}" for chapter in chapters(results)]
     return "\n\n".join(["# Experiments", *places]) + "\n"
 
 
 def write(results: Results, docs: Path) -> list[Path]:
-    """Make the figures and fill the page, which is begun if it is not there."""
+    """Draw the figures and fill the page, which is created if it does not exist."""
     page = docs / "experiments.md"
     filled = fill(page.read_text(encoding="utf-8") if page.exists() else empty_page(results), results)
     made = [page]

@@ -1,11 +1,11 @@
-"""What a run of this recipe leaves behind: record.json, in one format for gruppo and for its peer.
+"""The record of a run of this recipe: record.json, in the same format for gruppo and for its peer.
 
     {"library": "gruppo", "experiment": "grpo", "seed": 0, "config": {…}, "commit": …, "device": …, "versions": …,
      "start_weights": "4be1…", "construct_seconds": 6.1, "train_seconds": 420.3,
      "steps": [{"step": 1, "seconds": 4.9, "accuracy": 0.06, …}, …]}
 
-Seconds count from the beginning of training, and `accuracy` is that of all completions that a step sampled.
-`start_weights` is the fingerprint of the weights before the first step: the `weights` of the warm-up they came from.
+Seconds count from the beginning of training, and `accuracy` is over all completions that a step sampled.
+`start_weights` is the fingerprint of the weights before the first step, which equals `weights` of their warm-up.
 """
 
 import json
@@ -21,7 +21,7 @@ from gruppo.evaluation.models import weights_fingerprint
 from recipes.gsm8k_smollm2.task import ACCURACY, SAMPLED_ACCURACY
 
 NAME = "record.json"
-# What is kept of a step beside its accuracy, by the names of the logs.
+# What is kept of a step besides its accuracy, with the names of the logged metrics.
 KEPT = {
     "reward": "reward",
     "reward_std": "reward_std",
@@ -42,35 +42,36 @@ CONFIG = (
     "top_entropy_quantile",
     *("dynamic_sampling", "max_resample_rounds", "use_vllm", "vllm_mode", "gradient_checkpointing"),
 )
-SAVE_EVERY = 10.0  # seconds: what a killed run loses
+SAVE_EVERY = 10.0  # seconds, the most that a killed run loses
 
 
 def origin(script: str, *packages: str) -> dict[str, Any]:
-    """Commit, date, device, versions, and the command as it can be given again."""
+    """The commit, date, device, versions, and the command in a form that can be run again."""
     facts = provenance(*packages)
     arguments = facts["command"].split(" ", 2)[2:]
     return facts | {"command": " ".join([f"python -m recipes.gsm8k_smollm2.{script}", *arguments])}
 
 
 def sampled_accuracy(logs: Mapping[str, Any]) -> float:
-    """The share of right answers among all completions of a step.
+    """The share of correct answers among all completions of a step.
 
-    The reward logs it. A trainer that does not pass that on replaces no prompts, so the mean of its rewards will do.
+    The reward logs it. A trainer that does not forward this metric replaces no prompts, so the mean of its rewards is
+    the same.
 
-    Example, half of what was kept is right, but a quarter of everything:
+    Example, half of the kept completions are correct, but only a quarter of all:
         sampled_accuracy({"rewards/math_answer_reward/mean": 0.5, "math_answer/sampled": 0.25}) == 0.25
     """
     return float(logs[ACCURACY] if logs.get(SAMPLED_ACCURACY) is None else logs[SAMPLED_ACCURACY])
 
 
 def step_of(step: int, seconds: float, logs: Mapping[str, Any]) -> dict[str, Any]:
-    """One line of a record, from what a trainer logs; some trainers log numbers as text."""
+    """The entry of one step, from the trainer's log; some trainers log numbers as text."""
     kept = {name: round(float(logs[key]), 6) for name, key in KEPT.items() if logs.get(key) is not None}
     return {"step": step, "seconds": round(seconds, 3), "accuracy": round(sampled_accuracy(logs), 6), **kept}
 
 
 class Recorder(TrainerCallback):
-    """Keeps the record of a run, shows a line for each step, and stops the run when its time is over."""
+    """Keeps the record of a run, prints a line for each step, and stops the run when its time is over."""
 
     def __init__(self, folder: Path, facts: dict[str, Any], max_seconds: float):
         self.path = folder / NAME
@@ -80,7 +81,7 @@ class Recorder(TrainerCallback):
         self._began = self._saved = 0.0
 
     def built(self, model: Any) -> None:
-        """The trainer is there: note how long that took, and which weights it begins with."""
+        """Called when the trainer is constructed: record how long that took, and the weights it starts from."""
         self.record["construct_seconds"] = round(time.perf_counter() - self._constructed, 2)
         self.record["start_weights"] = weights_fingerprint(model, adapters=False)
 
@@ -107,7 +108,7 @@ class Recorder(TrainerCallback):
         self.save()
 
     def save(self) -> None:
-        """Write the record beside itself first, so that the file is whole whenever it is read."""
+        """Write the record to a temporary file and rename it, so that readers always see a complete file."""
         self._saved = time.perf_counter()
         unfinished = self.path.with_suffix(".new")
         unfinished.parent.mkdir(parents=True, exist_ok=True)
@@ -116,5 +117,5 @@ class Recorder(TrainerCallback):
 
 
 def config_of(args: Any) -> dict[str, Any]:
-    """The settings that tell experiments apart, from either library's config."""
+    """The settings that distinguish experiments, from the config of either library."""
     return {name: getattr(args, name) for name in CONFIG if hasattr(args, name)}

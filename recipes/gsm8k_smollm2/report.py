@@ -3,10 +3,10 @@
     python -m recipes.gsm8k_smollm2.report RUNS      archives → kept runs → result files → pages
     python -m recipes.gsm8k_smollm2.report           result files and pages again, from the kept runs
 
-RUNS holds the archives of a sitting, in folders of any depth; its runs are added to those that are kept in
-benchmarks/results/learn_smollm2/. A run is compared with the warm-up whose weights it began with; runs of all sittings
-that began with the same weights are put together. The result files are benchmarks/results/learn_smollm2_*.json, the
-figures go to docs/figures, the tables into docs/experiments.md.
+RUNS contains the archives of a sitting, in folders of any depth; its runs are added to those that are kept in
+benchmarks/results/learn_smollm2/. A run is compared with the warm-up whose weights it started from; runs of all
+sittings that started from the same weights are combined. The result files are
+benchmarks/results/learn_smollm2_*.json, the figures go to docs/figures, the tables into docs/experiments.md.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from recipes.gsm8k_smollm2.kept import KEPT, Attempts, Correct, Facts, Run, keep
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PROVENANCE = ("commit", "date", "device", "python", "versions", "command")
-COLUMNS = ("accuracy", "reward", "length", "clipped", "entropy", "flat", "prompts")  # of steps, for the figures
+COLUMNS = ("accuracy", "reward", "length", "clipped", "entropy", "flat", "prompts")  # kept of steps, for the figures
 MOST_STEPS = 300
 
 # ---- numbers
 
 
 def evaluation_of(run: Run) -> Facts | None:
-    """The numbers of an evaluation that tables show; None if there was none."""
+    """The numbers of an evaluation that the tables show; None if the run was not evaluated."""
     if run.results is None:
         return None
     ((benchmark, passes),) = run.results["benchmarks"].items()
@@ -68,10 +68,10 @@ def scores(attempts: Attempts, decoding: str, k: int) -> dict[str, dict[str, lis
 
 
 def gains(start: Correct, ends: Sequence[Correct]) -> Facts:
-    """By metric: how much better the ends are than the start, in percentage points, paired by problem.
+    """By metric: the gain of the ends over the start in percentage points, paired by problem.
 
-    Runs of several seeds are put together: the score of a problem is its mean over all of them. `significant` is at
-    95 %, over problems; how much seeds vary is not in it.
+    Runs of several seeds are pooled: the score of a problem is its mean over all of them. `significant` is at 95 %
+    with respect to problems; it does not account for the variation between seeds.
     """
     result = {}
     for decoding in start:
@@ -92,7 +92,7 @@ def gains(start: Correct, ends: Sequence[Correct]) -> Facts:
 
 
 def thin(steps: Sequence[Facts], most: int = MOST_STEPS) -> dict[str, list[float]]:
-    """Steps as columns, at most so many: means of neighbours, and the step and the second of the last of them.
+    """Steps as columns of at most `most` entries: means over neighbouring steps, and the last `step` and `seconds`.
 
     Example:
         thin([{"step": 1, "seconds": 2, "accuracy": 0.1}, {"step": 2, "seconds": 4, "accuracy": 0.3}], most=1)
@@ -108,7 +108,7 @@ def thin(steps: Sequence[Facts], most: int = MOST_STEPS) -> dict[str, list[float
 
 
 def rounded(value: Any) -> Any:
-    """The same with numbers of six digits after the point."""
+    """The same value with all floats rounded to six decimals."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, dict):
@@ -120,7 +120,7 @@ def rounded(value: Any) -> Any:
 
 
 def starts_of(runs: Iterable[Run]) -> dict[str, Run]:
-    """The warm-ups by the weights that they made. Where several made the same, the one with the fullest evaluation."""
+    """The warm-ups by their weights. If several have the same weights, the one with the most complete evaluation."""
     by_weights: dict[str, list[Run]] = {}
     for run in runs:
         if run.experiment == "warmup" and run.record is not None:
@@ -129,7 +129,7 @@ def starts_of(runs: Iterable[Run]) -> dict[str, Run]:
 
 
 def fullest(runs: Sequence[Run]) -> Run:
-    """Of runs with the same weights, the one whose evaluation has most passes; what others have must be the same."""
+    """Of runs with the same weights, the one with the most evaluation passes; passes that others have must agree."""
     chosen = max(runs, key=lambda run: len(run.correct or ()))
     for run in runs:
         for decoding, attempts in (run.correct or {}).items():
@@ -142,7 +142,7 @@ def fullest(runs: Sequence[Run]) -> Run:
 
 
 def start_for(run: Run, starts: Mapping[str, Run]) -> Run:
-    """The warm-up that a run began with."""
+    """The warm-up that a run started from."""
     weights = (run.record or {}).get("start_weights")
     start = starts.get(weights or "")
     if start is None:
@@ -163,7 +163,7 @@ def start_for(run: Run, starts: Mapping[str, Run]) -> Run:
 
 
 def start_result(runs: Sequence[Run]) -> Facts:
-    """Where every experiment begins: the model as it is, and after each warm-up."""
+    """The starting points of all experiments: the original model, and the model after each warm-up."""
     warmups = list(starts_of(runs).values())
     bases = [run for run in runs if run.experiment == "base"]
     records = [run.record for run in warmups if run.record is not None]
@@ -199,7 +199,7 @@ def experiment_result(name: str, runs: Sequence[Run], starts: Mapping[str, Run])
             raise DataError(f"{run.name} and {earlier.name} are both {name} with seed {run.seed}; keep one of them.")
     result = {key: first[key] for key in (*PROVENANCE, "experiment", "library", "config")}
     result["runs"] = [_member(run, start_for(run, starts)) for run in members]
-    # Seeds with different starts have no common difference.
+    # If the seeds have different starts, there is no common gain.
     if len({run["start_weights"] for run in result["runs"]}) == 1:
         start = start_for(members[0], starts).correct
         result["gain"] = gains(start or {}, [run.correct for run in members if run.correct is not None])
@@ -235,7 +235,7 @@ def dump(result: Facts) -> str:
 
 
 def write_results(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """One file for the start and one for each experiment that has a step."""
+    """Write one file for the start and one for each experiment with at least one step."""
     trained = [run for run in runs if run.record is not None and run.record.get("steps")]
     results = {"start": start_result(runs)}
     for name in dict.fromkeys(run.experiment for run in trained):

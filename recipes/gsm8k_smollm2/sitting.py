@@ -1,13 +1,14 @@
-"""A whole sitting unattended: train, evaluate, pack what is small; one job after another, within a time limit.
+"""A whole unattended sitting: train, evaluate, archive the small files; one job after another, within a time limit.
 
     python -m recipes.gsm8k_smollm2.sitting --model smollm2 --data DATA --out OUT --jobs base,warmup,grpo:0 --limit 580
 
-A job is base (evaluates the model as it is), warmup, trl, or the name of a YAML file here, with a seed behind a colon.
-All but the first two begin with the model that warmup left in the folder --work, in this sitting or an earlier one.
-For a sweep they take changes from sweep.yaml: grpo@lr1e-5+g8:0 is an experiment of its own, grpo_lr1e-5_g8.
-With --at-once 3 three of those share the device: more updates in all, fewer for each. Their records say so.
-OUT gets an archive for each job, without weights, and sitting.json, which says how each one went. Both are brought up
-to date after every step, so that a sitting that is cut short leaves what it has. report.py reads the archives.
+A job is base (evaluates the original model), warmup, trl, or the name of a YAML file in this folder, optionally with a
+seed after a colon. All but the first two start from the model that warmup left in the folder --work, in this sitting
+or an earlier one. For a sweep they accept changes from sweep.yaml: grpo@lr1e-5+g8:0 is a separate experiment,
+grpo_lr1e-5_g8. With --at-once 3, three such jobs share the device: more updates in total, fewer for each; their
+records note this. OUT gets an archive for each job, without weights, and sitting.json with the outcome of each job.
+Both are updated after every training and evaluation, so a sitting that is cut short leaves its results up to then.
+report.py reads the archives.
 """
 
 import argparse
@@ -34,19 +35,19 @@ from gruppo.evaluation.store import EvaluationFolder
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PACKAGE = "recipes.gsm8k_smollm2"
-RECIPES = ("grpo", "rloo", "dapo", "dr_grpo", "trl")  # each has its YAML file
+RECIPES = ("grpo", "rloo", "dapo", "dr_grpo", "trl")  # each has a YAML file
 CHANGES: dict[str, dict[str, Any]] = yaml.safe_load((HERE / "sweep.yaml").read_text(encoding="utf-8"))
 PACKED = (
     *("record.json", "warmup.json", "metrics.jsonl", "config.yaml", "environment.json", "events.jsonl"),
     *("train.log", "eval.log", "eval/results.json", "eval/results.md", "correct.json"),
 )
-SHORTEST = 20.0  # seconds of training: less is not worth the start
-LONGEST_LOG = 2**20  # bytes that are packed, from the end
+SHORTEST = 20.0  # seconds of training; with less time left it is not started
+LONGEST_LOG = 2**20  # bytes of a log, from its end, that are archived
 
 
 @dataclass(frozen=True)
 class Job:
-    """One thing to do: `grpo:1` is Job("grpo", 1), and `grpo@lr1e-5` Job("grpo", changes=("lr1e-5",))."""
+    """A job of the sitting: `grpo:1` is Job("grpo", 1), and `grpo@lr1e-5` is Job("grpo", changes=("lr1e-5",))."""
 
     recipe: str
     seed: int = 0
@@ -65,7 +66,7 @@ class Job:
 
 
 def parse_jobs(text: str) -> list[Job]:
-    """The jobs of a list.
+    """Parse a comma-separated list of jobs.
 
     Example:
         parse_jobs("base,grpo:1,grpo@lr1e-5") == [Job("base"), Job("grpo", 1), Job("grpo", 0, ("lr1e-5",))]
@@ -118,7 +119,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Sitting:
-    """The jobs, the clock, and what became of each job."""
+    """Runs the jobs within the time limit and keeps the outcome of each."""
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
@@ -136,11 +137,11 @@ class Sitting:
 
     @property
     def sharing(self) -> int:
-        """How many trainings share the device while there are enough of them."""
+        """How many trainings share the device, as long as there are enough of them."""
         return min(self.options.at_once, sum(job.learns_from_rewards for job in self.options.jobs))
 
     def run(self) -> bool:
-        """Do every job; whether all of them came to a result."""
+        """Run every job; return whether all of them were evaluated successfully."""
         self.options.out.mkdir(parents=True, exist_ok=True)
         for job in self.options.jobs:
             if not job.learns_from_rewards:
@@ -150,7 +151,7 @@ class Sitting:
         return all(facts.get("evaluated") for facts in self.summary.values())
 
     def do(self, job: Job) -> None:
-        """Train, then evaluate what there is to evaluate."""
+        """Train, then evaluate the model if there is one."""
         folder = self.options.work / str(job)
         set_aside(folder)
         folder.mkdir(parents=True)
@@ -170,7 +171,7 @@ class Sitting:
         self.keep(job, folder)
 
     def training(self, job: Job, folder: Path, seconds: float) -> list[str]:
-        """The command that trains."""
+        """The training command."""
         options = self.options
         python = [sys.executable, "-m"]
         if job.recipe == "warmup":
@@ -187,13 +188,13 @@ class Sitting:
         return [*python, f"{PACKAGE}.{script}", *paths, *limits, *changed, *options.train_arguments]
 
     def evaluation(self, model: Path, folder: Path) -> list[str]:
-        """The command that evaluates."""
+        """The evaluation command."""
         asked = ["--benchmarks", self.options.benchmark, "--data-dir", str(self.options.data)]
         asked += ["--max-new-tokens", str(self.options.max_new_tokens), "--samples", str(self.options.samples)]
         return [sys.executable, "-m", "gruppo", "eval", str(model), *asked, "--output-dir", str(folder / "eval")]
 
     def call(self, job: Job, command: list[str], log: Path) -> dict[str, Any]:
-        """Run a command until it ends or the sitting does, and say how it went."""
+        """Run a command until it ends or the sitting's time is over; return its exit code and duration."""
         print(f"{job}: {log.stem}, {self.left:.0f} s left", flush=True)
         start = time.monotonic()
         variables = self.environment(with_vllm=job.recipe == "trl" and log.stem == "train")
@@ -204,7 +205,7 @@ class Sitting:
             try:
                 code = process.wait(max(1.0, self.left))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # its workers too
+                os.killpg(process.pid, signal.SIGKILL)  # including its workers
                 code = process.wait()
         result = {"exit_code": code, "seconds": round(time.monotonic() - start, 1)}
         print(f"{job}: {log.stem} ended with {code} after {result['seconds']} s", flush=True)
@@ -213,7 +214,7 @@ class Sitting:
         return result
 
     def environment(self, with_vllm: bool) -> dict[str, str]:
-        """A process's variables; vLLM's packages are not shown to gruppo."""
+        """The environment variables of a process; gruppo's processes do not see vLLM's packages."""
         variables = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
         if not with_vllm:
             return variables
@@ -221,7 +222,7 @@ class Sitting:
         return {**ENVIRONMENT, **variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def keep(self, job: Job, folder: Path) -> None:
-        """Pack what the job has so far, and bring the summary up to date."""
+        """Archive the files of the job so far, and update the summary."""
         write_correct(folder)
         pack(folder, self.options.out / f"{job}.tar.gz")
         with self._writing:
@@ -229,19 +230,19 @@ class Sitting:
 
 
 def set_aside(folder: Path) -> None:
-    """Give what an earlier sitting left another name, so that it is not taken for what this one makes."""
+    """Rename the folder of an earlier sitting, so that its files are not mistaken for those of this one."""
     if folder.exists():
         number = 1 + sum(1 for _ in folder.parent.glob(f"{folder.name}.earlier-*"))
         folder.rename(folder.with_name(f"{folder.name}.earlier-{number}"))
 
 
 def is_model(folder: Path) -> bool:
-    """Whether there are weights, or an adapter's: a training that was killed leaves none."""
+    """Whether the folder has the weights of a model or an adapter; a training that was killed leaves none."""
     return any(folder.glob("*config.json")) and any(folder.glob("*model*.safetensors"))
 
 
 def write_correct(folder: Path) -> None:
-    """Every attempt at every problem, as whether it is right and what it votes for.
+    """Write correct.json: for every attempt at every problem, whether it is correct, and its vote.
 
     {"greedy": {"gsm8k/test/0": [[1, 0]], …}, "sampled": {"gsm8k/test/0": [[1, 0], [0, 1], [0, null], …], …}}
     """
@@ -257,7 +258,7 @@ def write_correct(folder: Path) -> None:
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """The small files of a job in one archive; of a long log the end."""
+    """Pack the small files of a job into one archive; long logs are cut to their end."""
     unfinished = archive.with_suffix(".new")
     with tarfile.open(unfinished, "w:gz") as packed:
         for path in (folder / name for name in PACKED):

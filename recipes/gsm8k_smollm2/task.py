@@ -1,6 +1,6 @@
-"""GSM8K as this recipe uses it: prompts, what the warm-up imitates, and the rewards.
+"""GSM8K as this recipe uses it: prompts, targets of the warm-up, and rewards.
 
-The data folder holds gsm8k/train.jsonl, compressed or not, one problem a line:
+The data folder contains gsm8k/train.jsonl (or train.jsonl.gz), one problem per line:
 
     {"question": "Natalia sold clips …", "solution": "Natalia sold 48/2 = 24 clips …", "answer": "72", …}
 """
@@ -24,9 +24,9 @@ Row = dict[str, Any]
 
 FILE = "gsm8k/train.jsonl"
 KEYS = ("question", "solution", "answer")
-INSTRUCTION = INSTRUCTIONS["cot", "en"]  # of the evaluation, so that training asks the same
-ACCURACY = "rewards/math_answer_reward/mean"  # what trainers call the mean of the first reward
-SAMPLED_ACCURACY = "math_answer/sampled"  # the same over all completions, those of replaced prompts too
+INSTRUCTION = INSTRUCTIONS["cot", "en"]  # that of the evaluation, so that training uses the same prompt
+ACCURACY = "rewards/math_answer_reward/mean"  # the trainers' metric for the mean of the first reward
+SAMPLED_ACCURACY = "math_answer/sampled"  # the same over all completions, including those of replaced prompts
 RESULT = re.compile(r"=\s*\$?\s*(-?\d[\d,]*(?:\.\d+)?|-?\.\d+)")  # 24 in "48/2 = $24"
 OVERLONG_WEIGHT = 0.5  # a wrong answer costs 1 and the longest completion half of that, as in the DAPO paper
 
@@ -61,7 +61,7 @@ def target(row: Row) -> str:
 
 
 def dataset(rows: list[Row]) -> Dataset:
-    """The columns that a trainer needs: the prompt, and for the rewards the answer and the solution."""
+    """A dataset with the columns that a trainer needs: the prompt and, for the rewards, answer and solution."""
     columns = ("answer", "solution")
     return Dataset.from_list([{"prompt": prompt(row), **{name: row[name] for name in columns}} for row in rows])
 
@@ -79,8 +79,8 @@ def math_answer_reward(
 ) -> list[float | None]:
     """1 for the right number, 0 for a wrong one or none.
 
-    With dynamic sampling a trainer's own mean is that of the prompts it kept. What a reward logs is averaged over
-    everything it was asked about, so every completion is logged by itself.
+    With dynamic sampling the trainer's own mean covers only the prompts that it kept. Metrics that a reward logs are
+    averaged over all completions that it scored, so the score of every completion is logged separately.
 
     Example:
         math_answer_reward(["so \\\\boxed{7}", "so \\\\boxed{8}"], answer=["7", "7"]) == [1.0, 0.0]
@@ -94,7 +94,7 @@ def math_answer_reward(
 
 
 def results(text: str) -> set[float]:
-    """The numbers that a text computes: those behind an equals sign.
+    """The numbers that a text computes: those after an equals sign.
 
     Example:
         results("48/2 = 24 clips, 24+48 = $72") == {24.0, 72.0}
@@ -104,9 +104,9 @@ def results(text: str) -> set[float]:
 
 @in_worker
 def step_results_reward(completions: Sequence[Any], solution: Sequence[str], **kwargs: Any) -> list[float | None]:
-    """How well the results on the way agree with those of the solution: F1, so guessing many does not pay.
+    """Agreement of the intermediate results with those of the solution, as F1 so that many guesses do not pay off.
 
-    None where the solution computes nothing.
+    None if the solution computes nothing.
 
     Example:
         step_results_reward(["48/2 = 24, 24*2 = 48"], solution=["48/2 = 24, 24+48 = 72"]) == [0.5]
@@ -121,10 +121,10 @@ def step_results_reward(completions: Sequence[Any], solution: Sequence[str], **k
 def rewards(
     limit: int, overlong_tokens: int = 0, step_weight: float = 0.0
 ) -> tuple[list[Callable[..., Any]], list[float]]:
-    """The reward functions and their weights: 1 for the right number, and what else is asked for.
+    """The reward functions and their weights: 1 for the right number, and optional ones.
 
-    A punishment of length that grows over the last `overlong_tokens` of the `limit`, and the agreement of the results
-    on the way; 0 leaves either out.
+    The optional ones are a length penalty that grows over the last `overlong_tokens` before `limit`, and the agreement
+    of intermediate results, weighted by `step_weight`; 0 leaves either out.
     """
     functions: list[tuple[Callable[..., Any], float]] = [(math_answer_reward, 1.0)]
     if overlong_tokens:

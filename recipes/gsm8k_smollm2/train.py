@@ -1,10 +1,9 @@
-"""Train the warmed-up model with GRPO, RLOO, DAPO or Dr. GRPO, for so many seconds at most.
+"""Train the warmed-up model with GRPO, RLOO, DAPO or Dr. GRPO, for a limited number of seconds.
 
     python -m recipes.gsm8k_smollm2.train --config recipes/gsm8k_smollm2/grpo.yaml --model runs/warmup --data DATA
 
-The file is read over common.yaml. Whatever the two say can be said on the command line too, and that wins:
-`--seed 1 --learning_rate 2e-5`. The output folder gets the trained model, the run's own record (metrics.jsonl,
-config.yaml with all settings, …) and record.json.
+The config file overrides common.yaml, and the command line overrides both: `--seed 1 --learning_rate 2e-5`. The output
+folder gets the trained model, the run's own record (metrics.jsonl, config.yaml with all settings, …) and record.json.
 """
 
 from collections.abc import Sequence
@@ -22,13 +21,13 @@ from recipes.gsm8k_smollm2 import task
 from recipes.gsm8k_smollm2.record import Recorder, config_of, origin
 
 COMMON = Path(__file__).with_name("common.yaml")
-SETTINGS = ("algorithm", "overlong_tokens", "step_weight", "average", "lora_rank")  # that tell experiments apart
+SETTINGS = ("algorithm", "overlong_tokens", "step_weight", "average", "lora_rank")  # that distinguish experiments
 ALGORITHMS: dict[str, tuple[Any, Any]] = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}
 
 
 @dataclass
 class RecipeArguments:
-    """What this recipe needs beside the settings of a trainer."""
+    """The arguments of this recipe besides the settings of a trainer."""
 
     experiment: str = field(metadata={"help": "Name of the experiment: runs that differ in the seed only share it."})
     model: str = field(metadata={"help": "Folder of the model to begin with."})
@@ -61,14 +60,14 @@ class RecipeArguments:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[RecipeArguments, Any]:
-    """The arguments of the recipe, and the config of the trainer that they ask for."""
-    # Twice: the first time tells which config has to be read.
+    """Parse the arguments of the recipe, and the config of the trainer that they select."""
+    # Parsed twice: the first pass determines which config class to use.
     first = TrlParser(RecipeArguments).parse_args_and_config(argv, return_remaining_strings=True)[0]
     return parse_for(ALGORITHMS[first.algorithm][0], argv)
 
 
 def parse_for(config_class: Any, argv: Sequence[str] | None) -> tuple[RecipeArguments, Any]:
-    """The same with a config that is known: common.yaml, over it the file of `--config`, over that the arguments."""
+    """The same for a given config class: `--config` overrides common.yaml, and the command line overrides both."""
     parser = TrlParser((RecipeArguments, config_class))
     if unknown := parser.set_defaults_with_config(**yaml.safe_load(COMMON.read_text(encoding="utf-8"))):
         raise ConfigError(f"{COMMON}: {config_class.__name__} has no {' and no '.join(unknown[::2])}.")
@@ -77,7 +76,7 @@ def parse_for(config_class: Any, argv: Sequence[str] | None) -> tuple[RecipeArgu
 
 
 def adapters(rank: int) -> Any:
-    """The configuration of adapters of this rank in all layers; None for rank 0."""
+    """The LoRA configuration for adapters of this rank in all layers; None for rank 0."""
     if not rank:
         return None
     from peft import LoraConfig
@@ -86,7 +85,7 @@ def adapters(rank: int) -> Any:
 
 
 class RunningMean(TrainerCallback):
-    """An exponential mean of the trained weights over the updates: one update more or less matters less to it."""
+    """An exponential moving average of the trained weights over updates, less sensitive to any single update."""
 
     def __init__(self, model: Any, keep: float):
         self.trained = [weight for weight in model.parameters() if weight.requires_grad] if keep else []
@@ -94,23 +93,23 @@ class RunningMean(TrainerCallback):
         self.keep = keep
 
     def on_step_end(self, args: Any, state: Any, *arguments: Any, **kwargs: Any) -> None:
-        # Of the first updates the plain mean, or the start would weigh too much.
+        # The plain mean over the first updates, because otherwise the start would weigh too much.
         share = max(1 - self.keep, 1 / state.global_step)
         with torch.no_grad():
             torch._foreach_lerp_(self.mean, [weight.detach() for weight in self.trained], share)
 
     def write(self) -> None:
-        """Put the mean in the place of the last weights."""
+        """Replace the model's weights by the mean."""
         with torch.no_grad():
             for weight, mean in zip(self.trained, self.mean, strict=True):
                 weight.copy_(mean)
 
 
 def run(recipe: RecipeArguments, args: Any, trainer_class: Any, facts: dict[str, Any]) -> None:
-    """Train, keep the record, and save the model; `facts` says with what. The library may be another one."""
+    """Train with any library's trainer, keep the record, and save the model; `facts` names library and versions."""
     set_seed(args.seed)
     if recipe.at_once > 1 and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(0.95 / recipe.at_once)  # what is free now, the others will take
+        torch.cuda.set_per_process_memory_fraction(0.95 / recipe.at_once)  # the other runs will use what is free now
     reward_funcs, args.reward_weights = task.rewards(
         args.max_completion_length, recipe.overlong_tokens, recipe.step_weight
     )

@@ -1,11 +1,11 @@
-"""Supervised warm-up: SmolLM2 learns to solve GSM8K the way the data set does, with the answer in a box.
+"""Supervised warm-up: SmolLM2 learns to solve GSM8K in the style of the dataset, with the answer in a box.
 
     python -m recipes.gsm8k_smollm2.warmup --model MODEL --data DATA --output-dir runs/warmup
 
-A plain loop in torch. The weights are float32, the passes bfloat16. A batch is as many problems of similar length as
-fit into `--batch-tokens`. They are padded on the right, where causal attention never looks, so no mask is needed. The
-loss is on the completion only, and the head runs on nothing else. The model is saved in float32, with warmup.json
-beside it.
+A plain training loop in torch. The weights are float32, and the passes run in bfloat16. A batch has as many problems
+of similar length as fit into `--batch-tokens`. They are padded on the right, which causal attention never sees, so no
+mask is needed. The loss covers only the completion, and the head is computed only there. The model is saved in
+float32, together with warmup.json.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def encode(rows: list[task.Row], tokenizer: Any) -> list[Example]:
-    """Prompt and completion of every problem as tokens, split where a trainer splits them."""
+    """The prompt and completion of every problem as tokens, split at the same point as in a trainer."""
     texts = tokenizer.apply_chat_template(
         [task.prompt(row) for row in rows], add_generation_prompt=True, tokenize=False
     )
@@ -66,7 +66,7 @@ def encode(rows: list[task.Row], tokenizer: Any) -> list[Example]:
 
 def batches(examples: list[Example], budget: int, draw: random.Random) -> list[list[Example]]:
     """The examples of one epoch in batches of similar length, at most `budget` tokens each, in random order."""
-    # Noise of a few tokens gives every epoch other neighbours.
+    # Noise of a few tokens puts different problems into the same batch in every epoch.
     order = sorted(examples, key=lambda example: len(example.ids) + draw.uniform(-8, 8))
     result: list[list[Example]] = [[]]
     longest = 0
@@ -81,7 +81,7 @@ def batches(examples: list[Example], budget: int, draw: random.Random) -> list[l
 
 
 def collate(batch: list[Example], device: torch.device) -> Batch:
-    """A batch as padded rows, and the places after which a token of a completion follows."""
+    """A batch as padded rows, and the positions whose next token belongs to a completion."""
     width = max(len(example.ids) for example in batch)
     ids_BT = torch.tensor([example.ids + [0] * (width - len(example.ids)) for example in batch])
     starts_B = torch.tensor([example.prompt_tokens for example in batch])
@@ -94,14 +94,14 @@ def collate(batch: list[Example], device: torch.device) -> Batch:
 def loss_of(model: Any, batch: Batch) -> Tensor:
     """Mean loss over the tokens of the completions."""
     device = batch.ids_BT.device.type
-    with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):  # most CPUs only emulate it
+    with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):  # most CPUs only emulate bfloat16
         hidden_BTD = model.base_model(input_ids=batch.ids_BT, use_cache=False).last_hidden_state
         logits_NV = model.get_output_embeddings()(hidden_BTD[batch.rows_N, batch.places_N])
     return cross_entropy(logits_NV.float(), batch.ids_BT[batch.rows_N, batch.places_N + 1])
 
 
 def rate(step: int, steps: int) -> float:
-    """Share of the peak learning rate: up over the first 5 % of the steps, then down a cosine to a tenth."""
+    """Share of the peak learning rate: rises over the first 5 % of the steps, then falls along a cosine to a tenth."""
     rising = max(1, steps // 20)
     if step < rising:
         return (step + 1) / rising
@@ -109,7 +109,7 @@ def rate(step: int, steps: int) -> float:
 
 
 def train(model: Any, plan: list[Batch], learning_rate: float) -> list[float]:
-    """One optimizer step for each batch; the losses before them."""
+    """Take one optimizer step per batch; return the loss of each batch before its step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, len(plan)))
     losses: list[Tensor] = []
@@ -117,7 +117,7 @@ def train(model: Any, plan: list[Batch], learning_rate: float) -> list[float]:
     for step, batch in enumerate(plan, 1):
         losses.append(loss_of(model, batch))
         losses[-1].backward()
-        losses[-1] = losses[-1].detach()  # stays on the device: reading it would wait for the step
+        losses[-1] = losses[-1].detach()  # stays on the device: reading it would synchronize
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -130,12 +130,12 @@ def train(model: Any, plan: list[Batch], learning_rate: float) -> list[float]:
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """The same weights every time on the same kind of device: runs of several sittings then share their start."""
+    """Make training reproducible on the same kind of device, so that runs of several sittings share their start."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    # Strictly: with warn_only the backward pass of attention still picks a kernel that adds in any order.
+    # Not warn_only: with it, the backward pass of attention still picks a kernel that adds in an arbitrary order.
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory that it has not written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads uninitialized memory
     try:
         yield
     finally:
@@ -153,14 +153,14 @@ def main(argv: list[str] | None = None) -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(device).train()
     examples = encode(task.read(options.data, options.limit), tokenizer)
     epochs = [batches(examples, options.batch_tokens, draw) for _ in range(options.epochs)]
-    plan = [collate(batch, device) for epoch in epochs for batch in epoch]  # all of it is small enough for the device
+    plan = [collate(batch, device) for epoch in epochs for batch in epoch]  # fits on the device as a whole
 
     ready = time.perf_counter()
     with reproducible():
         losses = train(model, plan, options.learning_rate)
     trained = time.perf_counter()
 
-    # What ends a completion is learnt, so that is what ends it for every sampler that reads the folder.
+    # The model has learned to end completions with this token, so samplers that load the folder must stop at it.
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(options.output_dir)
     tokenizer.save_pretrained(options.output_dir)

@@ -1,4 +1,4 @@
-"""Samplers whose every probability is known, healthy and broken in known ways."""
+"""Samplers whose probabilities are all known: healthy ones, and ones that are broken in known ways."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +21,8 @@ def rollout(
 class World:
     """A bigram model over a few tokens.
 
-    `sharpness` makes it certain of its next token; `power` draws from another temperature than the log-probs say;
-    `copies` makes that many neighbours of a group equal.
+    A large `sharpness` makes it certain of its next token; `power` draws at another temperature than that of the
+    reported log-probs; `copies` makes that many consecutive completions of a group equal.
     """
 
     def __init__(self, seed: int, *, sharpness: float = 1.0, power: float = 1.0, copies: int = 1):

@@ -1,4 +1,4 @@
-"""A tiny model, rows and a reward in a folder, made once."""
+"""Fixtures: a folder with a tiny model, rows and rewards, created once, and a run file."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def ask(row):
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What runs are made of; nobody writes into it."""
+    """A folder with the model, rows and rewards of a run; no test writes into it."""
     folder = tmp_path_factory.mktemp("home")
     tiny_model().save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
@@ -61,7 +61,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(home: Path, tmp_path: Path) -> Any:
-    """Writes a file of a run that works, with changes; None takes a key away."""
+    """A function that writes a valid run file with changes; a value of None removes the key."""
 
     def write(**changes: Any) -> Path:
         values: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Small imitations of chat templates: each has the traits of its family that matter for tools, and no more."""
+"""Small imitations of chat templates: each has only those features of its family that matter for tools."""
 
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ XML_CALLS = (
     "{% for k, v in call.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
     "</function>\n</tool_call>{% endfor %}"
 )
-# Results that follow one another share a turn of the user.
+# Consecutive results share one user turn.
 SHARED_RESULTS = (
     "{% if loop.first or loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}"
     "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
@@ -30,13 +30,13 @@ HERMES = (
     + "<|im_end|>\n{% endfor %}"
     + PROMPT
 )
-# Tools are described in a system message, which is there even if nobody asks for it.
+# Tools are described in a system message, which is always present.
 QWEN2_5 = (
     "<|im_start|>system\nHelp.{% if tools %} Tools:{% for t in tools %}\n{{ t | tojson }}{% endfor %}{% endif %}"
     "<|im_end|>\n{% for m in messages %}{% if m.role == 'tool' %}" + SHARED_RESULTS + "{% else %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}" + JSON_CALLS + "<|im_end|>\n{% endif %}{% endfor %}" + PROMPT
 )
-# A think block in the last assistant message, even an empty one, that disappears once a message follows.
+# The last assistant message has a think block, possibly empty, that disappears once another message follows.
 QWEN3 = (
     "{% for m in messages %}{% if m.role == 'tool' %}" + SHARED_RESULTS + "{% else %}<|im_start|>{{ m.role }}\n"
     "{%- set reasoning_content = m.reasoning_content or '' %}"
@@ -46,7 +46,7 @@ QWEN3 = (
     "{% else %}{{- '\n' }}{% endif %}"
     "{{ m.content }}" + JSON_CALLS + "<|im_end|>\n{% endif %}{% endfor %}" + PROMPT
 )
-# The prompt opens the reasoning.
+# The generation prompt opens the think block.
 XML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}"
@@ -54,7 +54,7 @@ XML = (
     + XML_CALLS
     + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
-# One call a message, without its content; results are JSON under another role; texts are trimmed.
+# One call per message, without its content; results are JSON under another role; texts are trimmed.
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
     "<|end_header_id|>\n\n"
@@ -65,8 +65,9 @@ LLAMA = (
     "{% else %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-# Arguments are text, a call has no content, only the first call of a conversation is opened and only a second one
-# closed, later results are not opened, reasoning is cut out, and there is no prompt after a result.
+# Arguments are text, and a call has no content. Only the first call of a conversation gets the opening token and only
+# later ones the closing token; later results are not opened. Reasoning is removed, and there is no generation prompt
+# after a result.
 DEEPSEEK = (
     "{{ bos_token }}{% set ns = namespace(called=false, returned=false, in_tool=false) %}"
     "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
@@ -123,7 +124,7 @@ SPECIAL = [
 
 @cache
 def _backend() -> str:
-    """Bytes with a few hundred merges, so that neighbours may join, newlines and brackets among them."""
+    """A byte-level BPE with a few hundred merges, so that neighbours, such as newlines and brackets, may be merged."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,12 +1,12 @@
-"""The code in the docs, and what is done to each kind of it.
+"""The code in the docs, and how each kind is checked.
 
-Python is run, all blocks of a page in one namespace and an empty folder, unless a comment above it says why not:
+Python is run, all blocks of a page in one namespace and an empty folder, unless a comment above it gives a reason:
 
     <!-- not run: needs a GPU -->
 
-Then it is compiled, its imports are made, the keywords of calls are held against the real signatures, and configs
-whose arguments are literals are made. Code that the page does not show can stand in a comment; it makes what a block
-needs, or checks what it did:
+In that case it is compiled, its imports are executed, the keywords of calls are compared with the real signatures, and
+configs are created from their literal arguments. Code that the page does not show can be put into a comment; it
+creates what a block needs, or checks what it did:
 
     <!-- run:
     assert score == [1.0]
@@ -14,7 +14,8 @@ needs, or checks what it did:
 
 A page that reads `runs/demo` finds a short run of the demo there.
 
-Commands in shell blocks are parsed by the parsers of their programs and not run; YAML is read as what it is.
+Commands in shell blocks are parsed by the parsers of their programs but not run; YAML is read as the kind of file that
+it shows.
 """
 
 import ast
@@ -40,7 +41,7 @@ _PIECE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of code in a page, with the line it begins at; `reason` says why it is not run."""
+    """One piece of code in a page, with its first line number; `reason` says why it is not run."""
 
     page: Path
     line: int
@@ -74,13 +75,13 @@ def run(block: Block, namespace: dict[str, Any]) -> None:
 
 
 def check_names(block: Block, namespace: dict[str, Any]) -> None:
-    """Everything of a block that can be seen without running it."""
+    """Check everything in a block that can be checked without running it."""
     tree = ast.parse("\n" * (block.line - 1) + block.text, str(block.page))
     compile(tree, str(block.page), "exec")
     known = {**public_names(), **namespace}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            # What is said to be imported from TRL must be here under the same name.
+            # Imports from TRL are checked against gruppo, which must have the same names.
             module = importlib.import_module(re.sub(r"^trl\b", "gruppo", node.module))
             for alias in node.names:
                 assert hasattr(module, alias.name), f"{block.where}: {node.module} has no {alias.name}"
@@ -93,7 +94,7 @@ def check_names(block: Block, namespace: dict[str, Any]) -> None:
 
 
 def public_names() -> dict[str, Any]:
-    """What a block may use without importing it: the names of the library, and what is passed to it."""
+    """The names that a block may use without importing them: those of the library, and classes passed to it."""
     import datasets
     import peft
     import transformers
@@ -106,7 +107,7 @@ def public_names() -> dict[str, Any]:
 
 
 def resolve(node: ast.expr, known: dict[str, Any]) -> Any:
-    """The object that a name or dotted name means, or None."""
+    """The object that a name or dotted name refers to, or None."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if isinstance(node, ast.Attribute):
@@ -116,14 +117,14 @@ def resolve(node: ast.expr, known: dict[str, Any]) -> Any:
 
 
 def check_call(call: ast.Call, target: Any, block: Block) -> None:
-    """The keywords of a call exist; a config of literals can be made."""
+    """Check that the keywords of a call exist, and that a config with its literal arguments can be created."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
         return
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     names = set(signature.parameters)
-    if target is importlib.import_module("gruppo").evaluate:  # the rest are settings, which have names too
+    if target is importlib.import_module("gruppo").evaluate:  # its **kwargs are fields of Settings
         names |= {field.name for field in fields(importlib.import_module("gruppo.evaluation.settings").Settings)}
         takes_any = False
     for keyword in call.keywords:

@@ -1,4 +1,4 @@
-"""Commands in the docs: each is parsed by the parser of its program, and none is run."""
+"""Commands in the docs: each is parsed by the parser of its program; none is run."""
 
 import argparse
 import re
@@ -11,14 +11,14 @@ from typing import Any
 from tests.docs.blocks import ROOT
 from tests.docs.runs import check_command
 
-# Programs whose flags are not ours to know; what is said of them is read by people.
+# Programs whose flags are not checked here.
 FOREIGN = {"srun", "export", "cd", "kill", "git", "VLLM_SERVER_DEV_MODE=1", "nvidia-smi"}
 
 
 def commands(text: str) -> Iterator[list[str]]:
     """The commands of a shell block as words, without comments and continuations."""
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
-        # What the shell would put in is a number here: that is what it is in these pages.
+        # Shell substitutions are replaced by a number, because they are all numbers in these pages.
         line = re.sub(r"\$\(\(.*?\)\)|\$\([^()]*\)|\$\w+", "8", line)
         words = shlex.split(line, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]) and words[0] not in FOREIGN:
@@ -32,7 +32,7 @@ def is_known(words: list[str]) -> bool:
 
 
 def check(words: list[str]) -> None:
-    """Raise if a command could not be started as it stands."""
+    """Raise if a command could not be started as written."""
     if words[0] in CHECKS:
         CHECKS[words[0]](words[1:])
     else:
@@ -40,11 +40,11 @@ def check(words: list[str]) -> None:
 
 
 class Parsed(Exception):  # noqa: N818  (it is no error)
-    """Raised when the arguments of a command have been understood."""
+    """Raised when the arguments of a command have been parsed."""
 
 
 def _gruppo(words: list[str]) -> None:
-    """The command's own parser reads the words; it is stopped before anything else happens."""
+    """Parse the words with the command's own parser, and stop before anything else happens."""
     from gruppo.cli import COMMANDS, main
 
     if words[0].startswith("-"):
@@ -59,7 +59,7 @@ def _gruppo(words: list[str]) -> None:
     def parse(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         options, unknown = original(self, *args, **kwargs)
         if unknown and sys._getframe(1).f_code.co_name == "parse_args":
-            return options, unknown  # which refuses them
+            return options, unknown  # parse_args rejects them
         raise Parsed
 
     setattr(argparse.ArgumentParser, "parse_known_args", parse)  # noqa: B010

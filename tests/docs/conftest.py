@@ -1,4 +1,4 @@
-"""What pages take for granted: a run of the demo in runs/demo."""
+"""What the pages assume: a run of the demo in runs/demo."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Runs in the docs, as files and as commands: both are read by the command line itself, and nothing is trained."""
+"""Runs in the docs, as files and as commands: both are read by the code of the command line; nothing is trained."""
 
 import tempfile
 from pathlib import Path
@@ -10,7 +10,7 @@ from gruppo.cli.loading import load_reward
 from gruppo.cli.recipe import Run
 from tests.docs.blocks import ROOT
 
-# What a page leaves out that shows a part of a run, or has the reader write: the first name is used, any will do.
+# Required fields that a page with an incomplete run may leave out: any of the names counts, the first is filled in.
 NEEDED = {
     ("model", "model_name_or_path"): "some/model",
     ("dataset", "dataset_name", "datasets"): "prompts.jsonl",
@@ -19,23 +19,23 @@ NEEDED = {
 
 
 def whole(values: dict[str, object]) -> dict[str, object]:
-    """A run with what every run needs."""
+    """A run with missing required fields filled in."""
     missing = {names[0]: value for names, value in NEEDED.items() if not set(names) & set(values)}
     return {"output_dir": "run", **missing, **values}
 
 
 def check_run(text: str) -> None:
-    """The fields of a run file exist and fit together; rewards of the library are found."""
+    """Check that the fields of a run file exist and fit together, and that rewards of the library are found."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
         path.write_text(yaml.safe_dump(whole(yaml.safe_load(text))), encoding="utf-8")
         for entry in Run.read(path).rewards:
-            if ".py:" not in str(entry) and "/" not in str(entry):  # not the reader's own, and no model
+            if ".py:" not in str(entry) and "/" not in str(entry):  # neither a reader's own function nor a model
                 load_reward(entry, Path(folder))
 
 
 def check_command(command: str, words: list[str]) -> None:
-    """The flags of a training command exist; a file that the repository has is read, any other is stood in for."""
+    """Check that the flags of a training command exist; a stand-in replaces files that are not in the repository."""
     if set(words) & {"--help", "--help-all"}:
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, the same shape as far as their configs allow."""
+"""Tiny random models of many architectures, of the same shape as far as their configs allow."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ _SIZE: dict[str, Any] = dict(
     pad_token_id=0,
     eos_token_id=1,
     bos_token_id=2,
-    initializer_range=0.2,  # large enough that every token and position shows in the output
+    initializer_range=0.2,  # large enough that every token and position visibly affects the output
 )
 _HEADS = dict(head_dim=16)
 
@@ -79,7 +79,7 @@ def build(name: str, seed: int = 0) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = BUILDERS[name]().eval()
-        for parameter in model.parameters():  # norms and biases begin at one and zero, which would hide mistakes
+        for parameter in model.parameters():  # norms and biases are initialized to one and zero, which hides mistakes
             if parameter.dim() == 1:
                 parameter.data.add_(0.3 * torch.randn_like(parameter))
     if name in ("gemma2", "gpt-oss"):

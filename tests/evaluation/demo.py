@@ -1,4 +1,4 @@
-"""The demo model and its problems as a benchmark, of which it gets some right."""
+"""The demo model and its problems as a benchmark, some of which it solves."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from gruppo.evaluation.run import Results
 from gruppo.evaluation.types import Benchmark
 from gruppo.grading import LADDERS
 
-# The demo's prompts are the question alone, so the template leaves the instruction out.
+# The demo's prompts contain only the question, so the template leaves the instruction out.
 TEMPLATE = "{% for message in messages %}Q: {{ message['content'].split('\n')[0] }}\n{% endfor %}"
 COUNT = 24
 DEMO = Benchmark("demo", "Demo", file="demo.jsonl", ladder=LADDERS["gsm8k"], group_by=("level",))

@@ -1,4 +1,4 @@
-"""A scripted model that is told the whole prompt."""
+"""A scripted model whose script gets the whole prompt."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from tests.evaluation.test_tir import EOS, ScriptedBackend, text_of
 
 
 class WholeText(ScriptedBackend):
-    """Its script is told the prompt as well."""
+    """A backend that passes the text of the whole prompt to its script."""
 
     def __init__(self, script: Any):
         super().__init__(script)

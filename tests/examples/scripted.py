@@ -1,4 +1,4 @@
-"""The examples with a script in the place of the model's words: what is measured is known beforehand."""
+"""The examples with scripted completions in place of the model's, so that the expected measurements are known."""
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -14,7 +14,7 @@ Script = Callable[[str, int], str]
 
 
 class ScriptedBackend(RolloutBackend):
-    """Writes `script(text so far, sample number)`, and the end mark after it."""
+    """Writes `script(text so far, sample number)`, followed by the end-of-sequence token."""
 
     name = "scripted"
 
@@ -30,7 +30,7 @@ class ScriptedBackend(RolloutBackend):
 
 
 def follow(script: Script, example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Make an example's trainer follow a script, without a warm-up; the trainers it makes are in the list."""
+    """Make an example's trainer follow a script, without a warm-up; the trainers it creates are added to the list."""
     made: list[Any] = []
 
     class Scripted(GRPOTrainer):

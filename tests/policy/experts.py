@@ -1,4 +1,4 @@
-"""Tiny random mixtures of experts."""
+"""Tiny random mixture-of-experts models."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +49,7 @@ EXPERTS: dict[str, Callable[..., Any]] = {
     "olmoe": lambda **kw: tf.OlmoeForCausalLM(tf.OlmoeConfig(**_SIZE, **_EXPERTS, **kw)),
     "granite-moe": lambda **kw: tf.GraniteMoeForCausalLM(tf.GraniteMoeConfig(**_SIZE, **_LOCAL, **kw)),
 }
-_HIDDEN = Version(tf.__version__) < Version("5.18")  # GraniteMoE's logits are returned from then on
+_HIDDEN = Version(tf.__version__) < Version("5.18")  # before 5.18, GraniteMoE does not return its router logits
 
 
 def _marks(name: str, *, router: bool) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Ways to adapt a tiny model with peft, one of each kind, none of them neutral."""
+"""Ways to adapt a tiny model with peft, one of each kind, each of which changes the model's output."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +45,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "norms": lambda: peft.LNTuningConfig(task_type="CAUSAL_LM"),
 }
 
-# Virtual tokens in front of the prompt.
+# Methods that add virtual tokens in front of the prompt.
 VIRTUAL: dict[str, Callable[[], Any]] = {
     "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     "prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
@@ -58,7 +58,7 @@ def adalora() -> Any:
 
 
 def adapted(method: str, base: Callable[[], Any] = lambda: build("llama"), seed: int = 3) -> Any:
-    """A model with an adapter of this kind, as one has it after some training, in evaluation mode."""
+    """A model with an adapter of this kind, with changed weights as after some training, in evaluation mode."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = peft.get_peft_model(base(), METHODS[method]())
@@ -67,7 +67,7 @@ def adapted(method: str, base: Callable[[], Any] = lambda: build("llama"), seed:
 
 
 def shake(model: Any, scale: float = 0.2) -> None:
-    """Change everything that is trained."""
+    """Add noise to all trainable weights."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.requires_grad:

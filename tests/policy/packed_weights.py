@@ -1,7 +1,7 @@
-"""A quantiser for the CPU, through transformers' own interface: linear layers as 8-bit integers and a scale per row.
+"""A quantiser for the CPU, through transformers' interface: linear layers as 8-bit integers and a scale per row.
 
-It stands in for bitsandbytes, which needs CUDA: like there, a layer is a subclass of `nn.Linear` whose weight is no
-floating-point tensor, and the head stays as it is.
+It stands in for bitsandbytes, which needs CUDA: as there, a layer is a subclass of `nn.Linear` whose weight is not a
+floating-point tensor, and the head is not quantised.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ METHOD = "tiny_int8"
 
 
 class PackedLinear(nn.Linear):
-    """Multiplies by integers times scales, in the type of its input, or in autocast's."""
+    """Multiplies by the dequantised weight, in the dtype of its input, or in that of autocast."""
 
     scale: Tensor
 

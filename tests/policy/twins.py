@@ -1,4 +1,4 @@
-"""The same rows scored twice, with gradients: in packs, and one by one by the slow twin; and models to do it with."""
+"""The same rows scored in two ways, with gradients: in packs, and one by one (the slow twin); and models for it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +24,11 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """In here a float64 tensor stays one: what would make it narrower is told float64.
+    """Inside this context float64 tensors stay float64: casts to a narrower dtype are redirected to float64.
 
-    transformers' norms, routers and eager attention round to float32 on the way, whatever comes in; so do our fused
-    norms. Without that, two ways to compute the same differ by the order of their additions only, about 1e-15.
+    transformers' norms, routers and eager attention round to float32 internally, whatever their input; so do gruppo's
+    fused norms. Without that rounding, two ways to compute the same result differ only by the order of additions,
+    about 1e-15.
     """
 
     def widening(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +40,7 @@ def in_double() -> Iterator[None]:
 
         return wrapped
 
-    with pytest.MonkeyPatch.context() as patch:  # no torch function mode: backward passes would run without
+    with pytest.MonkeyPatch.context() as patch:  # a torch function mode would not be active in backward passes
         patch.setattr(Tensor, "to", widening(Tensor.to))
         patch.setattr(Tensor, "type", widening(Tensor.type))
         patch.setattr(Tensor, "float", lambda x: Tensor.to(x, torch.float32))
@@ -52,7 +53,7 @@ def _widened(value: Any) -> Any:
 
 
 def exact(model: Any) -> Any:
-    """The model in float64, with layers and norms that stay in it whoever calls them; copies of it do so too."""
+    """The model in float64, with layers and norms that always compute in float64; this also holds for its copies."""
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer) or type(module).__name__.endswith("RMSNorm"):
             module.__class__ = _exact_class(type(module))
@@ -72,7 +73,7 @@ def _exact_class(original: Any) -> type:
 
 
 class Rows(NamedTuple):
-    """Prompts and completions, the same as padded tensors, and weights (2, B, T) for their log-probs and entropies."""
+    """Prompts and completions, as lists and as padded tensors, and weights (2, B, T) for log-probs and entropies."""
 
     pairs: list[tuple[list[int], list[int]]]
     batch: TrainBatch
@@ -80,7 +81,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(groups: Sequence[tuple[int, Sequence[int]]], device: str = "cpu", vocabulary: int = VOCABULARY) -> Rows:
-    """Random rows: for each group the length of its prompt and those of its completions."""
+    """Random rows; `groups` gives the length of each prompt and the lengths of its completions."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(count: int) -> list[int]:
@@ -106,7 +107,7 @@ def _padded(rows: Sequence[list[int]], width: int, *, left: bool) -> Tensor:
     return torch.tensor([b + row if left else row + b for row, b in zip(rows, blank, strict=True)])
 
 
-# Windows are of five tokens: prompts that fill one, longer and shorter ones, and completions of one to nine tokens.
+# Sliding windows have five tokens: prompts of that length, longer and shorter ones, completions of one to nine tokens.
 RAGGED = rows_of([(12, (1, 7, 3)), (2, (9, 1)), (5, (6, 2)), (1, (4,)), (7, (1,))])
 
 
@@ -114,7 +115,7 @@ RAGGED = rows_of([(12, (1, 7, 3)), (2, (9, 1)), (5, (6, 2)), (1, (4,)), (7, (1,)
 
 
 class Found(NamedTuple):
-    """Log-probs and entropies (M,) in the order of rows, and the gradient of their weighted sum by every parameter."""
+    """Log-probs and entropies (M,) in row order, and the gradient of their weighted sum for every parameter."""
 
     logps: Tensor
     entropies: Tensor
@@ -124,7 +125,7 @@ class Found(NamedTuple):
 def run_slowly(
     model: nn.Module, rows: Rows = RAGGED, *, entropy_gradient: bool = True, temperature: float = 0.7
 ) -> Found:
-    """One row at a time, nothing padded or shared."""
+    """Score one row at a time, with nothing padded or shared."""
     model.zero_grad(set_to_none=True)
     logps, entropies = [], []
     for i, (prompt, completion) in enumerate(rows.pairs):
@@ -150,7 +151,7 @@ def run_packed(
     entropy_gradient: bool = True,
     temperature: float = 0.7,
 ) -> Found:
-    """The fast path, in packs of so many tokens."""
+    """Score through the fast path, in packs of at most `budget` tokens."""
     model.zero_grad(set_to_none=True)
     scored = rows.batch.loss_mask_BT.bool()
     found = torch.full((2, *scored.shape), torch.nan, dtype=torch.float64, device=scored.device)
@@ -167,19 +168,19 @@ def run_packed(
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """By every parameter that is trained and has one; copies."""
+    """Copies of the gradients of all trainable parameters that have one."""
     named = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
     return {name: gradient.detach().clone() for name, gradient in named if gradient is not None}
 
 
 def assert_same(fast: Found, slow: Found, bound: float) -> None:
-    """Values, and gradients of each parameter relative to its own norm."""
+    """Compare values, and the gradient of each parameter relative to its norm."""
     assert (fast.logps - slow.logps).abs().max() <= bound
     assert (fast.entropies - slow.entropies).abs().max() <= bound
     assert fast.gradients.keys() == slow.gradients.keys() != set()
     total = flat(slow).norm()
     for name, expected in slow.gradients.items():
-        # Some are 0 but for rounding, such as that of a router that has no choice.
+        # Some gradients are 0 except for rounding, such as that of a router without a choice.
         floor = 1e-12 * total if expected.norm() < 1e-12 * total else 0.0
         assert (fast.gradients[name] - expected).norm() <= bound * expected.norm() + floor, name
 
@@ -197,7 +198,7 @@ def flat(found: Found) -> Tensor:
 
 
 def altered(name: str, seed: int = 0, **changes: Any) -> Any:
-    """A model of `BUILDERS` with other numbers in its config, random as `build` makes them."""
+    """A model of `BUILDERS` with changes to its config, with random weights like those of `build`."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         template = BUILDERS[name]()
@@ -211,7 +212,7 @@ def altered(name: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def stir(model: nn.Module) -> None:
-    """Norms and biases begin at one and zero, which would hide mistakes."""
+    """Randomize norms and biases: their initial values, one and zero, would hide mistakes."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data.add_(0.3 * torch.randn_like(parameter))
@@ -230,7 +231,7 @@ _SIZE: dict[str, Any] = dict(
     initializer_range=0.2,
 )
 
-# What is done to the logits, and where the head's weight is.
+# Models with different treatments of the logits, or different locations of the head's weight.
 HEADS: dict[str, Callable[[], Any]] = {
     "tied": lambda: altered("llama", tie_word_embeddings=True),
     "bias": lambda: tf.PhiForCausalLM(tf.PhiConfig(**_SIZE)),
@@ -250,7 +251,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def made(kind: str) -> Any:
-    """A model by name: of `BUILDERS`, of `HEADS`, or a Llama with an adapter of `ADAPTERS` that is not neutral."""
+    """A model by name: of `BUILDERS`, of `HEADS`, or a Llama with an adapter of `ADAPTERS` that changes its output."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         if kind in HEADS:
@@ -260,10 +261,10 @@ def made(kind: str) -> Any:
             adapter = LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[kind])
             model = get_peft_model(build("llama"), adapter)
             for name, weight in model.named_parameters():
-                if "modules_to_save" in name:  # a copy of what it takes the place of, at first
+                if "modules_to_save" in name:  # initially a copy of the module that it replaces
                     weight.data.mul_(1.3)
         else:
             model = build(kind)
-    if kind == "gpt-oss":  # torch multiplies experts in groups in half precision and float32 only
+    if kind == "gpt-oss":  # torch's grouped matrix products of experts support only half precision and float32
         model.set_experts_implementation("eager")
     return model

@@ -1,4 +1,4 @@
-"""A data folder and a model in miniature."""
+"""Fixtures: a tiny data folder and a tiny model."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ def problems(count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A data folder in miniature."""
+    """A tiny data folder."""
     folder = tmp_path / "data"
     (folder / "gsm8k").mkdir(parents=True)
     text = "".join(json.dumps(row) + "\n" for row in problems(24))

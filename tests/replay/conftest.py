@@ -1,4 +1,4 @@
-"""Runs that several tests look at, trained once."""
+"""Runs that several tests use, trained once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ Recorded = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """The folder of a run of `RUNS`."""
+    """A function that returns the folder of a run of `RUNS`, which is trained on the first call."""
     folders: dict[str, Path] = {}
 
     def folder(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Short runs of every kind that a replay must give again: the demo's model, and scripted tools."""
+"""Short runs of the demo's model, of every kind that a replay must reproduce."""
 
 import os
 from pathlib import Path
@@ -12,19 +12,19 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def brevity(completions: list[str], **kwargs: Any) -> list[float | None]:
-    """Shorter is better; nothing to say about completions without a full stop."""
+    """Shorter is better; no reward for completions without a full stop."""
     return [-len(text) / 100 if "." in text else None for text in completions]
 
 
 def steps(completion_ids: list[list[int]], **kwargs: Any) -> list[Any]:
-    """Two steps, worth what their last tokens say."""
+    """Two steps, whose rewards depend on their last tokens."""
     return [
         sorted({len(ids) // 2: float(ids[len(ids) // 2] % 5), len(ids) - 1: float(ids[-1] % 3)}.items())
         for ids in completion_ids
     ]
 
 
-# Of a tiny model: one generation, two groups, two updates.
+# Settings for a tiny model: one generation, two groups, two updates.
 OFF_POLICY: dict[str, Any] = {
     "num_iterations": 2,
     "per_device_train_batch_size": 8,
@@ -32,7 +32,7 @@ OFF_POLICY: dict[str, Any] = {
     "learning_rate": 1e-2,
 }
 
-# Rates are high, so that a second pass over a generation finds ratios that are far from 1.
+# The learning rate is high, so that ratios are far from 1 in the second pass over a generation.
 COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 16,
     "num_generations": 4,
@@ -89,5 +89,5 @@ def trained(folder: Path, **settings: Any) -> Any:
 
 
 def main(folder: Path) -> None:
-    """On two processes: an update whose rows both of them have, some of which change places."""
+    """Run on two processes: updates with rows of both, some of which the processes exchange."""
     trained(folder / "run", loss_type="bnpo", per_device_train_batch_size=8, num_iterations=2, max_steps=2)

@@ -22,7 +22,7 @@ SAVING = dict(max_steps=7, save_strategy="steps", save_steps=2, save_total_limit
 
 
 def letters(completions: list[Any], log_metric: Any, log_extra: Any, **kwargs: Any) -> list[float]:
-    """How many characters are letters; it says something of its own, too."""
+    """The number of letters; also logs a metric and an extra column."""
     MOMENT.reach("scoring")
     texts = [text if isinstance(text, str) else "".join(m["content"] or "" for m in text) for text in completions]
     counts = [sum(character.isalpha() for character in text) for text in texts]
@@ -32,7 +32,7 @@ def letters(completions: list[Any], log_metric: Any, log_extra: Any, **kwargs: A
 
 
 def letters_of_odd_prompts(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
-    """Groups of every other prompt have no spread, so that dynamic sampling replaces them."""
+    """Every other prompt has groups without spread, which dynamic sampling replaces."""
     rewards = letters(completions, **kwargs)
     return [
         reward if int(re.sub(r"\D", "", prompt)) % 2 else 0.5 for prompt, reward in zip(prompts, rewards, strict=True)
@@ -50,7 +50,7 @@ def add(a: int, b: int) -> int:
 
 
 def with_tools(folder: Path, **settings: Any) -> Any:
-    """Whatever the model writes is taken for a call, twice."""
+    """Everything the model writes is parsed as a tool call, up to twice per completion."""
     return random_caller(
         folder,
         "add",
@@ -63,7 +63,7 @@ def with_tools(folder: Path, **settings: Any) -> Any:
 
 
 def ahead(folder: Path, **settings: Any) -> Any:
-    """Sampled one generation ahead by a server, which ends with the process."""
+    """A server, which ends with the process, samples one generation ahead."""
     transfer.share = share_bytes
     model = saved_model(folder.parent / "model")
     server = Double(model)
@@ -91,7 +91,7 @@ def lora(folder: Path, **settings: Any) -> Any:
 
 
 def plain(folder: Path, **settings: Any) -> Any:
-    """Completions of one to ten tokens: many tokens end them, so that a random model soon writes one."""
+    """Completions of one to ten tokens: so many tokens are end tokens that a random model soon writes one."""
     model = tiny_model()
     model.generation_config.eos_token_id = list(range(1, 20))
     given = {"trainer_class": GRPOTrainer, "rewards": letters, "dataset": prompts(32), "max_completion_length": 10}
@@ -100,7 +100,7 @@ def plain(folder: Path, **settings: Any) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration. `after`: kills come when so many updates were made; before it there is nothing to see."""
+    """A configuration. Processes are killed only after `after` updates; earlier there is nothing to test."""
 
     settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     build: Callable[..., Any] = plain
@@ -114,9 +114,9 @@ class Case:
 CASES: dict[str, Case] = {
     "grpo": Case(),
     "rloo-beta": Case(dict(trainer_class=RLOOTrainer, beta=0.1)),
-    # Three updates of each generation, so that the checkpoints after 2, 4 and 7 lie inside one.
+    # Three updates per generation, so that the checkpoints after 2, 4 and 7 are in the middle of one.
     "iterations": Case(dict(num_iterations=3, beta=0.05)),
-    # An update takes two slices of generations of three: it may begin in one and end in the next.
+    # An update uses two slices and a generation has three: an update may span two generations.
     "slices": Case(dict(steps_per_generation=3, gradient_accumulation_steps=2, per_device_train_batch_size=2)),
     "second-epoch": Case(dict(dataset=prompts(8), num_train_epochs=2, max_steps=-1, logging_steps=3), after=5),
     "dynamic-sampling": Case(dict(rewards=letters_of_odd_prompts, dynamic_sampling=True)),

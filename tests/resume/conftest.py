@@ -1,4 +1,4 @@
-"""The runs that nobody stops, each made once."""
+"""The uninterrupted runs, each made once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.resume.harness import Outcome, run
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
-    """straight("grpo"): the outcome of that configuration without a kill."""
+    """straight("grpo") is the outcome of that configuration without a kill."""
     made: dict[str, Outcome] = {}
 
     def straight_run(case: str) -> Outcome:

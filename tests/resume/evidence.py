@@ -1,4 +1,4 @@
-"""What a run leaves behind, in a form in which two runs can be compared byte for byte."""
+"""The results of a run, in a form in which two runs can be compared byte for byte."""
 
 import hashlib
 import json
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-# Keys that a clock is read for: `time`, `step_time`, `train_runtime`, `rollout/seconds`, `ledger/seconds/prompt`,
-# `train_steps_per_second`, `rollout/tokens_per_second`, `update/mfu`, `profiling/…`, `balance/slowest_rank`. Not
-# `rewards/x/timeouts`. And `train_loss`, which Trainer means to be the mean over the updates of one call of train().
+# Keys whose values depend on timing: `time`, `step_time`, `train_runtime`, `rollout/seconds`, `ledger/seconds/prompt`,
+# `train_steps_per_second`, `rollout/tokens_per_second`, `update/mfu`, `profiling/…`, `balance/slowest_rank`; but not
+# `rewards/x/timeouts`. Also `train_loss`, which Trainer defines as the mean over the updates of one call of train().
 BY_THE_CLOCK = re.compile(r"(^|_|/)(time|runtime|seconds|mfu)($|/)|per_second$|^profiling/|^train_loss$|^balance/s")
 
 
 def timeless(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record without what the clock says."""
+    """A record without timing-dependent values."""
     return {key: value for key, value in record.items() if not BY_THE_CLOCK.search(key)}
 
 
@@ -47,9 +47,9 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def of_trainer(trainer: Any) -> dict[str, Any]:
-    """What a process knows at the end: weights, optimizer, schedule, reference, random numbers, history.
+    """The state of a process at the end: weights, optimizer, schedule, reference, random numbers, history.
 
-    The history of processes other than the main one is not theirs: checkpoints hold that of the main process.
+    The history is compared only on the main process, because checkpoints contain only that of the main process.
     """
     reference, is_main = trainer.ref_model, trainer.accelerator.is_main_process
     return {
@@ -64,7 +64,7 @@ def of_trainer(trainer: Any) -> dict[str, Any]:
 
 
 def of_folder(folder: Path) -> dict[str, Any]:
-    """What a run recorded: every file of tables, and the lines of metrics.jsonl without what the clock says."""
+    """What a run recorded: every table file, and the lines of metrics.jsonl without timing-dependent values."""
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
 
@@ -80,7 +80,7 @@ def of_folder(folder: Path) -> dict[str, Any]:
 
 
 def differences(straight: Mapping[str, Any], other: Mapping[str, Any], name: str = "") -> list[str]:
-    """One line for everything that is not the same; values that are equal are not shown."""
+    """One line for every value that differs."""
     found: list[str] = []
     for key in sorted({*straight, *other}, key=str):
         a, b, path = straight.get(key), other.get(key), f"{name}{key}"
@@ -89,6 +89,6 @@ def differences(straight: Mapping[str, Any], other: Mapping[str, Any], name: str
         elif isinstance(a, list) and isinstance(b, list):
             items = [dict(enumerate(values)) for values in (a, b)]
             found += differences(*items, f"{path} ")
-        elif a != b and not (a != a and b != b):  # NaN is NaN
+        elif a != b and not (a != a and b != b):  # two NaNs count as equal
             found.append(f"{path}: {a} straight through, {b} resumed")
     return found

@@ -1,4 +1,4 @@
-"""Runs in processes of their own, which may be killed at any moment, and what is left of them."""
+"""Runs in separate processes, which may be killed at any moment, and their outcomes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,22 +14,22 @@ from tests.resume import evidence
 from tests.resume.moments import Stop
 
 MOST_SECONDS = 120
-SAVED_AND_LEFT = 75  # the exit code of a run that was asked to stop
+SAVED_AND_LEFT = 75  # the exit code of a run that was asked to stop: it saved a checkpoint and exited
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the exit code of each process (negative: the signal that ended it), and what it left."""
+    """How a run ended: the exit code of each process (negative: the signal that killed it), and its results."""
 
     folder: Path
     exits: tuple[int, ...]
     log: str
-    reached: Mapping[int, Mapping[str, list[int]]] = field(default_factory=dict)  # by process; only of one that ended
+    reached: Mapping[int, Mapping[str, list[int]]] = field(default_factory=dict)  # by process; only if it finished
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, jobs: Sequence["Job"], exits: tuple[int, ...]) -> "Outcome":
-        """Of processes that ended."""
+        """The outcome of processes that have exited."""
         folder = Path(jobs[0].folder) / "run"
         log = "\n".join(job.log.read_text(errors="replace") for job in jobs if job.log.exists())
         if any(exits):
@@ -51,13 +51,13 @@ class Outcome:
         return not any(self.exits)
 
     def checked(self) -> "Outcome":
-        """The same, if it finished."""
+        """Assert that the run finished, and return the outcome."""
         assert self.finished, f"exit codes {self.exits}\n{self.log[-6000:]}"
         return self
 
 
 def run(case: str, folder: Path, **orders: Any) -> Outcome:
-    """Train the configuration `case` in folder/run, or go on with what is there; `orders` as in `Job`."""
+    """Train the configuration `case` in folder/run, or resume the run there; `orders` are fields of `Job`."""
     from tests.resume.cases import CASES
 
     if CASES[case].processes > 1 and transformers.__version__.startswith("5.17."):
@@ -75,14 +75,14 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def killed_and_resumed(case: str, folder: Path, stop: Stop) -> Outcome:
-    """A run that is killed, and then gone on with until it ends."""
+    """A run that is killed and then resumed until it finishes."""
     killed = run(case, folder, stop=stop)
     assert killed.exits[stop.rank] == -stop.signal, f"{stop}: exit codes {killed.exits}\n{killed.log[-6000:]}"
     return run(case, folder, resume=True).checked()
 
 
 def assert_same(straight: Outcome, resumed: Outcome) -> None:
-    """Byte for byte."""
+    """Assert that two runs are equal byte for byte."""
     found = evidence.differences(straight.evidence, resumed.evidence)
     assert not found, "\n".join(["not the same:", *found[:20]])
 
@@ -92,7 +92,7 @@ def assert_same(straight: Outcome, resumed: Outcome) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is told."""
+    """The instructions for a process."""
 
     case: str
     folder: str  # the run is in folder/run
@@ -100,8 +100,8 @@ class Job:
     world: int = 1
     stop: Stop | None = None
     resume: bool = False
-    checkpoint: Path | None = None  # which one to resume from; None: the trainer finds it
-    changes: Mapping[str, Any] = field(default_factory=dict)  # settings that differ from the case's
+    checkpoint: Path | None = None  # the checkpoint to resume from; None: the trainer finds it
+    changes: Mapping[str, Any] = field(default_factory=dict)  # settings that differ from those of the case
     tricks: tuple[str, ...] = ()  # functions of tests.resume.tricks, called with the trainer before it trains
 
     @property
@@ -110,7 +110,7 @@ class Job:
 
     @property
     def meeting(self) -> Path:
-        """Where the processes of a run find each other."""
+        """The rendezvous file of the processes of a run."""
         return Path(self.folder) / "meeting"
 
     @property
@@ -119,7 +119,7 @@ class Job:
 
 
 def start(job: Job) -> Any:
-    """A process at work on the job."""
+    """Start a process that runs the job."""
     from tests.resume.process import work
 
     process = context().Process(target=work, args=(job,))
@@ -128,9 +128,9 @@ def start(job: Job) -> Any:
 
 
 def _together(jobs: list[Job]) -> tuple[int, ...]:
-    """Run all processes; when one of them fails the others are killed, as a launcher does.
+    """Run all processes; if one of them fails, the others are killed, as a launcher does.
 
-    One that saved and left agreed on it with the others, which are given the time to leave too.
+    A process that exits with SAVED_AND_LEFT has agreed on it with the others, which get time to exit as well.
     """
     logs = [job.log for job in jobs]
     return exits_of([start(job) for job in jobs], logs, MOST_SECONDS, fine=(0, SAVED_AND_LEFT))

@@ -1,15 +1,15 @@
-"""Where in a run a process can be stopped: it counts the moments it reaches, and sends itself a signal at one of them.
+"""Moments at which a process of a run can be stopped: it counts them and sends itself a signal at a given one.
 
-    rollout     a backend samples: before its first token, and again when all of them are there, or are asked for
-    scoring     a reward function is being asked
-    backward    some of the gradients are there, others are not
-    optimizer   the weights have changed, and nothing knows it yet
-    recording   a file of rollouts is about to get its name
-    saving      a file of a checkpoint is about to be written, or the whole of it to get its name
+    rollout     a backend samples: before the first token, and again after the last, or after the request was sent
+    scoring     a reward function is running
+    backward    some of the gradients are computed, others are not
+    optimizer   the weights have changed, but nothing has recorded it yet
+    recording   a rollout file is about to be renamed to its final name
+    saving      a file of a checkpoint is about to be written, or the checkpoint to be renamed to its final name
     rotating    an old checkpoint is about to be renamed, or the next of its files to be removed
 
-The last three are seen from outside, by what Python says of every file that it opens, renames or removes: they need to
-know nothing of how the trainer saves.
+The last three are observed from outside, through Python's audit events for files that are opened, renamed or removed.
+They do not depend on how the trainer saves.
 """
 
 import os
@@ -28,7 +28,7 @@ MOMENTS = ("rollout", "scoring", "backward", "optimizer", "recording", "saving",
 
 @dataclass(frozen=True)
 class Stop:
-    """Send `signal` to oneself, so many `times`, when `moment` is reached for the `count`-th time."""
+    """The process sends itself `signal`, `times` times, when it reaches `moment` for the `count`-th time."""
 
     moment: str
     count: int = 1
@@ -41,7 +41,7 @@ class Stop:
 
 
 class Moments:
-    """What this process reached so far: for each moment the number of updates that were made before it, by time."""
+    """The moments that this process has reached: for each, the number of updates made before every occurrence."""
 
     def __init__(self) -> None:
         self.reached: dict[str, list[int]] = defaultdict(list)
@@ -62,7 +62,7 @@ MOMENT = Moments()
 
 
 def watch(trainer: Any, stop: Stop | None) -> None:
-    """Count the moments of this trainer from now on, and stop at the one given."""
+    """Count the moments of this trainer from now on, and stop at the given one."""
     MOMENT.stop = stop
     MOMENT.updates = lambda: int(trainer.state.global_step)
     _watch_sampling(trainer.backend)
@@ -100,7 +100,7 @@ def _watch_saving(trainer: Any) -> None:
 
 
 def _see(event: str, arguments: tuple[Any, ...]) -> None:
-    """An audit hook: called before Python touches a file."""
+    """An audit hook: called before Python accesses a file."""
     if event == "os.rename":
         _see_rename(Path(os.fsdecode(arguments[0])), Path(os.fsdecode(arguments[1])))
     elif event == "shutil.rmtree":

@@ -1,4 +1,4 @@
-"""What happens in the process of a run. The server that forks it has imported everything that this file imports."""
+"""The code of a run's process. The fork server has already imported everything that this file imports."""
 
 import gc
 import json
@@ -16,21 +16,21 @@ import torch
 from tqdm import tqdm
 
 import gruppo.trainer.grpo
-import gruppo.trainer.rloo  # noqa: F401  # imported here, so that no run has to
+import gruppo.trainer.rloo  # noqa: F401  # imported here once, so that runs do not have to
 from tests.processes import join, leave, write_to
 from tests.resume import evidence, tricks
 from tests.resume.cases import CASES
 from tests.resume.harness import Job, has_checkpoint
 from tests.resume.moments import MOMENT, watch
 
-torch.set_num_threads(1)  # sums in one order; and no thread is lost when the server forks
-tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a process that is killed leaves behind
+torch.set_num_threads(1)  # a fixed order of additions; and no threads that would be lost when the server forks
+tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which a killed process leaves behind
 gc.collect()
-gc.freeze()  # what the imports left need not be walked in every run
+gc.freeze()  # objects created by imports are not traversed by garbage collection in every run
 
 
 def work(job: Job) -> None:
-    """Train, and write down what came of it."""
+    """Train, and write a report of the results."""
     write_to(job.log)
     _hear_signals()
     if job.world > 1:
@@ -52,13 +52,13 @@ def work(job: Job) -> None:
 
 
 def _checkpoint(job: Job) -> Any:
-    """What train() is told: killed before its first checkpoint, a run can only begin anew."""
+    """The argument of train(): a run that was killed before its first checkpoint can only start from scratch."""
     if not job.resume or not has_checkpoint(Path(job.folder)):
         return None
     return True if job.checkpoint is None else str(job.checkpoint)
 
 
 def _hear_signals() -> None:
-    """As in a program that a terminal started: one in the background may have been told to ignore them."""
+    """Restore the default signal handlers of a terminal program: background processes may ignore these signals."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What a test does to a trainer before it trains, by name: functions cannot be sent to another process."""
+"""Modifications of a trainer before it trains, referred to by name: functions cannot be sent to another process."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from tests.resume.moments import MOMENT
 
 
 def full_disk(trainer: Any) -> None:
-    """No room for anything that is written while the checkpoint of update 4 is saved."""
+    """Writing to the checkpoint of update 4 fails with ENOSPC."""
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if not (MOMENT.saving and trainer.state.global_step == 4 and event == "open"):

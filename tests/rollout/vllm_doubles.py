@@ -1,7 +1,7 @@
-"""A stand-in for a vLLM server that speaks its protocol; vllm_package.py has one for the package with its engine.
+"""A stand-in for a vLLM server that implements its protocol; vllm_package.py has one for the package and its engine.
 
-Both hold a small model of their own, keep the weights that they are sent and sample from them, so that weights that
-are stale, half sent or lost show in the tokens. Both keep a prefix cache that outlives the weights unless it is reset.
+Both have a small model, store the weights that they are sent and sample from them, so that stale, partially sent or
+lost weights are visible in the tokens. Both have a prefix cache that survives weight updates unless it is reset.
 """
 
 import base64
@@ -27,25 +27,25 @@ GPU = "GPU-of-the-test"
 
 
 def saved_model(folder: Path, seed: int = 0, **settings: Any) -> Path:
-    """A tiny model with its tokenizer in a folder, as vLLM wants to find it."""
+    """Save a tiny model with its tokenizer to a folder, as vLLM expects it."""
     tiny_model(seed, **settings).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
 class Sampler:
-    """A model that is sampled from token by token, with a cache of what it said after each prompt."""
+    """A model that is sampled token by token, with a cache of its logits after each prompt."""
 
     def __init__(self, context_length: int = 128, **model: Any) -> None:
         self.context_length = context_length
-        self.factor = 1.0  # of the logits: arithmetic that differs from the trainer's
+        self.factor = 1.0  # scales the logits, to simulate arithmetic that differs from the trainer's
         self.model = tiny_model(seed=1234, **model).eval()
         self.prefixes: dict[tuple[int, ...], Tensor] = {}
-        self.counted: set[str] = set()  # what came of a load that has not ended
+        self.counted: set[str] = set()  # weights received in a load that has not ended
         self.lost: set[str] = set()
 
     def begin(self) -> None:
-        """vLLM counts what it has of a layer, what a load before left too: the layer seems complete early."""
+        """Like vLLM, count weights that an unfinished earlier load received as loaded: their new values are lost."""
         self.lost = set(self.counted)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -110,12 +110,12 @@ class Sampler:
 
 
 def share_bytes(buffer: Tensor) -> dict[str, Any]:
-    """In the place of `transfer.share`: what the buffer holds now, where a GPU would be told where it lies."""
+    """Replaces `transfer.share`: returns the contents of the buffer instead of a handle to its GPU memory."""
     return {GPU: bytes(buffer.numpy().tobytes())}
 
 
 class RefusalError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -123,9 +123,9 @@ class RefusalError(Exception):
 
 
 class Double:
-    """A vLLM server on a port of its own; its answers, errors too, have the form of those of vLLM 0.24.
+    """A vLLM server on its own port; its responses, including errors, have the form of those of vLLM 0.24.
 
-    Tests change its attributes: `slow` and `broken` are by path, seconds and statuses; `log` has every call.
+    Tests change its attributes: `slow` and `broken` map paths to seconds and statuses; `log` contains every call.
     """
 
     def __init__(self, folder: str | Path = "", *, transfer: str | None = "ipc", **model: Any):
@@ -134,19 +134,19 @@ class Double:
         self.unpickles, self.workers, self.api_processes = True, 1, 1
         self.slow: dict[str, float] = {}
         self.broken: dict[str, list[int]] = {}
-        self.before: dict[str, Callable[[], None]] = {}  # called when a path is
+        self.before: dict[str, Callable[[], None]] = {}  # by path: called before the request is answered
         self.log: list[tuple[str, Any]] = []
-        self.queries: list[tuple[str, str]] = []  # of each call: its path, and what it says after it
-        self.busy = False  # somebody else's request is running
-        self.stuck = False  # one that waits for keys and values of another machine, which cannot begin anew
+        self.queries: list[tuple[str, str]] = []  # the path and the query string of each call
+        self.busy = False  # another client's request is running
+        self.stuck = False  # a request waits for KV cache entries of another machine and cannot be preempted
         self.connector: str | None = None
-        self.outside: dict[tuple[int, ...], Tensor] = {}  # what the connector keeps
+        self.outside: dict[tuple[int, ...], Tensor] = {}  # the cache of the KV connector
         self.closing = threading.Event()
         self.port = 0
         self.start()
 
     def start(self) -> None:
-        """From the beginning: another instance, and the weights of its folder."""
+        """Start the server: a new instance with fresh weights."""
         self.restart()
         double = self
 
@@ -166,7 +166,7 @@ class Double:
         self.thread.join()
 
     def restart(self) -> None:
-        """Between two calls, at the same address."""
+        """Replace the instance between two calls, at the same address."""
         self.instance, self.active, self.sampler = str(time.time_ns()), False, Sampler(**self.model)
 
     @property
@@ -217,7 +217,7 @@ class Double:
         }
 
     def _reset(self) -> Any:
-        """Nothing is said of what was not dropped, but for one case."""
+        """The response does not report entries that were not dropped, except in one case."""
         query = parse_qs(next(query for path, query in reversed(self.queries) if path == "/reset_prefix_cache"))
         begins_anew = query.get("reset_running_requests") == ["true"]
         if begins_anew and self.stuck:
@@ -316,7 +316,7 @@ class Double:
         ]
         if self.connector is not None:
             self.outside |= self.sampler.prefixes
-        return {"choices": choices[::-1]}  # their order says nothing
+        return {"choices": choices[::-1]}  # clients must not rely on their order
 
 
 def _member(body: Any, name: str) -> dict[str, Any]:
@@ -334,7 +334,7 @@ def _error(status: int, message: str) -> tuple[int, Any]:
 
 class _Server(ThreadingHTTPServer):
     allow_reuse_address = True
-    daemon_threads = False  # a model that is still asked when the program ends would end it with an error
+    daemon_threads = False  # a model still running when the program exits would make it fail
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -358,7 +358,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(text)
         except OSError:
-            pass  # who asked has gone
+            pass  # the client has disconnected
 
     def log_message(self, *args: Any) -> None:
         pass

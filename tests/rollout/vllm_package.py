@@ -1,4 +1,4 @@
-"""A stand-in for the package `vllm`: an engine in this process that samples from the weights that it is given."""
+"""A stand-in for the package `vllm`: an in-process engine that samples from the weights that it is given."""
 
 import sys
 import types
@@ -10,7 +10,7 @@ from tests.rollout.vllm_doubles import Sampler
 
 
 class FakeLLM:
-    """vllm.LLM: an engine in this process."""
+    """Stands in for vllm.LLM: an engine in this process."""
 
     made: ClassVar[list["FakeLLM"]] = []
 
@@ -26,7 +26,7 @@ class FakeLLM:
         assert method == "reload_weights"
         assert "weights" not in self.asleep
         self.log.append(method)
-        held = {}  # an engine may hold a few tensors back until their layer is whole
+        held = {}  # an engine may buffer tensors until their layer is complete
         self.sampler.begin()
         try:
             for name, tensor in kwargs["weights_iterator"]:
@@ -95,5 +95,5 @@ def fake_vllm(version: str = "0.24.0") -> dict[str, types.ModuleType]:
 
 
 def install_fake_vllm(version: str = "0.24.0") -> None:
-    """For this process, until it ends."""
+    """Install the stand-in for the rest of this process."""
     sys.modules.update(fake_vllm(version))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# What changes a disk, or orders its changes. Everything between two of these looks the same to whoever comes after.
+# Calls that change the disk or order changes. The disk looks the same to later readers at any point between two calls.
 TOUCHES = ("rename", "replace", "fsync", "unlink", "rmdir", "mkdir")
 
 
@@ -16,7 +16,7 @@ class Interrupted(Exception):  # noqa: N818 - it is no error
 
 
 def killed_at(moment: int, work: Callable[[], object]) -> bool:
-    """Do the work in a forked child that SIGKILL ends before its n-th touch of the disk; False: it came to its end."""
+    """Do the work in a forked child that is killed before its n-th disk access; False if it finished before that."""
     child = os.fork()
     if child == 0:
         try:
@@ -31,7 +31,7 @@ def killed_at(moment: int, work: Callable[[], object]) -> bool:
 
 
 def every_kill(prepare: Callable[[], Path], work: Callable[[Path], object]) -> Iterator[tuple[Path, bool]]:
-    """A fresh folder for each moment of the work, left as a kill at that moment leaves it; the last is left whole."""
+    """Yield a fresh folder for each disk access of the work, as a kill there leaves it; the last one is complete."""
     moment, killed = 0, True
     while killed:
         run = prepare()
@@ -42,7 +42,7 @@ def every_kill(prepare: Callable[[], Path], work: Callable[[Path], object]) -> I
 
 
 def interrupt(patch: pytest.MonkeyPatch, moment: int, end: Callable[[], object]) -> None:
-    """Call `end` in place of the n-th touch of the disk."""
+    """Call `end` before the n-th disk access."""
     count = iter(range(1_000_000))
 
     def counted(real: Callable[..., object]) -> Callable[..., object]:

@@ -1,4 +1,4 @@
-"""Small records, the same for every test."""
+"""Small records that the tests share."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def row(number: int = 0, **changes: Any) -> RolloutRow:
 
 
 def updated(**changes: Any) -> UpdateRows:
-    """What an update computed about two rows, of which it has run one."""
+    """The record of an update with two rows, of which it ran one."""
     facts = {"loss": 0.25, "update_rows": 2, "update_tokens": 4, "update_micro_batches": 1}
     facts |= {"beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.28}
     values: dict[str, Any] = dict(
@@ -52,18 +52,18 @@ def train(recorder: record.RunRecorder, first: int, last: int) -> None:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """What is in a folder: names and bytes."""
+    """The files of a folder: names and contents."""
     return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
 
 
 def stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal records are equal in their bytes then."""
+    """Make the clock constant, so that equal records are equal byte for byte."""
     for module in (lines, record, record_files):
         monkeypatch.setattr(module, "now", lambda: "2026-01-01T00:00:00.000+00:00")
 
 
 class FullDisk:
-    """A disk with room for so many bytes, and then the error of this number. Tests make room again, or a little."""
+    """A disk with `room` bytes left; further writes raise OSError with errno `number`. Tests may increase `room`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int, number: int):
         self.room = room

@@ -1,4 +1,4 @@
-"""Sandboxes built from all mechanisms of this machine, and from fewer, as other machines have them."""
+"""Sandboxes built from all mechanisms of this machine, and from subsets, as on other machines."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ MakeSandbox = Callable[..., Sandbox]
 
 
 def use_mechanisms(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
-    """Let the machine have no others than these, and the change of user that fits."""
+    """Restrict the available mechanisms to these, plus the matching change of user."""
     if os.geteuid() == 0:
         names = ("own uid", *names)
     elif names != FILTERS:
@@ -32,7 +32,7 @@ def _forget_capabilities() -> Iterator[None]:
 
 @pytest.fixture(params=[name if name == "all" else pytest.param(name, marks=pytest.mark.medium) for name in SETS])
 def make_sandbox(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MakeSandbox:
-    """Makes sandboxes; skips the test where the machine lacks what the test is about (`needs`)."""
+    """A function that makes sandboxes; it skips the test if the machine lacks the mechanism that it `needs`."""
     use_mechanisms(monkeypatch, SETS[request.param])
 
     def make(needs: str = "", **limits: float) -> Sandbox:

@@ -1,4 +1,4 @@
-"""Train on a guessing game: rollouts from a function of our own, rewards of several kinds, advantages reshaped.
+"""Train on a guessing game: a custom rollout function, rewards of several kinds, reshaped advantages.
 
 python grpo_game.py MODEL OUTPUT_DIR
 """
@@ -17,7 +17,7 @@ model_id, output_dir = sys.argv[1:3]
 
 
 def play(prompts, trainer):
-    """Each prompt gets a guess of the model and a reply of the game, which is not the model's to learn."""
+    """Each prompt gets a guess of the model and a reply of the game; the reply is excluded from training."""
     tokenizer = trainer.processing_class
     prompt_ids = tokenizer(prompts)["input_ids"]
     completion_ids, env_mask, replies = [], [], []

@@ -1,4 +1,4 @@
-"""Post-train a chat model with LoRA on math problems, rewarded for right answers in the right form.
+"""Post-train a chat model with LoRA on math problems, with rewards for correct answers and for the format.
 
 python grpo_math.py --model_name_or_path MODEL --dataset_name FOLDER --output_dir OUT --use_peft …
 """

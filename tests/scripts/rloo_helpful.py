@@ -18,7 +18,7 @@ def brevity(completion_ids, **kwargs):
 
 
 class StopAfterEvaluations(TrainerCallback):
-    """Ends training after a number of evaluations, and keeps their rewards."""
+    """Stops training after a number of evaluations, and keeps their rewards."""
 
     def __init__(self, count):
         self.count = count

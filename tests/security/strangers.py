@@ -1,4 +1,4 @@
-"""Files as a stranger with bad intentions would write them. Each leaves a mark on disk if something in it is run."""
+"""Malicious files. Each leaves a mark on disk if any code in it is run."""
 
 import json
 import os
@@ -32,7 +32,7 @@ TOKENIZER_MAP = {"AutoTokenizer": ["stranger.Tokens", "stranger.Tokens"]}
 
 
 class LeavesMark:
-    """Unpickling it runs a function of the standard library, which leaves the mark."""
+    """Unpickling it calls a function of the standard library that leaves the mark."""
 
     def __init__(self, mark: Path):
         self.mark = mark
@@ -61,7 +61,7 @@ WAYS: dict[str, Callable[[Path, Path], None]] = {
 
 
 def model_folder(folder: Path, mark: Path, model_type: str, model: Any = None) -> Path:
-    """A model and a tokenizer that bring code of their own; of a known type (llama) or of one that nobody knows."""
+    """A model and a tokenizer with custom code, of a known type (llama) or of an unknown one."""
     (model or tiny_model()).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     edit(folder / "config.json", model_type=model_type, auto_map=AUTO_MAP)

@@ -1,4 +1,4 @@
-"""A tokenizer whose template shows tools, a backend that writes what a test says, and small trainers on both."""
+"""A tokenizer whose template renders tools, a backend that writes scripted text, and small trainers with both."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from gruppo.rollout.base import RolloutBackend
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.helpers import base_args, tiny_model, tiny_tokenizer
 
-# Hermes style, without line breaks, which the tiny tokenizer does not know.
+# Hermes style, without line breaks, because the tiny tokenizer has no token for them.
 TEMPLATE = """
 {%- if tools %}<system>{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}<eos>{% endif %}
 {%- for message in messages %}
@@ -42,12 +42,12 @@ def tokens(text: str) -> list[int]:
 
 
 def call(name: str, **arguments: Any) -> str:
-    """What the model writes to call a tool."""
+    """The text with which the model calls a tool."""
     return f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
 
 
 def response(text: str) -> str:
-    """What the template makes of a result, up to the model's next turn."""
+    """A result as the template renders it, up to the model's next turn."""
     return f"<user><tool_response>{text}</tool_response><eos><assistant>"
 
 
@@ -55,7 +55,7 @@ Script = Callable[[str, int], str]
 
 
 class ScriptedBackend(RolloutBackend):
-    """Writes what `script(prompt text, sample number)` returns, within the limits of the requests."""
+    """Writes the text that `script(prompt text, sample number)` returns, within the limits of the requests."""
 
     name = "scripted"
 
@@ -71,7 +71,7 @@ class ScriptedBackend(RolloutBackend):
         text = self.script(tool_tokenizer().decode(request.prompt_ids), request.first_sample + i)
         ids = tokens(text)[: request.limit(self.config.max_new_tokens)]
         stop = StopReason.EOS if ids and ids[-1] == EOS else StopReason.LENGTH
-        # As unlike each other and 0 as they can be, so that a value in the wrong place shows.
+        # All values are distinct and nonzero, so that a value in the wrong place is noticed.
         return Completion(
             ids,
             stop,
@@ -86,7 +86,7 @@ def questions(*texts: str, **columns: list[Any]) -> Dataset:
 
 
 def turns_in(prompt: str) -> int:
-    """How many results the model has seen."""
+    """The number of tool results in the prompt."""
     return prompt.count("</tool_response>")
 
 
@@ -106,7 +106,7 @@ def make(
     arguments: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """A trainer with tools whose completions a script writes; without one, its own backend samples."""
+    """A trainer with tools and scripted completions; without a script, its own backend samples."""
     config = RLOOConfig if issubclass(trainer_class, RLOOTrainer) else GRPOConfig
     sizes = {"max_completion_length": 400, "per_device_train_batch_size": 4, "num_generations": 4, "max_steps": 1}
     trainer = trainer_class(
@@ -122,18 +122,18 @@ def make(
 
 
 def eventually(happened: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait for what another thread does."""
+    """Wait until another thread makes `happened()` true."""
     deadline = time.perf_counter() + seconds
     while not happened():
         assert time.perf_counter() < deadline, "it did not happen"
         time.sleep(0.01)
 
 
-ENDS = list(range(1, 40))  # so many tokens end a turn that a random model soon ends its own
+ENDS = list(range(1, 40))  # so many end tokens that a random model soon ends its turn
 
 
 def random_caller(folder: Any, name: str, values: dict[str, Any], **settings: Any) -> Any:
-    """A trainer with a random model and a backend of its own; whatever the model writes is taken for this call."""
+    """A trainer with a random model and the real backend; everything the model writes is parsed as this call."""
     model = tiny_model(max_position_embeddings=2048)
     model.generation_config.eos_token_id = ENDS
     trainer = make(folder, model=model, max_completion_length=200, **settings)

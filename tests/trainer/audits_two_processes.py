@@ -1,4 +1,4 @@
-"""A failure that only process 1 can see, and one that both see; run by test_audits.py."""
+"""A failure that only process 1 can detect, and one that both detect; run by test_audits.py."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Two processes with unequal work, with and without an exchange of rows; run by test_balancing.py."""
+"""Two processes with unequal work, with and without exchanging rows; run by test_balancing.py."""
 
 import os
 from pathlib import Path

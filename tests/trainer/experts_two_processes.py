@@ -1,4 +1,4 @@
-"""A mixture of experts on two processes, with packs that differ in number; run by test_experts.py."""
+"""A mixture of experts on two processes with different numbers of packs; run by test_experts.py."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from tests.trainer import scripted
 from tests.trainer.scripted import make_trainer, rows_in_order, two_process_batches, update_of
 
 RANK = int(os.environ.get("RANK", "0"))
-BUDGETS = (30, 1000)  # tokens in a pack, by process
+BUDGETS = (30, 1000)  # tokens per pack, by process
 SPREAD = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["MixtralDecoderLayer"]}}
 WAYS = {
     "packed": (True, {}),
@@ -32,7 +32,7 @@ def policy(seed: int, dtype: torch.dtype) -> Any:
 
 
 def update(folder: Path, processes: int, *, packed: bool, **more: Any) -> tuple[dict[str, torch.Tensor], float]:
-    """The change of every weight and the loss that was logged."""
+    """The change of every weight, and the logged auxiliary loss."""
     budget = BUDGETS[RANK] if packed and processes > 1 else None
     settings = {"packed_update": packed, "max_tokens_per_micro_batch": budget, "router_aux_loss_coef": 3.0}
     before, scripted.policy = scripted.policy, policy

@@ -1,6 +1,6 @@
-"""Ways to break a real trainer so that it goes on as if nothing had happened, and the checks that must see each.
+"""Ways to break a real trainer so that it continues as if nothing had happened, and the checks that must detect each.
 
-A failure is a function that changes a trainer before it is trained; its name says what goes wrong.
+A failure is a function that changes a trainer before it trains; its name says what goes wrong.
 """
 
 import math
@@ -26,23 +26,23 @@ from tests.trainer.runs import make, token_ids
 
 Inject = Callable[[Any, pytest.MonkeyPatch], None]
 
-PATIENCE = 20  # generations without an end or a signal, norms before one of them can stand out
+PATIENCE = 20  # generations without an end or a signal before a check reports; norms needed to detect an outlier
 
 
 def by_place(completions: list[Any], **kwargs: Any) -> list[float]:
-    """A reward that differs within every group, whatever was written."""
+    """A reward that differs within every group, whatever the completions are."""
     return [float(i) for i in range(len(completions))]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How to break a trainer, the settings of its run, and what comes of it."""
+    """How to break a trainer, the settings of its run, and the expected outcome."""
 
     inject: Inject
     checks: frozenset[str]
     settings: dict[str, Any]
     policy: Callable[[], Any]
-    ends_with: type[Exception] | None  # what it dies of after a warning, if it does
+    ends_with: type[Exception] | None  # the error that ends the run after a warning, if any
 
     def trainer(self, folder: Path, patch: pytest.MonkeyPatch, **settings: Any) -> Any:
         """A broken trainer."""
@@ -58,7 +58,7 @@ FAILURES: dict[str, Failure] = {}
 def seen_by(
     *checks: str, policy: Callable[[], Any] = tiny_model, ends_with: type[Exception] | None = None, **settings: Any
 ) -> Callable[[Inject], Inject]:
-    """Enter a failure with the checks that see it; no other check may cry."""
+    """Register a failure with the checks that detect it; no other check may report anything."""
 
     def enter(inject: Inject) -> Inject:
         FAILURES[inject.__name__] = Failure(inject, frozenset(checks), settings, policy, ends_with)
@@ -67,11 +67,11 @@ def seen_by(
     return enter
 
 
-# ---- tools to break things with
+# ---- helpers for injecting failures
 
 
 class After(TrainerCallback):
-    """Does something once an update is over."""
+    """Calls `action` at the end of an update."""
 
     def __init__(self, update: int, action: Callable[[], Any]):
         self.update, self.action = update, action
@@ -82,13 +82,13 @@ class After(TrainerCallback):
 
 
 def change_completions(trainer: Any, patch: pytest.MonkeyPatch, change: Callable[[Completion], Completion]) -> None:
-    """Let something happen to all that the backend samples."""
+    """Apply `change` to every completion that the backend samples."""
     sample = trainer.backend.sample
     patch.setattr(trainer.backend, "sample", lambda requests: [change(one) for one in sample(requests)])
 
 
 def change_loss(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
-    """Let something happen to the loss of every pack."""
+    """Apply `change` to the loss of every pack."""
     policy_loss = gruppo.trainer.updating.policy_loss
 
     def changed(*args: Any) -> Any:
@@ -99,7 +99,7 @@ def change_loss(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -
 
 
 def spread_out(factor: float = 60.0) -> Any:
-    """A model that prefers some tokens: of one that finds all alike, no temperature shows."""
+    """A model that prefers some tokens: with a uniform distribution, a wrong temperature would not be visible."""
     model = tiny_model()
     with torch.no_grad():
         model.lm_head.weight.mul_(factor)
@@ -188,7 +188,7 @@ def log_probs_are_shifted(trainer: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def with_log_probs(logps: list[float]) -> Callable[..., dict[str, Any]]:
-    """A rollout function that always writes the same, with these log-probs."""
+    """A rollout function that always returns the same completion, with these log-probs."""
 
     def rollout(texts: list[str], trainer: Any) -> dict[str, Any]:
         ids = trainer.processing_class(texts)["input_ids"]
@@ -208,7 +208,7 @@ def a_rollout_function_returns_nan(trainer: Any, patch: pytest.MonkeyPatch) -> N
 
 
 class OtherVocabulary(GRPOTrainer):
-    """A hook that samples with a model that has more tokens."""
+    """A trainer whose sampling hook returns ids of a larger vocabulary."""
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         return [[7, 5000, 1]] * len(prompt_ids), None
@@ -329,7 +329,7 @@ def one_gradient_is_1000_times_the_usual(trainer: Any, patch: pytest.MonkeyPatch
 
 @seen_by("frozen_weights", policy=lambda: tiny_model().bfloat16(), learning_rate=1e-9, max_steps=5)
 def steps_are_rounded_away(trainer: Any, patch: pytest.MonkeyPatch) -> None:
-    """Nothing need be changed: bfloat16 weights are too coarse for this learning rate."""
+    """Nothing needs to be changed: bfloat16 weights are too coarse for this learning rate."""
 
 
 @seen_by("entropy_collapse", max_steps=7)

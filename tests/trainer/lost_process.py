@@ -1,4 +1,4 @@
-"""Two processes, one of which dies, fails, sleeps or freezes at a moment of a run; run by test_presence.py."""
+"""Two processes, one of which dies, fails, sleeps or freezes at a given moment of a run; run by test_presence.py."""
 
 import ctypes
 import json
@@ -22,7 +22,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 class Mishap:
-    """Happens to one process, the second time that the moment comes; an error from then on."""
+    """Happens to one process the second time that it reaches the moment; an error is raised each time from then on."""
 
     def __init__(self, moment: str, act: str, victim: int, seconds: float):
         self.moment, self.act, self.victim, self.seconds = moment, act, victim, seconds
@@ -34,7 +34,7 @@ class Mishap:
         self.times += 1
         if self.times < 2 or (self.times > 2 and self.act in ("sleep", "signal", "freeze", "hold")):
             return
-        time.sleep(0.3)  # its line is written a moment later
+        time.sleep(0.3)  # gives the process time to write its presence line
         if self.act == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.act == "raise":
@@ -44,14 +44,14 @@ class Mishap:
         if self.act == "freeze":
             subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif self.act == "hold":  # as a regular expression that never ends does: no other thread of Python runs
+        elif self.act == "hold":  # holds the GIL, like an endless regular expression: no other Python thread runs
             ctypes.PyDLL(None).usleep(int(self.seconds * 1e6))
         else:
             time.sleep(self.seconds)
 
 
 class Benchmarks:
-    """In the place of `TrainingBenchmarks`: each process grades its share, and all gather."""
+    """Replaces `TrainingBenchmarks`: each process grades its share, and all gather the results."""
 
     def __init__(self, mishap: Mishap):
         self.mishap = mishap
@@ -64,13 +64,13 @@ class Benchmarks:
 def main(folder: Path) -> None:
     facts = json.loads((folder / "scenario.json").read_text())
     attendance.PATIENCE = facts.pop("patience", attendance.PATIENCE)
-    if facts.pop("elsewhere", False):  # as if each process were on a host of its own
+    if facts.pop("elsewhere", False):  # as if each process were on a different host
         attendance._place = lambda: f"host {RANK}"
     deadline = facts.pop("ddp_timeout", 1800)
     if (stage := facts.pop("zero", None)) is not None:
         zero.prepare()
         os.environ.pop("ACCELERATE_USE_CPU")
-    _set_pg_timeout(timedelta(seconds=deadline))  # as the group of a run
+    _set_pg_timeout(timedelta(seconds=deadline))  # as for the process group of a real run
     mishap = Mishap(**facts)
 
     def reward(completions: list[Any], **kwargs: Any) -> list[float]:

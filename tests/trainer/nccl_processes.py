@@ -1,6 +1,6 @@
 """Two processes on one GPU over NCCL: `nccl_processes FOLDER WAY`; run by test_nccl.py.
 
-Without a GPU they talk over gloo, to try this file.
+Without a GPU they use gloo, so that this file can be tried.
 """
 
 import os
@@ -40,14 +40,14 @@ UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def precision(way: str) -> torch.dtype:
-    """Of updates that are compared; DeepSpeed has no float64."""
+    """The dtype of updates that are compared; DeepSpeed does not support float64."""
     return torch.float32 if way.startswith("ZeRO") else torch.float64
 
 
 def update(
     name: str, folder: Path, processes: int, dtype: torch.dtype = torch.float64, **way: Any
 ) -> dict[str, torch.Tensor]:
-    """By how much each weight moves in an update on stored completions."""
+    """The change of each weight in an update on stored completions."""
     recipe, settings = UPDATES[name]
     how = {"parity_check": "off", "use_cpu": not ON_GPU, **two_process_batches(recipe, processes), **settings, **way}
     unset_hf_deepspeed_config()
@@ -59,7 +59,7 @@ def update(
 
 
 def check_spread(trainer: Any, way: dict[str, Any]) -> None:
-    """That the weights, or what belongs to them, lie where they were asked to."""
+    """Check that weights and optimizer state are sharded as requested, and on the expected device."""
     assert is_sharded(trainer.model) == ("fsdp" in way)
     if "deepspeed" in way:
         assert zero.stage_of(trainer) == way["deepspeed"]["zero_optimization"]["stage"]
@@ -67,7 +67,7 @@ def check_spread(trainer: Any, way: dict[str, Any]) -> None:
 
 
 def trainer_of(folder: Path, **way: Any) -> Any:
-    """A run in bfloat16 with all its parts; the engine samples from what the processes put together."""
+    """A full run in bfloat16; the engine samples from weights that the processes gather."""
     settings = settings_of_a_run(2) | {"bf16": True, "use_cpu": not ON_GPU, "parity_check": "off"} | way
     unset_hf_deepspeed_config()
     config = GRPOConfig(**base_args(folder, **settings))
@@ -84,7 +84,7 @@ def trainer_of(folder: Path, **way: Any) -> Any:
 
 
 def check_a_run(folder: Path, **way: Any) -> None:
-    """It agrees with itself: with what it sampled, with what it saved, and with its second half done again."""
+    """Check that a run is consistent: with its samples, with the saved model, and with a resumed second half."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     straight = trainer_of(folder / "straight", **way)
     straight.train()
@@ -94,7 +94,7 @@ def check_a_run(folder: Path, **way: Any) -> None:
         assert log["sampling/sampling_logp_difference/mean"] < 0.02
     straight.save_model(str(folder / "final"))
     torch.distributed.barrier()
-    unset_hf_deepspeed_config()  # with one of stage 3 around, transformers spreads what it loads
+    unset_hf_deepspeed_config()  # with an active config of stage 3, transformers shards what it loads
     saved = AutoModelForCausalLM.from_pretrained(folder / "final", dtype="auto")
     for name, weight in saved.named_parameters():
         assert torch.equal(weight, found["weights"][name].cpu().to(weight.dtype)), name
@@ -114,7 +114,7 @@ def die(folder: Path) -> None:
     def reward(completions: list[Any], **kwargs: Any) -> list[float]:
         calls.append(completions)
         if RANK == 1 and len(calls) == 2:
-            time.sleep(0.3)  # its line is written a moment later
+            time.sleep(0.3)  # gives the process time to write its presence line
             os.kill(os.getpid(), signal.SIGKILL)
         return length_reward(completions)
 
@@ -137,7 +137,7 @@ def main(folder: Path, way: str) -> None:
             torch.save(moved, folder / f"{name}.pt")
     check_a_run(folder / "run", **WAYS[way])
     print(f"{way}: done, over {torch.distributed.get_backend()}", flush=True)
-    os._exit(0)  # without waiting for threads of the backend
+    os._exit(0)  # does not wait for threads of the backend
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Packed updates on two processes that do not have the same work; run by test_packed_update.py.
+"""Packed updates on two processes with unequal work; run by test_packed_update.py.
 
-12 rows in groups of 4: process 0 has the rows of p0 and half of p1's, process 1 the others of p1 and those of p2.
+12 rows in groups of 4: process 0 has the rows of p0 and half of those of p1, process 1 the other half and those of p2.
 """
 
 import os
@@ -18,7 +18,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def one_group_differs(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]:
-    """Rewards are equal for every row of process 1."""
+    """Rewards that are equal for every row of process 1."""
     return [len(text) / 8 if prompt == "p0:" else 1.0 for prompt, text in zip(prompts, completions, strict=True)]
 
 
@@ -27,7 +27,7 @@ def all_the_same(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def some_judge_steps(prompts: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[Any]:
-    """Steps for p0 and some others; none for a process that has other rows only."""
+    """Step rewards for p0 and for completions of three tokens; single rewards for all other rows."""
     return [
         [(0, 1.0), (len(ids) - 1, float(ids[0] % 7))] if prompt == "p0:" or len(ids) == 3 else float(len(ids))
         for prompt, ids in zip(prompts, completion_ids, strict=True)
@@ -35,7 +35,7 @@ def some_judge_steps(prompts: list[Any], completion_ids: list[list[int]], **kwar
 
 
 def first_judges_steps(prompts: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[Any]:
-    """Process 1 has numbers only, and half of the rows of p1."""
+    """Step rewards for p0 only: process 1 has only single rewards, among them those of half the rows of p1."""
     return [
         [(0, 1.0), (len(ids) - 1, float(len(ids)))] if prompt == "p0:" else float(len(ids))
         for prompt, ids in zip(prompts, completion_ids, strict=True)
@@ -43,7 +43,7 @@ def first_judges_steps(prompts: list[Any], completion_ids: list[list[int]], **kw
 
 
 class Failure(NamedTuple):
-    """Process 1 finds no memory in these forward passes of an update, of those with or without a gradient."""
+    """Process 1 runs out of memory in these forward passes of an update, counting those with or without gradient."""
 
     calls: tuple[int, ...]
     has_gradient: bool = True
@@ -51,7 +51,7 @@ class Failure(NamedTuple):
 
 
 class Case(NamedTuple):
-    """An update: its recipe, how many tokens each process runs at once, and what else is set or happens."""
+    """An update: its recipe, how many tokens each process runs at once, further settings, and a failure."""
 
     recipe: str
     budgets: tuple[int, int]
@@ -83,7 +83,7 @@ CASES = {
         {"reward": one_group_differs, "num_iterations": 2, **TWO_STEPS},
         Failure((0,), has_gradient=False, step=1),
     ),
-    # Which comes before the update: nothing is halved.
+    # The parity check comes before the update, so the budget is not halved.
     "less memory for the parity check": Case("grpo", (ALL, 20), {"parity_check": "first"}, Failure((0,))),
     "no memory for the parity check": Case("dapo", (ALL, 20), {"parity_check": "first"}, Failure((0, 1))),
 }
@@ -100,7 +100,7 @@ def trainer_of(case: Case, folder: Any, processes: int) -> Any:
 
 
 def update_in_order(trainer: Any) -> dict[str, torch.Tensor]:
-    """The update with rows that are not shuffled: on one process and on two they have the same micro-batches."""
+    """The update without shuffling the rows, so that one process and two have the same micro-batches."""
     with rows_in_order("bnpo"):
         return update_of(trainer)
 

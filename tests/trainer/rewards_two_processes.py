@@ -14,7 +14,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def main(folder: Path) -> None:
-    """Process 0, whose rewards are fine, says what process 1 died of."""
+    """Process 0, whose rewards are fine, raises an error that names the failure of process 1."""
 
     def reward(completions: list[str], trainer_state: Any, **kwargs: Any) -> list[float]:
         if RANK == 1 and trainer_state.global_step == 1:

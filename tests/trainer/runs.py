@@ -1,4 +1,4 @@
-"""Small runs of the real trainers whose every generation, micro-batch and pass is written down."""
+"""Small runs of the real trainers that record every generation, micro-batch and pass."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from tests.helpers import base_args, length_reward, prompts, scripted_completion
 
 
 class Generation(NamedTuple):
-    """One call of the sampler: the update it was made for, in which mode, and its prompts without repetition."""
+    """One call of the sampler: the update that it was made for, the mode, and its distinct prompts."""
 
     step: int
     mode: str
@@ -21,9 +21,9 @@ class Generation(NamedTuple):
 
 
 class Recorded:
-    """Mixin for a trainer: what happened, in order. Completions are scripted, so that runs are fast and equal.
+    """Mixin for a trainer that records events in order. Completions are scripted, so that runs are fast and equal.
 
-    It overrides nothing that sees padded rows, so that runs take the way they would take without it.
+    It overrides nothing that gets padded rows, so that runs take the same code path as without it.
     """
 
     group_in_script = 2
@@ -31,7 +31,7 @@ class Recorded:
     def __init__(self, *args: Any, **kwargs: Any):
         self.generations: list[Generation] = []
         self.rows: list[list[Mapping[str, Any]]] = []
-        self.left_in_queue: list[int] = []  # when a generation began
+        self.left_in_queue: list[int] = []  # length of the queue at the start of each generation
         self.slices: list[tuple[tuple[int, ...], ...]] = []  # completions of each micro-batch, in order of use
         self.frozen_passes = 0
         super().__init__(*args, **kwargs)
@@ -83,7 +83,7 @@ def make(
     reward_processing_classes: Any = None,
     **settings: Any,
 ) -> Any:
-    """A trainer of `trainer_class` with `base_args` and the settings given."""
+    """A trainer of `trainer_class` with `base_args` and the given settings."""
     is_rloo = issubclass(trainer_class, RLOOTrainer)
     return trainer_class(
         model=tiny_model() if model is None else model,
@@ -107,7 +107,7 @@ def run(folder: Any, trainer_class: Any = RecordedGRPO, **settings: Any) -> Any:
 
 
 def stored(completions: Mapping[str, Sequence[str]]) -> Callable[..., dict[str, Any]]:
-    """A rollout_func that answers each prompt with the given texts in turn; `<eos>` at their end ends them."""
+    """A rollout_func that answers each prompt with the given texts in turn; a final `<eos>` becomes the EOS token."""
 
     def rollout(prompt_list: list[str], trainer: Any) -> dict[str, Any]:
         tokenizer = trainer.processing_class
@@ -143,7 +143,7 @@ def slow_scores(
 
 
 class Weights(TrainerCallback):
-    """Keeps a copy of the weights as they are when each update begins."""
+    """Keeps a copy of the weights at the start of each update."""
 
     def __init__(self) -> None:
         self.before: list[dict[str, Tensor]] = []
@@ -175,6 +175,6 @@ def logs(trainer: Any, key: str = "loss") -> list[dict[str, Any]]:
 
 
 def std(values: Sequence[float]) -> float:
-    """Bessel-corrected deviation, worked out the plain way."""
+    """Bessel-corrected standard deviation, computed directly."""
     mean = sum(values) / len(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))

@@ -30,19 +30,19 @@ RECIPES: dict[str, dict[str, Any]] = {
     "bnpo": {"loss_type": "bnpo"},
     "top_entropy": {"loss_type": "dapo", "top_entropy_quantile": 0.37},
 }
-# Defined on the nominal micro-batch: how an update is cut into those matters.
+# Recipes that are defined per nominal micro-batch: the split of an update into micro-batches matters.
 BY_MICRO_BATCH = ("bnpo", "top_entropy")
 
 
 def two_process_batches(recipe: str, processes: int) -> dict[str, int]:
-    """12 rows: on one process or on two, in micro-batches of the same rows where these matter."""
-    if recipe == "top_entropy":  # its threshold is that of all processes' rows
+    """Settings for 12 rows on one process or on two, with the same micro-batches if these matter."""
+    if recipe == "top_entropy":  # its threshold is computed over the rows of all processes
         return {"per_device_train_batch_size": 12 // processes, "gradient_accumulation_steps": 1}
     return {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4 // processes}
 
 
 def scripted_rollout(prompt_list: list[Any], trainer: Any) -> dict[str, Any]:
-    """Completions that depend on the prompt and on the place in its group, not on who asks."""
+    """Completions that depend on the prompt and on the position in its group, not on the process."""
     first = trainer.args.process_index * len(prompt_list)
     tokenizer = trainer.processing_class
     return {
@@ -53,7 +53,7 @@ def scripted_rollout(prompt_list: list[Any], trainer: Any) -> dict[str, Any]:
 
 
 class ScriptedRLOO(RLOOTrainer):
-    """RLOO takes no rollout_func; its rollouts are scripted one level below."""
+    """RLOO has no rollout_func, so its rollouts are scripted one level below."""
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         texts = [self.processing_class.decode(ids) for ids in prompt_ids]
@@ -61,7 +61,7 @@ class ScriptedRLOO(RLOOTrainer):
 
 
 def lora(**more: Any) -> Any:
-    """Both of its matrices are random, so that both have a gradient."""
+    """A LoRA config that initializes both matrices randomly, so that both have a gradient."""
     from peft import LoraConfig
 
     where = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -117,13 +117,13 @@ def make_trainer(
         **({} if is_rloo else {"rollout_func": rollout or scripted_rollout}),
     )
     if trainer.ref_model is not None:
-        # A reference that is not the policy, so that the KL has a gradient from the first update on.
+        # The reference differs from the policy, so that the KL has a gradient from the first update on.
         set_weights(trainer.accelerator.unwrap_model(trainer.ref_model), policy(4, dtype).state_dict())
     return trainer
 
 
 def update_of(trainer: Any) -> dict[str, Tensor]:
-    """Train, and return by how much each weight moved."""
+    """Train, and return the change of each trainable weight."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     before = {name: weight.clone() for name, weight in weights_of(model).items() if name in trained}
@@ -133,7 +133,7 @@ def update_of(trainer: Any) -> dict[str, Tensor]:
 
 
 def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The largest difference of any tensor, relative to its size."""
+    """The largest difference of any tensor, relative to its norm."""
     differences = torch.stack([(a[name] - b[name]).norm() / a[name].norm() for name in a])
     assert differences.isfinite().all()
     return differences.max().item()
@@ -141,7 +141,7 @@ def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 @contextmanager
 def rows_in_order(recipe: str) -> Iterator[None]:
-    """bnpo is defined on micro-batches, so two runs of it must have the same ones: do not shuffle the rows."""
+    """Do not shuffle rows for bnpo: it is defined on micro-batches, which must be the same in two runs."""
     shuffle = stepping.shuffle_sequence_dict
     if recipe == "bnpo":
         stepping.shuffle_sequence_dict = lambda tensors: tensors
@@ -152,7 +152,7 @@ def rows_in_order(recipe: str) -> Iterator[None]:
 
 
 def main(folder: Path) -> None:
-    """Two processes: each recipe once, with groups that straddle the processes."""
+    """Run each recipe once on two processes, with groups that span both."""
     for recipe in RECIPES:
         trainer = make_trainer(recipe, folder, **two_process_batches(recipe, 2))
         with rows_in_order(recipe):

@@ -1,6 +1,6 @@
-"""Runs of two processes that FSDP2 shards the weights over; run by test_sharded.py, with its twin on one process.
+"""Runs of two processes with weights sharded by FSDP2; run by test_sharded.py, which compares them with one process.
 
-12 rows in groups of 4, a group of which lies on both processes, and budgets that make unequal numbers of packs.
+12 rows in groups of 4, one of which spans both processes, and budgets that result in unequal numbers of packs.
 """
 
 import os
@@ -22,12 +22,12 @@ TWO_STEPS = {"max_steps": 2, "learning_rate": 0.1}
 
 
 class Case(NamedTuple):
-    """An update: its recipe, how many tokens each process runs at once, and what else is set."""
+    """An update: its recipe, how many tokens each process runs at once, and further settings."""
 
     recipe: str
     budgets: tuple[int, int] = (ALL, 12)
     settings: Mapping[str, Any] = MappingProxyType({})
-    spread: Mapping[str, Any] = MappingProxyType({})  # set on two processes only
+    spread: Mapping[str, Any] = MappingProxyType({})  # settings for two processes only
 
 
 ADAPTER = {"adapter": True, "beta": 0.1}
@@ -36,7 +36,7 @@ PADDED = {"packed_update": False}
 RECOMPUTED = {"fsdp_config": {**FSDP2["fsdp_config"], "activation_checkpointing": True}}
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 
-# Every recipe once, every option at least twice, and passes of unequal number.
+# Every recipe once, every option at least twice, and unequal numbers of passes.
 FEW = {
     "plain": Case("grpo", (ALL, 1)),
     "DoRA": Case("dr_grpo", (12, ALL), {"adapter": "dora"}),
@@ -52,7 +52,7 @@ FEW = {
     "padded rows, sequence weights": Case("vespo", settings=PADDED),
     "a threshold of all": Case("top_entropy", (1, ALL)),
 }
-# Every recipe with each of the options, and what takes longer.
+# Every recipe except top_entropy with each of these options, and a compiled model: these take longer.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "adapter": ADAPTER,
@@ -96,14 +96,14 @@ def run(case: Case, folder: Path, processes: int) -> tuple[Any, dict[str, torch.
 
 
 class Gradients(TrainerCallback):  # type: ignore[misc]
-    """Those of an update, whole and in one row."""
+    """Keeps the full (unsharded) gradients of an update."""
 
     def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
         self.found = {name: whole(weight.grad).clone() for name, weight in model.named_parameters()}
 
 
 def check_half_precision(folder: Path) -> None:
-    """Processes add their gradients in float32, as with DDP; sums in bfloat16 would all be numbers of bfloat16."""
+    """Gradients are reduced in float32, as with DDP: sums in bfloat16 would all be representable in bfloat16."""
     found = {}
     for way, spread in {"DDP": {}, "FSDP2": FSDP2}.items():
         settings = {"bf16": True, "parity_check": "off", **two_process_batches("grpo", 2), **spread}

@@ -1,7 +1,7 @@
-"""A run with all its parts on two processes that FSDP2 shards the weights over; run by test_sharded.py.
+"""A full run on two processes with weights sharded by FSDP2; run by test_sharded.py.
 
-The built-in engine samples, prompts without spread are replaced, there are evaluations with a ragged last batch, and
-the run is saved and resumed.
+The built-in engine samples, prompts without spread are replaced, there are evaluations with an incomplete last batch,
+and the run is saved and resumed.
 """
 
 import os
@@ -22,7 +22,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def some_equal(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-    """Every third prompt has nothing to learn from."""
+    """Every third prompt has equal rewards, and so no learning signal."""
     rewards = length_reward(completions)
     return [
         1.0 if int(prompt[1:-1]) % 3 == 0 else reward + 0.01 * len(text)
@@ -31,7 +31,7 @@ def some_equal(prompts: list[str], completions: list[str], **kwargs: Any) -> lis
 
 
 def settings_of_a_run(processes: int) -> dict[str, Any]:
-    """Four updates with replaced groups, a reference, evaluations and checkpoints; as much on two processes."""
+    """Four updates with replaced groups, a reference, evaluations and checkpoints; the same total on two processes."""
     return {
         "num_generations": 4,
         "per_device_train_batch_size": 12 // processes,
@@ -68,7 +68,7 @@ def trainer_of(folder: Path, processes: int, *, double: bool = True, **kw: Any) 
 
 
 def seen(trainer: Any) -> dict[str, Any]:
-    """Completions, rewards and weights: what must not depend on how many processes there are."""
+    """Completions, rewards and weights, which must not depend on the number of processes."""
     return {
         "logs": trainer.state.log_history,
         "weights": {name: weight.clone() for name, weight in weights_of(trainer.model).items()},
@@ -83,12 +83,12 @@ def main(folder: Path) -> None:
     assert straight.backend.whole.decision == "keep"
     straight.save_model(str(folder / "final"))
     if RANK == 0:
-        # The saved model is in the precision of its config, and in no wrapper's words.
+        # The saved model has the dtype of its config, and parameter names without a wrapper's prefix.
         saved = AutoModelForCausalLM.from_pretrained(folder / "final", dtype="auto")
         for name, weight in saved.named_parameters():
             assert torch.allclose(weight.double(), found["weights"][name], atol=1e-7), name
         torch.save(found, folder / "straight.pt")
-    resumed = trainer_of(folder / "straight", 2, audit="off")  # which also notes that weights were written
+    resumed = trainer_of(folder / "straight", 2, audit="off")  # audits would also note that weights were written
     resumed.train(resume_from_checkpoint=str(folder / "straight" / "checkpoint-2"))
     for name, weight in weights_of(resumed.model).items():
         assert torch.equal(weight, found["weights"][name]), name
@@ -105,7 +105,7 @@ def main(folder: Path) -> None:
         with pytest.raises(ConfigError, match="vllm_mode='server'"):
             trainer_of(folder / "full", 2).train()
 
-    # Mixed precision: what is gathered is what the passes compute with, so that sampler and trainer agree.
+    # Mixed precision: weights are gathered in the dtype of the passes, so that sampler and trainer agree.
     mixed = trainer_of(folder / "mixed", 2, double=False, bf16=True, max_steps=2)
     mixed.train()
     kinds = {next(model.parameters()).dtype for model in (mixed.backend.whole.module, mixed.model)}
@@ -114,7 +114,7 @@ def main(folder: Path) -> None:
     assert first["kl"] == 0 < second["kl"]
     assert second["sampling/sampling_logp_difference/mean"] < 1e-3
 
-    # Completions end after different numbers of tokens, and every process takes part in all passes.
+    # Completions have different lengths, yet every process takes part in all passes.
     kw = {"rollout_backend": "transformers", "dynamic_sampling": False, "num_generations_eval": 1, "max_steps": 2}
     in_step = trainer_of(folder / "in step", 2, double=False, **kw)
     in_step.eval_dataset = prompts(2)

@@ -12,7 +12,7 @@ from tests.trainer.zero_run import STEPS, same, seen, trainer_of
 
 
 def as_launched() -> None:
-    """Set what a launcher sets for a single process."""
+    """Set the environment variables that a launcher sets for a single process."""
     places = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
     os.environ.update({name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"})
 

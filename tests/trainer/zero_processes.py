@@ -1,6 +1,6 @@
-"""Runs of two processes under DeepSpeed; run by test_deepspeed.py, with its twin on one process without it.
+"""Runs of two processes under DeepSpeed; run by test_deepspeed.py, which compares them with one process without it.
 
-12 rows in groups of 4, a group of which lies on both processes, in micro-batches of 3.
+12 rows in groups of 4, one of which spans both processes, in micro-batches of 3.
 """
 
 import os
@@ -22,7 +22,7 @@ OFF_POLICY = {"num_iterations": 2, **TWO_STEPS}
 
 
 class Case(NamedTuple):
-    """An update: its recipe, the stage, who asks for it, and what else is set."""
+    """An update: its recipe, the ZeRO stage, where the stage is requested, and further settings."""
 
     recipe: str
     stage: int
@@ -30,7 +30,7 @@ class Case(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
 
 
-# Every recipe but dapo itself, of which two others are made, and every stage.
+# Every recipe except plain dapo, on which others are based, and every stage.
 FEW = {
     "the optimizer": Case("vespo", 1),
     "gradients": Case("dr_grpo", 2, "launcher"),
@@ -46,7 +46,7 @@ FEW = {
     "rows that stand still": Case("grpo", 1, settings={"reward": one_group_differs, **OFF_POLICY}),
     "micro-batches": Case("bnpo", 3, settings={"reward": one_group_differs}),
 }
-# Which rows an update has depends on how many processes there are, so that its twin has two of them.
+# The rows of an update depend on the number of processes, so it is compared with a run of two processes.
 TWO_UPDATES = Case("dapo", 3, settings={"steps_per_generation": 4, **TWO_STEPS})
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

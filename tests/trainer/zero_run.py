@@ -1,7 +1,7 @@
-"""Runs with all their parts on two processes under DeepSpeed; run by test_deepspeed.py.
+"""Full runs on two processes under DeepSpeed; run by test_deepspeed.py.
 
-The built-in engine samples, prompts without spread are replaced, a reward model scores beside a function, there are
-evaluations with a ragged last batch, and runs are saved and resumed.
+The built-in engine samples, prompts without spread are replaced, a reward model and a function score, there are
+evaluations with an incomplete last batch, and runs are saved and resumed.
 """
 
 import os
@@ -30,10 +30,10 @@ STEPS = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no"}
 
 
 def trainer_of(folder: Path, processes: int, stage: int | None = None, **kw: Any) -> Any:
-    """With a stage, DeepSpeed is asked for in the config; without one, by a launcher or not at all."""
+    """With a stage, the config requests DeepSpeed; without one, a launcher does, or it is not used."""
     asked = {} if stage is None else {"deepspeed": zero.config(stage)}
     settings = settings_of_a_run(processes) | {"parity_check": "off"} | asked | kw
-    unset_hf_deepspeed_config()  # with one of stage 3 around, if only of an earlier run, transformers spreads models
+    unset_hf_deepspeed_config()  # with a config of stage 3, even that of an earlier run, transformers shards models
     parts = {"model": tiny_model(seed=5), "reward_funcs": [some_equal, classifier().float()], "peft_config": None}
     parts |= {name: settings.pop(name) for name in parts if name in settings}
     return GRPOTrainer(
@@ -47,7 +47,7 @@ def trainer_of(folder: Path, processes: int, stage: int | None = None, **kw: Any
 
 
 def seen(trainer: Any) -> dict[str, Any]:
-    """Completions, rewards and weights: what must not depend on how many processes there are."""
+    """Completions, rewards and weights, which must not depend on the number of processes."""
     return {
         "logs": trainer.state.log_history,
         "weights": {name: weight.clone() for name, weight in weights_of(trainer.model).items()},
@@ -61,7 +61,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol
 
 
 def saved_and_resumed(folder: Path, expected: int, **how: Any) -> None:
-    """A run, the model that it saved, and the second half of it again."""
+    """Train, save the model, and resume the second half of the run, which must give the same result."""
     straight = trainer_of(folder / "straight", 2, **how)
     straight.train()
     assert zero.stage_of(straight) == expected
@@ -88,7 +88,7 @@ def main(folder: Path) -> None:
 
 
 def by_name(folder: Path) -> None:
-    """Policy, reference and reward model are spread as they are loaded: no process ever has all of one."""
+    """Policy, reference and reward model are sharded while they are loaded: no process ever has a full model."""
     if RANK == 0:
         tiny_model(seed=5).save_pretrained(folder / "policy")
         classifier().float().save_pretrained(folder / "rewards")
@@ -105,7 +105,7 @@ def by_name(folder: Path) -> None:
 
 
 def in_step(folder: Path) -> None:
-    """Without gathering, all processes take part in every token of any; the completions are the same."""
+    """Without gathering, all processes take part in every forward pass of sampling; the completions are the same."""
     kw = {**STEPS, "dynamic_sampling": False, "rollout_backend": "transformers", "max_completion_length": 12}
     spread = trainer_of(folder / "spread", 2, stage=3, ds3_gather_for_generation=False, **kw)
     spread.train()
@@ -136,7 +136,7 @@ def with_adapter(folder: Path) -> None:
 
 
 def in_half_precision(folder: Path) -> None:
-    """What is sampled from is in the type that the engine computes in, so that sampler and trainer agree."""
+    """The weights for sampling have the dtype of the forward passes, so that sampler and trainer agree."""
     for stage in (2, 3):
         mixed = trainer_of(folder / f"{stage}", 2, stage=stage, bf16=True, **STEPS)
         mixed.train()
@@ -149,24 +149,24 @@ def in_half_precision(folder: Path) -> None:
 
 
 def blended(folder: Path) -> None:
-    """A reference that follows the policy."""
+    """The reference is synchronized with the policy."""
     run = trainer_of(
         folder / "2", 2, stage=2, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0, **STEPS
     )
     run.train()
     same(weights_of(run.accelerator.unwrap_model(run.ref_model)), weights_of(run.model))
-    # The trainer does not do it with sharded weights, but its callback can.
+    # The trainer does not support this with sharded weights, but its callback does.
     run = trainer_of(folder / "3", 2, stage=3, **STEPS)
     run.train()
     policy, reference = run.model, run.accelerator.unwrap_model(run.ref_model)
     expected = {name: 0.5 * weight + 0.5 * weights_of(policy)[name] for name, weight in weights_of(reference).items()}
     SyncRefModelCallback.sync_target_model(policy, reference, 0.5)
     same(weights_of(reference), expected, atol=1e-6)
-    same(dict(named_weights(policy)), weights_of(policy))  # as a sampler with a copy of its own gets them
+    same(dict(named_weights(policy)), weights_of(policy))  # as for a sampler that keeps its own copy
 
 
 class Spoiled(torch.autograd.Function):
-    """The same number, with a gradient that is none."""
+    """The identity, with a NaN gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: Any) -> Any:
@@ -182,7 +182,7 @@ def no_number(loss: torch.Tensor) -> torch.Tensor:
 
 
 def broken_updates(folder: Path) -> None:
-    """DeepSpeed leaves them out by itself; they are counted and kept as without it."""
+    """DeepSpeed skips such updates by itself; they are counted and recorded as without it."""
     ways = {2: (Spoiled.apply, {"nonfinite_gradient"}), 3: (no_number, {"nonfinite_gradient", "nonfinite_loss"})}
     for stage, (spoil, checks) in ways.items():
         run = trainer_of(folder / str(stage), 2, stage=stage, **{**STEPS, "max_steps": 3})

@@ -1,4 +1,4 @@
-"""What tests of the page look at."""
+"""Helpers for tests of the page."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ INJECTED = "document.querySelectorAll('main :is(script, img, b, iframe, object, 
 
 
 def rows(page: Any, table: str) -> list[list[str]]:
-    """The cells of a table, as they are read."""
+    """The texts of the cells of a table, as displayed."""
     found: list[list[str]] = page.locator(f"#{table} tbody tr").evaluate_all(
         "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
     )
@@ -14,10 +14,10 @@ def rows(page: Any, table: str) -> list[list[str]]:
 
 
 def settled(page: Any) -> None:
-    """Wait until a list that was asked for is there."""
+    """Wait until a requested list is shown."""
     page.locator("[aria-busy=false]").wait_for(state="attached")
 
 
 def ready(page: Any, name: str) -> None:
-    """Wait until a part of the page is shown with all that it asked for."""
+    """Wait until a part of the page is shown with all its data."""
     page.locator(f"main[data-ready={name}]").wait_for()

@@ -1,4 +1,4 @@
-"""What the tests of the viewer share: folders that are made once, a server, a browser."""
+"""Fixtures of the viewer's tests: folders that are created once, a server, a browser."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def evaluations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two evaluations: `before` has two of twelve problems right, `after` ten."""
+    """Two evaluations: `before` solves two of twelve problems, `after` ten."""
     from tests.view.evaluations import make_evaluation
 
     folder = tmp_path_factory.mktemp("evaluations")
@@ -38,7 +38,7 @@ def desk(run_folder: Path, evaluations: Path) -> Desk:
 
 @pytest.fixture(scope="session")
 def served() -> Callable[[Desk], str]:
-    """Serves a desk in a thread until the session ends; returns the address."""
+    """A function that serves a desk in a thread until the session ends and returns the address."""
 
     def start(own: Desk) -> str:
         found, address = threading.Event(), []
@@ -56,10 +56,10 @@ def served() -> Callable[[Desk], str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium of the system, once for all tests of a module.
+    """The system's Chromium, started once per test module.
 
-    Playwright leaves an event loop running in this thread until it is closed, in which no other test could run one:
-    that is why it does not live for the whole session.
+    Playwright leaves an event loop running in this thread until it is closed, and other tests could not run their own
+    meanwhile. Therefore it does not stay open for the whole session.
     """
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
@@ -69,7 +69,7 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # The sandbox of chromium needs rights that containers lack; what is opened is our own.
+        # The sandbox of chromium needs privileges that containers lack; only pages of these tests are opened.
         started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield started
         started.close()
@@ -77,13 +77,13 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def complaints() -> list[str]:
-    """What a page complained about; a test takes out what it provoked."""
+    """The errors and warnings of a page; a test removes those that it provoked."""
     return []
 
 
 @pytest.fixture
 def page(browser: Any, complaints: list[str]) -> Iterator[Any]:
-    """A page that must not complain: no error, no refused script or style, no dialog, no request to elsewhere."""
+    """A page that must not cause errors, blocked scripts or styles, dialogs, or requests to other hosts."""
     context = browser.new_context(viewport={"width": 1200, "height": 900})
     context.set_default_timeout(15_000)
     own, wrong = context.new_page(), complaints

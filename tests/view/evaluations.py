@@ -1,4 +1,4 @@
-"""Folders as `gruppo eval` leaves them, without a model."""
+"""Evaluation folders as `gruppo eval` writes them, made without a model."""
 
 from pathlib import Path
 

@@ -24,7 +24,7 @@ CONTROLS = "a\x00b\x1b[31mred\x07\x08\x7f\x9b\u2028end"
 BIDI = "\u202egnp.exe\u202c and \u2066isolated\u2069"
 RIGHT_TO_LEFT = "مرحبا بالعالم 123 שלום"
 UNSEEN = "\u00ad\u034f\u115f\u180e\u200b\u200c\u200d\u2060\u2800\u3164\ufe0f\ufeff\uffa0\ufff9\U000e0041\U000e0100"
-EMOJI = "👩\u200d💻 ❤\ufe0f 1\ufe0f\u20e3 👍🏽"  # joiners and selectors that belong to a picture
+EMOJI = "👩\u200d💻 ❤\ufe0f 1\ufe0f\u20e3 👍🏽"  # joiners and selectors that are part of an emoji
 HOSTILE = [SCRIPT, HUGE_LINE, CONTROLS, BIDI, RIGHT_TO_LEFT, "</textarea></style>{{7*7}}${7*7}", UNSEEN, EMOJI]
 ODD_NAME = f"evil{BIDI}{UNSEEN}<b>מ"
 LONG = 4600  # tokens: more than the page shows at once
@@ -39,7 +39,7 @@ def encode(text: str) -> list[int]:
 
 
 def row(update: int, place: int, **changes: Any) -> RolloutRow:
-    """Completion `place` of an update: group 0 is always right, group 1 never, group 2 ever more often."""
+    """Completion `place` of an update: group 0 is always right, group 1 never, group 2 more often with each update."""
     group, sample = divmod(place, GROUP)
     right = float((True, False, sample < update)[group])
     ids = encode(f"The answer is {update + sample}.")
@@ -89,7 +89,7 @@ def make_run(folder: Path) -> Path:
     for update in range(UPDATES):
         replaced = [row(update, 4 + i, round=0, replaced=True, reward=None, advantage=None) for i in range(GROUP)]
         rows = rows_of(update)
-        if update == 2:  # dynamic sampling took another group in the place of group 1
+        if update == 2:  # dynamic sampling replaced group 1
             rows = [*replaced, *rows[:4], *(row(2, 4 + i, round=1) for i in range(GROUP)), *rows[8:]]
         recorder.rollouts(rows)
         recorder.metrics(update + 1, {"reward": update / 4, "loss": math.nan if update == 2 else -update / 8})
@@ -106,7 +106,7 @@ def hostile(place: int, text: str) -> RolloutRow:
 
 
 def make_odd_run(parent: Path) -> Path:
-    """A run in which everything that has a name or a text wants to hide or reorder something."""
+    """A run in which every name and text contains characters that hide or reorder text."""
     folder = parent / ODD_NAME
     recorder = RunRecorder(folder)
     recorder.begin(config={"model": ODD_NAME, ODD_NAME: [ODD_NAME]}, environment={})

@@ -1,8 +1,8 @@
 """Vision-language models of a few thousand weights with their processors, one of each family.
 
-Processors are made with the PIL classes of their image processors, by name: the other ones need torchvision. So do
-video processors, in whose place those of Qwen and Gemma 4 get a stand-in. The tokenizer has one token per character,
-and the tokens of all families.
+Processors use the PIL variants of their image processors, because the others need torchvision. So do video processors,
+which are replaced by a stand-in in the processors of Qwen and Gemma 4. The tokenizer has one token per character, plus
+the special tokens of all families.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ SPECIAL = [
     *("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>"),  # Gemma 4
 ]
 VOCABULARY = len(SPECIAL) + len(CHARACTERS) + 1
-LINE = "\n"  # some processors put lines around images
+LINE = "\n"  # some processors put line breaks around images
 
-# Hermes style. An unknown key in a part is taken for an image, as templates of models that are in use do it.
+# Hermes style. A part with a key `image` counts as an image whatever its type, as in templates of real models.
 TEMPLATE = """
 {%- if tools -%}<system>{%- for tool in tools -%}[{{ tool.function.name }}]{%- endfor -%}<eos>{%- endif -%}
 {%- for message in messages -%}
@@ -74,13 +74,13 @@ def token_id(token: str) -> int:
 
 @dataclass(frozen=True)
 class Family:
-    """How to make a model and its processor, and which tensors the processor gives for an image."""
+    """How to make a model and its processor, and which tensors the processor returns for an image."""
 
     name: str
     model: Callable[[], Any]
     processor: Callable[[], Any]
     tensors: tuple[str, ...]
-    types: str | None  # the name under which it tells image tokens from text
+    types: str | None  # the name of the tensor that distinguishes image tokens from text
     several: bool = True  # a prompt may have more than one image
 
     def make(self, seed: int = 0) -> tuple[Any, Any]:
@@ -117,7 +117,8 @@ QWEN_TOKENS = dict(
 def pil(name: str) -> Any:
     """The PIL class of an image processor.
 
-    From its own module: transformers 5.17 hides some of them where torchvision is missing, though they do without.
+    It is imported from its own module, because without torchvision transformers 5.17 hides some of these classes,
+    although they do not need it.
     """
     family = {"Qwen2VL": "qwen2_vl", "LlavaNext": "llava_next"}.get(name, name.lower())
     module = import_module(f"transformers.models.{family}.image_processing_pil_{family}")
@@ -166,7 +167,7 @@ def qwen3_vl() -> Any:
 
 
 class Missing:
-    """In the place of a video processor, or of one for sound."""
+    """Stands in for a video processor or a feature extractor for audio."""
 
 
 def without(missing: Sequence[str], kind: str, **kwargs: Any) -> Any:
@@ -177,14 +178,14 @@ def without(missing: Sequence[str], kind: str, **kwargs: Any) -> Any:
         return None if name in missing else parent.check_argument_for_proper_class(self, name, argument)
 
     def save(self: Any, folder: Any, **options: Any) -> None:
-        self.tokenizer.save_pretrained(folder)  # all that can be
+        self.tokenizer.save_pretrained(folder)  # the only part that can be saved
 
     methods = {"check_argument_for_proper_class": check, "__init__": parent.__init__, "save_pretrained": save}
     return type(kind, (parent,), methods)(**dict.fromkeys(missing, Missing()), **kwargs)
 
 
 def qwen_processor(kind: str) -> Any:
-    """With images of 8 to 24 pixels a side, a token for each 8 by 8 of them."""
+    """A processor for images of 8 to 24 pixels per side, with one token per 8 × 8 pixels."""
     images = pil("Qwen2VL")(
         patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 64, "longest_edge": 576}
     )
@@ -216,7 +217,7 @@ def idefics3_processor(kind: str, split: bool) -> Any:
         ("end_of_utterance_token", "<end_of_utterance>"),
     ):
         setattr(tokenizer, name, token)
-    # SmolVLM's own processor writes images as this one does, and needs another package for the numbers of videos.
+    # SmolVLM's own processor renders images like this one, but needs another package for the numbers in videos.
     return transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
 
 
@@ -233,7 +234,7 @@ def gemma3() -> Any:
         tie_word_embeddings=True,
     )
     model = transformers.Gemma3ForConditionalGeneration(config)
-    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # it begins with 0: blind
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # it is 0 at first: blind
     return model
 
 
@@ -268,7 +269,7 @@ def gemma4() -> Any:
 
 
 def gemma4_processor() -> Any:
-    """Up to 280 patches an image, four of which are a token; what is missing is padding."""
+    """A processor with up to 280 patches per image, four per token, padded to that number."""
     tokenizer = tiny_tokenizer("<|image|>")
     kinds = (("image", "<|image|>", "<|image>", "<image|>"), ("audio", "<|audio|>", "<|audio>", "<audio|>"))
     for kind, token, begin, end in kinds:
@@ -334,7 +335,7 @@ except ImportError:
 
 
 def picture(seed: int, size: tuple[int, int] = (16, 16)) -> Image.Image:
-    """Random colours."""
+    """An image of random colours."""
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=generator, dtype=torch.uint8)
     return Image.fromarray(pixels.numpy())

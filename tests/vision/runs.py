@@ -18,7 +18,7 @@ SIZES = ((16, 16), (24, 16), (16, 24))  # of images, in turn
 
 
 def row(number: int, images: int, **columns: Any) -> dict[str, Any]:
-    """A question about so many images."""
+    """A question about `images` images."""
     pictures = [picture(10 * number + i, SIZES[(number + i) % 3]) for i in range(images)]
     return {"prompt": [{"role": "user", "content": "what" + "?" * number}], "images": pictures, **columns}
 
@@ -37,7 +37,7 @@ def weights(trainer: Any) -> dict[str, Tensor]:
 
 
 def variety(completions: list[Any], **kwargs: Any) -> list[float]:
-    """How many characters differ, of strings and conversations."""
+    """The number of distinct characters, for strings and conversations."""
     return [len(set(text if isinstance(text, str) else text[-1]["content"])) / 10 for text in completions]
 
 

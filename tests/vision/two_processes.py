@@ -1,4 +1,4 @@
-"""An update of which process 0 has all rows with images, and process 1 those without; run by test_runs.py."""
+"""Updates in which process 0 has all rows with images, and process 1 those without; run by test_runs.py."""
 
 import os
 from pathlib import Path
