@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 ROLLOUTS = ("qwen2-1.5b", "qwen2-1.5b-fp32", "qwen2-7b", "smollm2", "demo-cpu")
 PEERS = {
-    "transformers": "its own transformers backend",  # not TRL's generate, which the table of steps has
+    "transformers": "gruppo's transformers backend",  # not TRL's generate, which the table of steps has
     "vllm": "vLLM 0.24 as TRL drives it",
     "vllm-best": "vLLM 0.24 in a plain script",
 }
@@ -136,7 +136,7 @@ def soaked(result: dict[str, Any]) -> str:
     """The outcome of a long run with faults and kills."""
     growth = max(process["memory_growth"] for process in result["processes"])
     left = sum(result["left"].values())
-    books = "books balance" if not result["problems"] else "; ".join(result["problems"])
+    books = "every row is accounted for" if not result["problems"] else "; ".join(result["problems"])
     return f"memory of a process grows by at most {growth:.1%} after its first tenth, {left} leaks, {books}"
 
 
