@@ -6,6 +6,7 @@ import json
 import os
 import random
 import socket
+import sys
 import zlib
 from collections.abc import Generator
 from pathlib import Path
@@ -98,6 +99,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_temporary_modules(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
+    """After each test file, unload modules that it wrote itself: the next file may use the same names."""
+    yield
+    written = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(written):
+            del sys.modules[name]
 
 
 @pytest.hookimpl(wrapper=True)
