@@ -381,12 +381,12 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         (
             "continuous-with-min-p",
             trainer(config={"use_transformers_continuous_batching": True, "min_p": 0.1}),
-            "does not know min_p=0.1; remove it, or set use_transformers_continuous_batching=False",
+            "does not support min_p=0.1; remove it, or set use_transformers_continuous_batching=False",
         ),
         (
             "continuous-with-static-cache",
             trainer(config={"use_transformers_continuous_batching": True, "cache_implementation": "static"}),
-            "does not know cache_implementation='static'",
+            "does not support cache_implementation='static'",
         ),
         ("unknown-loss", grpo(loss_type="drgrpo"), "loss_type='drgrpo' is not one of.*mean `dr_grpo`"),
         ("loss-gspo", grpo(loss_type="gspo"), "GSPO is loss_type='grpo' with importance_sampling_level='sequence'"),
