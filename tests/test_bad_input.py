@@ -660,12 +660,12 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         (
             "reward-of-a-missing-column",
             trainer(model="no/model", reward_funcs=takes_solution_and_more),
-            "'takes_solution_and_more' cannot be called: missing a required argument: 'solution'. It is given answer,",
+            "'takes_solution_and_more' cannot be called: missing a required argument: 'solution'. It receives answer,",
         ),
         (
             "reward-of-wrong-arguments",
             trainer(model="no/model", reward_funcs=[length_reward, takes_solution], train_dataset=chats()),
-            r"'takes_solution' cannot be called: .*let it take \*\*kwargs",
+            r"'takes_solution' cannot be called: .*add \*\*kwargs",
         ),
         (
             "reward-of-a-removed-column",
