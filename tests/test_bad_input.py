@@ -626,13 +626,13 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("number-as-prompt", data(rows(1, 2, 3)), "must be a non-empty string or .* has 1"),
         ("none-as-prompt", data(rows("a", None, "b")), "but a row has None"),
         ("no-messages", data(rows(chat("a"), [])), r"non-empty list of messages.* has \[\]"),
-        ("message-without-role", data(rows([{"content": "a"}])), "with `role` and `content`; found {'content': 'a'}"),
+        ("message-without-role", data(rows([{"content": "a"}])), "with `role` and `content`, not {'content': 'a'}"),
         (
             "message-without-content",
             data(rows([{"role": "user", "text": "a"}])),
             "neither content nor tool calls: {'role'",
         ),
-        ("message-as-text", data(rows(["a"], ["b"])), "found 'a'"),
+        ("message-as-text", data(rows(["a"], ["b"])), "not 'a'"),
         (
             "no-chat-template",
             trainer(train_dataset=chats(), processing_class=untold()),
