@@ -381,12 +381,12 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         (
             "continuous-with-min-p",
             trainer(config={"use_transformers_continuous_batching": True, "min_p": 0.1}),
-            "does not know min_p=0.1; remove it, or set use_transformers_continuous_batching=False",
+            "does not support min_p=0.1; remove it, or set use_transformers_continuous_batching=False",
         ),
         (
             "continuous-with-static-cache",
             trainer(config={"use_transformers_continuous_batching": True, "cache_implementation": "static"}),
-            "does not know cache_implementation='static'",
+            "does not support cache_implementation='static'",
         ),
         ("unknown-loss", grpo(loss_type="drgrpo"), "loss_type='drgrpo' is not one of.*mean `dr_grpo`"),
         ("loss-gspo", grpo(loss_type="gspo"), "GSPO is loss_type='grpo' with importance_sampling_level='sequence'"),
@@ -626,13 +626,13 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("number-as-prompt", data(rows(1, 2, 3)), "must be a non-empty string or .* has 1"),
         ("none-as-prompt", data(rows("a", None, "b")), "but a row has None"),
         ("no-messages", data(rows(chat("a"), [])), r"non-empty list of messages.* has \[\]"),
-        ("message-without-role", data(rows([{"content": "a"}])), "with `role` and `content`; found {'content': 'a'}"),
+        ("message-without-role", data(rows([{"content": "a"}])), "with `role` and `content`, not {'content': 'a'}"),
         (
             "message-without-content",
             data(rows([{"role": "user", "text": "a"}])),
             "neither content nor tool calls: {'role'",
         ),
-        ("message-as-text", data(rows(["a"], ["b"])), "found 'a'"),
+        ("message-as-text", data(rows(["a"], ["b"])), "not 'a'"),
         (
             "no-chat-template",
             trainer(train_dataset=chats(), processing_class=untold()),
@@ -660,12 +660,12 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         (
             "reward-of-a-missing-column",
             trainer(model="no/model", reward_funcs=takes_solution_and_more),
-            "'takes_solution_and_more' cannot be called: missing a required argument: 'solution'. It is given answer,",
+            "'takes_solution_and_more' cannot be called: missing a required argument: 'solution'. It receives answer,",
         ),
         (
             "reward-of-wrong-arguments",
             trainer(model="no/model", reward_funcs=[length_reward, takes_solution], train_dataset=chats()),
-            r"'takes_solution' cannot be called: .*let it take \*\*kwargs",
+            r"'takes_solution' cannot be called: .*add \*\*kwargs",
         ),
         (
             "reward-of-a-removed-column",

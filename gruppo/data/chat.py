@@ -144,8 +144,9 @@ def _render_from_prompt(example: dict[str, Any], others: set[str], render: Calla
     shared = _common_prefix([prompt, *whole.values()])
     if shared != prompt and len(shared) < len(_common_prefix([prompt, closed]).rstrip()):
         raise DataError(
-            "The chat template renders the prompt differently once an answer follows, so the two cannot be told "
-            f"apart: the texts part after {shared[-40:]!r}, within the prompt's messages. Render the row yourself."
+            "The chat template renders the prompt differently once an answer follows, so the two cannot be "
+            f"separated: the texts diverge after {shared[-40:]!r}, within the prompt's messages. Render the row "
+            "yourself."
         )
     return {"prompt": shared, **{key: text[len(shared) :] for key, text in whole.items()}}
 

@@ -137,7 +137,7 @@ def _joined(name: str, layout: Layout, batches: Sequence[TrainBatch], widths: Ma
     own_widths = [batch.completion_ids.shape[1] for batch in batches]
     if len(known) < len(values):
         if absent is None:
-            raise ValueError(f"{name} is known for the rows of some generations of an update, and not of others.")
+            raise ValueError(f"{name} is known for the rows of some generations of an update, but not of others.")
         sizes = [(len(batch), width) for batch, width in zip(batches, own_widths, strict=True)]
         values = [known[0].new_full(sizes[i], absent) if v is None else v for i, v in enumerate(values)]
     # Whether each tensor has one value per row, (B,) or (B, 1), rather than one per token.

@@ -26,13 +26,15 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
     if single is not None:
         if isinstance(single, list | tuple):
             raise DataError(
-                f"`image` is one image, but a row has a list of {len(single)}. Rename the column `images`."
+                f"`image` must be one image, but a row has a list of {len(single)}. Rename the column to `images`."
             )
         return [single]
     if several is None:
         return []
     if not isinstance(several, list | tuple):
-        raise DataError(f"`images` is a list, but a row has a {type(several).__name__}. Rename the column `image`.")
+        raise DataError(
+            f"`images` must be a list, but a row has a {type(several).__name__}. Rename the column to `image`."
+        )
     return list(several)
 
 
@@ -47,14 +49,16 @@ def conversation(row: Mapping[str, Any]) -> str | list[Message]:
     if isinstance(prompt, str):
         if images:
             raise DataError(
-                f"A row has {len(images)} images and the plain prompt {prompt[:80]!r}, in which there is no place for "
+                f"A row has {len(images)} images and the plain prompt {prompt[:80]!r}, which has no place for "
                 'them. Write it as [{"role": "user", "content": …}].'
             )
         return prompt
     messages = prepare_multimodal_messages([_without_gaps(message) for message in prompt], images)
     for block in blocks(messages):
         if block.get("type") not in TAKEN:
-            raise DataError(f"A prompt has content of type {block.get('type')!r}; only {' and '.join(TAKEN)} work.")
+            raise DataError(
+                f"A prompt has content of type {block.get('type')!r}; only {' and '.join(TAKEN)} are supported."
+            )
         if block["type"] == "image":
             block["image"] = open_image(block["image"])
     return messages
@@ -80,7 +84,7 @@ def _without_gaps(message: Message) -> Message:
         return dict(message)
     for block in content:
         if not isinstance(block, Mapping):
-            raise DataError(f"The parts of a content are dicts with a `type`; a prompt has {block!r}.")
+            raise DataError(f"The parts of a message's content must be dicts with a `type`; a prompt has {block!r}.")
     return {**message, "content": [{key: value for key, value in b.items() if value is not None} for b in content]}
 
 
@@ -97,13 +101,11 @@ def open_image(value: Any) -> Any:
     if isinstance(value, Mapping) and (value.get("bytes") or value.get("path")):
         value = value.get("bytes") or value["path"]
     if isinstance(value, str) and "://" in value[:16]:
-        raise DataError(
-            f"The image {value[:80]!r} is an address; nothing is downloaded. Put the image in the dataset."
-        )
+        raise DataError(f"The image {value[:80]!r} is a URL; images are not downloaded. Put the image in the dataset.")
     if not isinstance(value, str | bytes | Path):
         raise DataError(
-            f"An image is a PIL image, a file or the bytes of one, but a row has a {type(value).__name__}. "
-            "`dataset.cast_column('image', datasets.Image())` decodes a column."
+            "An image must be a PIL image, a file path or the bytes of a file, but a row has a "
+            f"{type(value).__name__}. `dataset.cast_column('image', datasets.Image())` decodes a column."
         )
     try:
         image = Image.open(io.BytesIO(value) if isinstance(value, bytes) else value)

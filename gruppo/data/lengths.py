@@ -72,7 +72,7 @@ def _encode(dataset: Any, places: Sequence[int], encoder: PromptEncoder) -> None
             break
     if wrong:
         first, *others = wrong
-        named = f" So are rows {', '.join(map(str, others[:MOST_NAMED]))}" if others else ""
+        named = f" Other invalid rows: {', '.join(map(str, others[:MOST_NAMED]))}" if others else ""
         named += " and more" if len(others) > MOST_NAMED else ""
         raise DataError(f"Row {first}: {wrong[first]}{named}{'.' if named else ''}")
 

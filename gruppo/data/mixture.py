@@ -51,7 +51,7 @@ def _check(config: "DatasetMixtureConfig") -> None:
     if any(with_fraction) and not any(entry.fraction for entry in config.datasets):
         raise ConfigError("every `fraction` is 0; give at least one dataset a positive share.")
     if config.streaming and any(with_fraction):
-        raise ConfigError("`fraction` needs the number of rows, which a stream does not know; set streaming=False.")
+        raise ConfigError("`fraction` needs the number of rows, which is unknown for a stream; set streaming=False.")
     if config.streaming and config.test_split_size is not None:
         raise ConfigError(f"test_split_size={config.test_split_size} cannot split a stream; set streaming=False.")
 
@@ -59,7 +59,9 @@ def _check(config: "DatasetMixtureConfig") -> None:
 def _check_rows(entries: "list[DatasetConfig]", parts: list[Any]) -> None:
     empty = [entry.path for entry, part in zip(entries, parts, strict=True) if entry.fraction and not len(part)]
     if empty:
-        raise DataError(f"{empty} has no rows, so that its `fraction` leaves nothing of the others either.")
+        raise DataError(
+            f"{empty} has no rows, so its `fraction` leaves no rows of the other datasets either. Remove it."
+        )
 
 
 def _load(entry: "DatasetConfig", streaming: bool) -> Any:

@@ -15,11 +15,11 @@ Schemas = Sequence[Mapping[str, Any]]  # of tools, in the format of chat templat
 
 # Arguments of apply_chat_template that users cannot set, and why.
 RENDERING = {
-    "conversation": "that is the prompt",
+    "conversation": "it is the prompt",
     "add_generation_prompt": "the model's turn always follows the prompt",
     "continue_final_message": "the model's turn always follows the prompt",
-    "tokenize": "token ids are what is needed",
-    "return_dict": "token ids are what is needed",
+    "tokenize": "token ids are needed",
+    "return_dict": "token ids are needed",
     "return_tensors": "prompts are padded later",
     "padding": "prompts are padded later",
     "truncation": "prompts are cut by max_prompt_length",
@@ -56,7 +56,7 @@ def read_prompt(row: Mapping[str, Any]) -> str | list[Message]:
     for message in prompt:
         if not isinstance(message, Mapping) or "role" not in message:
             raise DataError(
-                f"Each message of a conversational `prompt` is a dict with `role` and `content`; found {message!r}."
+                f"Each message of a conversational `prompt` must be a dict with `role` and `content`, not {message!r}."
             )
         if message.get("content") is None and not message.get("tool_calls"):
             raise DataError(f"A message of a conversational `prompt` has neither content nor tool calls: {message!r}.")
@@ -77,8 +77,8 @@ def require_conversation(row: Mapping[str, Any]) -> None:
     """Raise for a plain prompt, which has no place for tools or an environment's observations."""
     if isinstance(row.get("prompt"), str):
         raise DataError(
-            "Tools and environments need prompts that are conversations, which the chat template shows them in, but "
-            f"a row has the plain text {row['prompt'][:80]!r}. Write it as "
+            "Tools and environments need prompts that are conversations, because the chat template adds them there, "
+            f"but a row has the plain text {row['prompt'][:80]!r}. Write it as "
             '[{"role": "user", "content": …}].'
         )
 
@@ -116,7 +116,7 @@ class PromptEncoder:
     def _reject_own_arguments(self) -> None:
         """Raise for chat_template_kwargs that are arguments set by this class, not by the user."""
         given = {"tools": self.tools, "chat_template": self.chat_template}
-        ours = RENDERING | {name: "there are others already" for name, value in given.items() if value}
+        ours = RENDERING | {name: "the trainer sets it" for name, value in given.items() if value}
         for name, reason in ours.items():
             if name in self.chat_template_kwargs:
                 raise ConfigError(
@@ -234,7 +234,7 @@ def reject_reserved_columns(row: Mapping[str, Any]) -> None:
     for column in REWARD_ARGUMENTS:
         if column in row:
             raise DataError(
-                f"The dataset has a column `{column}`, but reward functions get something else under that name. "
+                f"The dataset has a column `{column}`, but reward functions get another argument of that name. "
                 "Rename the column."
             )
 

@@ -77,8 +77,8 @@ class ReadOrder:
             row_B = np.fromiter(islice(indices, rows), np.int64)
             if len(row_B) < rows:
                 raise DataError(
-                    f"The sampler ended before generation {generation} was complete; its length promises "
-                    f"{generations} of {rows} rows, each {copies} times. Let it yield as many indices as len() says."
+                    f"The sampler ended before generation {generation} was complete; its len() implies {generations} "
+                    f"generations of {rows} rows, each {copies} times. Let it yield as many indices as len() returns."
                 )
             first_P = row_B[::group_size].copy()
             alike = np.array_equal(np.repeat(first_P, group_size), row_B)

@@ -40,7 +40,7 @@ def read_vision(output: Mapping[str, Any], accepts: Collection[str]) -> Vision:
         names = sorted(unknown) or [name for name, value in given.items() if not isinstance(value, Tensor)]
         raise ConfigError(
             f"The processor makes {', '.join(names)} for this model, which cannot be joined for several prompts; "
-            f"known are {', '.join([*PIXELS, *TYPES])}."
+            f"supported are {', '.join([*PIXELS, *TYPES])}."
         )
     return Vision(
         pixels={name: given[name] for name in PIXELS if name in given},
@@ -136,7 +136,7 @@ class VisionEncoder(PromptEncoder):
         except DataError:
             raise
         except (ValueError, StopIteration) as error:  # StopIteration: more image tokens than images
-            said = str(error) or "its text and its images do not fit"
+            said = str(error) or "its text and its images do not match"
             raise DataError(
                 f"{type(self.tokenizer).__name__} cannot read a prompt: {said}. It begins with "
                 f"{str(without_images(prompt))[:80]!r}."
@@ -147,13 +147,13 @@ class VisionEncoder(PromptEncoder):
         assert vision is not None
         if any(len(types) != len(ids) for types in vision.types.values()):
             raise DataError(
-                f"A prompt has {len(ids)} tokens, but its processor made others: a hook that changes the tokens of "
-                "prompts cannot be used with images."
+                f"A prompt has {len(ids)} tokens, but its processor made a different number: a hook that "
+                "changes the tokens of prompts cannot be used with images."
             )
         if not vision.pixels and self.placeholders & set(ids):
             raise DataError(
                 "A prompt has a token that stands for an image, but no image. It begins with "
-                f"{str(without_images(text))[:80]!r}. Take the token out of the text, or add the image."
+                f"{str(without_images(text))[:80]!r}. Remove the token from the text, or add the image."
             )
         cut = len(ids) - len(prompt.ids)
         if vision.pixels and self.placeholders & set(ids[:cut]):

@@ -114,5 +114,5 @@ def find_ladder(ladder: "str | Ladder") -> Ladder:
     if ladder not in LADDERS:
         near = get_close_matches(str(ladder), LADDERS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"There is no ladder {ladder!r}; there are {', '.join(LADDERS)}, or pass a Ladder.{hint}")
+        raise ConfigError(f"Unknown ladder {ladder!r}; use one of {', '.join(LADDERS)}, or pass a Ladder.{hint}")
     return LADDERS[ladder]

@@ -133,7 +133,7 @@ class AsyncRewards:
         patience, rows = self.patience, count(arguments)
         until = None if patience.seconds is None else time.monotonic() + patience.seconds
         gate = asyncio.Semaphore(patience.concurrency)
-        late = f"The async reward '{name}' had no answer when the {patience.seconds} s for the batch were over."
+        late = f"The async reward '{name}' did not answer within the {patience.seconds} s for the batch."
         replies = [lost(Kind.TIMEOUT, late, 1) for _ in range(rows)]
 
         async def one(i: int) -> None:

@@ -32,7 +32,7 @@ class Log:
         values = list(values)
         if len(values) != self.rows:
             raise RewardError(
-                f"log_extra({column!r}) got {len(values)} values for {self.rows} completions; pass one each."
+                f"log_extra({column!r}) got {len(values)} values for {self.rows} completions; pass one per completion."
             )
         self.columns[column] = values
 
@@ -95,8 +95,8 @@ def check_arguments(function: Any, name: str, arguments: Arguments) -> None:
         signature.bind(**{**arguments, "log_extra": None, "log_metric": None})
     except TypeError as error:
         raise RewardError(
-            f"The reward function '{name}' cannot be called: {error}. It is given {', '.join(sorted(arguments))}, "
-            "log_extra and log_metric; let it take **kwargs for what it does not need."
+            f"The reward function '{name}' cannot be called: {error}. It receives {', '.join(sorted(arguments))}, "
+            "log_extra and log_metric; add **kwargs for those that it does not use."
         ) from error
 
 

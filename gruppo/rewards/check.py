@@ -87,7 +87,7 @@ class RewardCheck:
 
         console = console or Console()
         console.print(self.table())
-        for warning in self.warnings or ["Nothing to complain about."]:
+        for warning in self.warnings or ["No problems found."]:
             console.print(f"- {warning}" if self.warnings else warning, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -118,9 +118,9 @@ def check_reward(
         check_reward(exact_match, rows, template="A: {}").of("gold, in the template")[0].score == 1.0
     """
     if not callable(fn) or hasattr(fn, "state_dict"):
-        raise ConfigError(f"check_reward tries functions, not {type(fn).__name__}; wrap a model in a function.")
+        raise ConfigError(f"check_reward tests functions, not {type(fn).__name__}; wrap a model in a function.")
     if names_environments(fn):
-        raise ConfigError("check_reward has no environments to give to a reward that asks for them.")
+        raise ConfigError("check_reward has no environments to pass to a reward with a parameter `environments`.")
     if timeout <= 0 or slow <= 0 or max_rows < 1:
         raise ConfigError(f"timeout={timeout}, slow={slow} and max_rows={max_rows} must be positive.")
     chosen = [dict(row) for row, _ in zip(rows, range(max_rows), strict=False)]
@@ -128,7 +128,9 @@ def check_reward(
         raise DataError("check_reward needs at least one row.")
     column = _gold_column(chosen[0], gold)
     if template is not None and (PLACE not in template or column is None):
-        raise ConfigError(f"template={template!r} must have {PLACE} where the answer goes, and rows with an answer.")
+        raise ConfigError(
+            f"template={template!r} must have {PLACE} where the answer goes, and the rows must have a gold answer."
+        )
 
     name = getattr(innermost(fn), "__name__", None) or type(fn).__name__
     report = RewardCheck(name)
@@ -192,8 +194,8 @@ def _asker(fn: Callable[..., Any], name: str, bounds: "Bounds", report: RewardCh
         pool = Pool(timed, name, bounds)
     except ConfigError:
         report.warnings.append(
-            "cannot be sent to a worker process, because something it holds cannot be pickled: it was tried in this "
-            "process, where nothing can stop it; reward_timeout will refuse it"
+            "cannot be sent to a worker process, because something it uses cannot be pickled: it was tested in this "
+            "process, where it cannot be stopped; a run with reward_timeout will reject it"
         )
         yield lambda arguments: _ask_in_thread(timed, name, bounds.seconds, arguments)
         return
@@ -253,11 +255,11 @@ def _try_all(report: RewardCheck, ask: Ask, fn: Any, rows: Sequence[tuple[Mappin
         for case in cases:
             report.trials.append(_try(ask, i, row, case))
             if sum(trial.kind is Kind.TIMEOUT for trial in report.trials) >= MOST_TIMEOUTS:
-                report.warnings.append(f"ran out of time {MOST_TIMEOUTS} times; the rest was not tried")
+                report.warnings.append(f"timed out {MOST_TIMEOUTS} times; the remaining cases were skipped")
                 return
     if first.score != report.trials[0].score:
         again = f"{_shown(first)}, then {_shown(report.trials[0])}"
-        report.warnings.append(f"says something else about the same completion when asked again: {again}")
+        report.warnings.append(f"gives different results for the same completion: {again}")
 
 
 def _try(ask: Ask, i: int, row: Mapping[str, Any], case: Case) -> Trial:
@@ -289,7 +291,7 @@ def _about_trouble(report: RewardCheck, slow: float, timeout: float) -> Iterator
             lines = (failed.error or "").strip().splitlines()
             yield f"fails on '{name}': {lines[-1] if lines else 'no message'}"
         if any(t.kind is Kind.TIMEOUT for t in trials):
-            yield f"does not end within {timeout:g} s on '{name}'"
+            yield f"does not finish within {timeout:g} s on '{name}'"
         longest = max((t.seconds for t in trials if not t.kind.failed), default=0.0)
         if longest > slow:
             yield f"takes {longest:.1f} s on '{name}'"
@@ -302,7 +304,7 @@ def _about_scores(report: RewardCheck, formless: bool) -> Iterator[str]:
         yield "never gives a score"
         return
     if len(values) == 1 and len(report.trials) > 1:
-        form = "; if it wants the answer in a form of its own, say so: template='A: {}'" if formless else ""
+        form = "; if it requires the answer in a certain form, pass template='A: {}'" if formless else ""
         yield f"gives the same score to everything: {scored[0].score:g}{form}"
         return
     for i in sorted({t.row for t in report.trials}):
@@ -325,7 +327,7 @@ def _about_ranks(scored: list[Trial]) -> Iterator[str]:
             continue
         if top is None and score > lowest and trial.case.name in ("empty", "white space"):
             seen.add(trial.case.name)
-            yield f"scores '{trial.case.name}' {score:g}, and others less"
+            yield f"scores '{trial.case.name}' {score:g}, and other completions less"
         elif top is not None and score >= top:
             seen.add(trial.case.name)
             yield f"scores '{trial.case.name}' {score:g}, and the gold answer {top:g}"

@@ -55,7 +55,7 @@ class _MathAnswerReward:
         given = [(name, columns[name]) for name in self.columns if columns.get(name) is not None]
         if not given:
             raise RewardError(
-                f"math_answer_reward finds no gold answers: the dataset has no column {' or '.join(self.columns)}. "
+                f"math_answer_reward found no gold answers: the dataset has no column {' or '.join(self.columns)}. "
                 "Rename the column, or name it: get_math_answer_reward(column=...)."
             )
         for name, values in given:

@@ -28,7 +28,7 @@ def load_reward_model(name: str, trust_remote_code: bool) -> PreTrainedModel:
         mean = f" Did you mean `from gruppo.rewards import {close[0]}`?" if close else ""
         raise ConfigError(
             f"reward_funcs has the string {name!r}. A string means a reward model, by its name on the hub or its "
-            f"folder; a function is passed itself.{mean} The model could not be loaded: {error}"
+            f"folder; pass a function itself, not its name.{mean} The model could not be loaded: {error}"
         ) from error
 
 
@@ -43,8 +43,8 @@ def refuse_shipped_name(name: str) -> None:
         return
     call = f"; reward_funcs={name}(…)" if name.startswith("get_") else f"; reward_funcs={name}"
     raise ConfigError(
-        f"reward_funcs has the string {name!r}. A string means a reward model; the function of that name is passed "
-        f"itself: from gruppo.rewards import {name}{call}"
+        f"reward_funcs has the string {name!r}. A string means a reward model; pass the function itself: "
+        f"from gruppo.rewards import {name}{call}"
     )
 
 
@@ -98,7 +98,7 @@ def score_with_model(
         inputs = tokenizer.pad(rows, return_tensors="pt", padding=True, padding_side="right").to(device)
         found: list[float] = model(**inputs).logits[:, 0].float().tolist()
         if len(found) != len(places):
-            raise ValueError(f"The reward model has {len(found)} scores for {len(places)} texts.")
+            raise ValueError(f"The reward model returned {len(found)} scores for {len(places)} texts.")
         return found
 
     scores: dict[int, float | str] = {}

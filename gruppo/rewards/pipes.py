@@ -30,7 +30,7 @@ def receive(
     """Read a message; EOFError if the other side is gone, ValueError if it has more than `largest` bytes."""
     length = int.from_bytes(_read(pipe, HEADER, deadline, alive), "big")
     if largest is not None and length > largest:
-        raise ValueError(f"it has {length} bytes, and {largest} are allowed")
+        raise ValueError(f"it has {length} bytes, but at most {largest} are allowed")
     return _read(pipe, length, deadline, alive)
 
 

@@ -104,8 +104,8 @@ class Pool:
         seconds = RETRY_FACTOR * self.bounds.seconds
         waiting = iter(range(rows))
         late = (
-            f"The batch was asked again sample by sample, and the {seconds:g} s for that, or the {START_SECONDS} s to "
-            "load workers, were over."
+            f"The batch was retried sample by sample, but the {seconds:g} s for that, or the {START_SECONDS} s for "
+            "loading workers, ran out before this sample."
         )
         replies = [lost(Kind.TIMEOUT, late, 1) for _ in range(rows)]
         left = [TimeLeft(seconds) for _ in range(min(self.bounds.workers, rows))]
@@ -199,8 +199,8 @@ def packed_function(function: Any, name: str) -> bytes:
         except Exception as error:
             problem = problem or error
     raise ConfigError(
-        f"The reward '{name}' cannot be sent to a worker process: {problem!r}. Make what it uses (clients, locks, "
-        "open files) inside the function or in a module of its own, or leave reward_timeout at None to run it in "
+        f"The reward '{name}' cannot be sent to a worker process: {problem!r}. Create what it uses (clients, locks, "
+        "open files) inside the function or in a separate module, or leave reward_timeout at None to run it in "
         "this process."
     ) from problem
 

@@ -97,11 +97,11 @@ class Worker:
     def _what_is_wrong(self, reply: object, rows: int) -> str | None:
         """What is wrong with a reply, or None; something other than the worker may have written to the pipe."""
         if not isinstance(reply, Reply):
-            return f"was {type(reply).__name__}"
+            return f"has the type {type(reply).__name__}"
         if reply.number != self._number:
-            return f"was to request {reply.number}, not to {self._number}"
+            return f"belongs to request {reply.number}, not {self._number}"
         if reply.broken is None and len(reply.outcomes) != rows:
-            return f"was about {len(reply.outcomes)} completions, not {rows}"
+            return f"has {len(reply.outcomes)} results for {rows} completions"
         return None
 
     def _exchange(self, message: bytes, deadline: float) -> object:

@@ -291,8 +291,8 @@ class RewardRunner:
         if len(unscorable):
             i = int(unscorable[0])
             logger.warning(
-                f"{len(unscorable)} of {len(batch)} completions were scored by no reward function; they are left out "
-                f"of the baseline. The first one: prompt {shorten(batch.prompts[i])}, completion "
+                f"{len(unscorable)} of {len(batch)} completions were not scored by any reward function; they are left "
+                f"out of the baseline. The first one: prompt {shorten(batch.prompts[i])}, completion "
                 f"{shorten(batch.completions[i])}, columns {shorten(dict(batch.rows[i]))}."
             )
 
@@ -318,7 +318,9 @@ def ask_in_process(function: Any, name: str, arguments: Arguments) -> Reply:
         if time.monotonic() >= deadline:
             break
         replies.append(call(function, name, sample(arguments, i), i))
-    unasked = f"The reward '{name}' was not asked about it again, because too many others failed or took too long."
+    unasked = (
+        f"The reward '{name}' was not retried on this completion, because too many others failed or took too long."
+    )
     return join([*replies, *(lost(Kind.FAILURE, unasked, 1) for _ in range(rows - len(replies)))])
 
 
@@ -351,7 +353,7 @@ def snapshot(state: Any) -> Any:
 def check_memory_limit(memory_gb: float, any_worker: bool) -> None:
     if not any_worker:
         raise ConfigError(
-            f"reward_memory_gb={memory_gb} limits rewards in workers, and there are none: set reward_timeout."
+            f"reward_memory_gb={memory_gb} limits rewards in workers, but there are none: set reward_timeout."
         )
     if not Path("/proc/self/status").exists():
         raise ConfigError(f"reward_memory_gb={memory_gb} needs Linux; leave it out on this machine.")

@@ -50,9 +50,9 @@ def get_tag_format_reward(tags: Sequence[str] = ("think", "answer"), nothing_els
         raise ConfigError(f"tags={tags!r} must be a list with at least one name, such as ['think', 'answer'].")
     for tag in tags:
         if not isinstance(tag, str) or not re.fullmatch(r"[A-Za-z][\w.-]*", tag):
-            raise ConfigError(f"tags holds {tag!r}, which is no name of a tag; write 'think', not '<think>'.")
+            raise ConfigError(f"tags contains {tag!r}, which is not a tag name; write 'think', not '<think>'.")
     if len(set(tags)) < len(tags):
-        raise ConfigError(f"tags={list(tags)} names one twice; every tag must occur exactly once.")
+        raise ConfigError(f"tags={list(tags)} contains a name twice; each tag must occur exactly once.")
     return _TagFormatReward(tuple(tags), nothing_else)
 
 
@@ -83,7 +83,7 @@ def get_regex_reward(pattern: str, full: bool = True, flags: int = 0) -> _RegexR
     try:
         return _RegexReward(re.compile(pattern, flags), full)
     except (re.error, ValueError) as error:  # ValueError: contradictory flags
-        raise ConfigError(f"pattern={pattern!r} is no regular expression: {error}.") from error
+        raise ConfigError(f"pattern={pattern!r} is not a valid regular expression: {error}.") from error
 
 
 LengthKind = Literal["linear", "target", "band"]
@@ -147,7 +147,7 @@ def get_length_reward(
     if missing := NEEDED[kind] - numbers.keys():
         raise ConfigError(f"A {kind} length reward needs {' and '.join(sorted(missing))}.")
     if spare := numbers.keys() - ALLOWED[kind]:
-        raise ConfigError(f"A {kind} length reward has no use for {' and '.join(sorted(spare))}; leave it out.")
+        raise ConfigError(f"A {kind} length reward does not use {' and '.join(sorted(spare))}; leave it out.")
     for name, value in numbers.items():
         if value < (1 if name in ("maximum", "width") else 0):
             raise ConfigError(f"{name}={value} must be at least {1 if name in ('maximum', 'width') else 0}.")

@@ -96,7 +96,7 @@ def answer(function: Any, name: str, request: bytes) -> bytes:
         data = pickle.dumps(reply, protocol=5)
         if len(data) <= LARGEST_REPLY:
             return data
-        text = f"The reward '{name}' logged so much that its reply has {len(data)} bytes; {LARGEST_REPLY} are allowed."
+        text = f"The reward '{name}' logged so much that its reply has {len(data)} bytes (limit: {LARGEST_REPLY})."
     except Exception:
         text = f"What the reward '{name}' logged cannot be sent.\n{traceback.format_exc()}"
     reply = lost(Kind.FAILURE, text, rows)

@@ -46,7 +46,9 @@ class RolloutBackend:
 
     def begin(self, requests: Sequence[SampleRequest]) -> Any:
         """Like `sample`, without waiting, where another program does the sampling; see `vllm.inflight.InFlight`."""
-        raise NotImplementedError(f"{type(self).__name__} samples in this process.")
+        raise NotImplementedError(
+            f"{type(self).__name__} samples in this process, so it cannot sample in the background."
+        )
 
     @contextmanager
     def ready(self) -> Iterator[None]:

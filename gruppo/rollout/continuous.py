@@ -90,7 +90,7 @@ class ContinuousBatchingBackend(RolloutBackend):
         config = self.config
         if unread := [f"{name}={value!r}" for name, value in in_effect(config).items() if name not in _READ]:
             raise ConfigError(
-                f"transformers' continuous batching does not know {', '.join(unread)}; remove it, or set "
+                f"transformers' continuous batching does not support {', '.join(unread)}; remove it, or set "
                 "use_transformers_continuous_batching=False."
             )
         if config.max_new_tokens is None:
@@ -98,8 +98,8 @@ class ContinuousBatchingBackend(RolloutBackend):
         adapters = getattr(policy, "peft_config", {}).values()
         if virtual := [a for a in adapters if getattr(a, "is_prompt_learning", False)]:
             raise ConfigError(
-                f"{type(virtual[0]).__name__} puts virtual tokens before the prompt, which continuous batching leaves "
-                "out; set use_transformers_continuous_batching=False."
+                f"{type(virtual[0]).__name__} puts virtual tokens before the prompt, which continuous batching "
+                "ignores; set use_transformers_continuous_batching=False."
             )
 
     def _batching(self, model: Any, prompts: list[list[int]]) -> dict[str, Any]:

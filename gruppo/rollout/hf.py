@@ -35,7 +35,7 @@ class StopStrings(StoppingCriteria):  # type: ignore[misc]  # transformers has n
 
     def __init__(self, tokenizer: Any, strings: Sequence[str], prompt_width: int):
         if tokenizer is None:
-            raise ConfigError(f"stop_strings={list(strings)!r} need a tokenizer; give one to the backend.")
+            raise ConfigError(f"stop_strings={list(strings)!r} need a tokenizer; pass one to the backend.")
         self.criterion = StopStringCriteria(tokenizer, list(strings))
         self.prompt_width = prompt_width
         self.lengths: Tensor | None = None  # tokens of each row's completion up to its first string; 0 = none yet

@@ -124,8 +124,8 @@ def _report(args: Any, reasons: str) -> None:
         )
     if args.process_index == 0:
         logger.warning(
-            f"The built-in engine cannot sample here: {reasons}. transformers does; rollout_backend='transformers' "
-            "asks for it without this message."
+            f"The built-in engine cannot sample here: {reasons}. transformers is used instead; set "
+            "rollout_backend='transformers' to hide this message."
         )
 
 
@@ -138,11 +138,11 @@ def reject_blind_backends(args: Any) -> None:
     ):
         if asked:
             raise ConfigError(
-                f"{name} cannot sample for a processor, whose prompts may have images: only transformers' generate "
-                "is given them. Set rollout_backend='transformers', or pass the tokenizer to train on text."
+                f"{name} cannot be used with a processor, whose prompts may have images: only transformers' generate "
+                "receives them. Set rollout_backend='transformers', or pass the tokenizer to train on text."
             )
 
 
 def blind(model: Any) -> list[str]:
     """Why the built-in engine cannot sample where prompts may have images."""
-    return [f"prompts of {type(inner_model(model)).__name__} may have images, which it is not given"]
+    return [f"prompts of {type(inner_model(model)).__name__} may have images, which it does not support"]

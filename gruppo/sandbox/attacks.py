@@ -41,12 +41,12 @@ def unix_socket():
 
 def read(path):
     with open(path, "rb") as file:
-        return SECRET.encode() in file.read() and f"{os.path.basename(path)} of another was read"
+        return SECRET.encode() in file.read() and f"{os.path.basename(path)} outside the sandbox was read"
 
 
 def write(path, mode):
     with open(path, mode):
-        return "a file outside was opened for writing"
+        return "a file outside the sandbox was opened for writing"
 
 
 def fork_beyond_limit():

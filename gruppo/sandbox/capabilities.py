@@ -87,13 +87,15 @@ def _working_mechanisms(wanted: tuple[str, ...]) -> tuple[tuple[str, ...], dict[
             execution = execute("print('here')", "", False, PROBE_LIMITS, mechanisms)
         except MechanismError as refusal:
             if refusal.mechanism not in mechanisms:
-                raise SandboxError(f"A sandbox does not start here: {refusal}") from None
+                raise SandboxError(f"A sandbox cannot be started on this machine: {refusal}") from None
             refused[refusal.mechanism] = refusal.error
             if refusal.mechanism == "pid namespace":  # without it the guard needs the /proc that a new root hides
                 refused["mount namespace"] = "needs a pid namespace"
             continue
         if execution.stdout != "here\n":
-            raise SandboxError(f"Python does not run in a sandbox here: {execution.stderr.strip() or execution}")
+            raise SandboxError(
+                f"Python does not run in a sandbox on this machine: {execution.stderr.strip() or execution}"
+            )
         return mechanisms, refused
 
 
@@ -123,13 +125,13 @@ def _successful_attacks(mechanisms: tuple[str, ...]) -> dict[str, str]:
                 protection, _, how = line.partition(": ")
                 broken.setdefault(protection, how)
             if "attacked" not in broken:
-                raise SandboxError(f"The sandbox could not be tried out: {execution.stderr.strip() or execution}")
+                raise SandboxError(f"The sandbox could not be tested: {execution.stderr.strip() or execution}")
             del broken["attacked"]
             if decoy.poll() is not None:
-                broken["parent"] = "a process outside was killed"
+                broken["parent"] = "a process outside the sandbox was killed"
             untouched = victim.exists() and victim.read_text() == SECRET and victim.stat().st_mode & 0o777 == 0o666
             if not untouched or os.listdir(folder) != ["victim"]:
-                broken["writes"] = "a file outside was changed"
+                broken["writes"] = "a file outside the sandbox was changed"
         finally:
             decoy.kill()
             decoy.wait()

@@ -221,7 +221,7 @@ def _execution(jail: _Jail, limits: Limits) -> Execution:
         raise MechanismError(report["failed"], report["error"])
     if "exit_code" not in report:  # the guard itself died
         why = stderr.strip() or "it gave no reason"
-        raise SandboxError(f"The sandbox broke down with exit code {jail.process.returncode}: {why}")
+        raise SandboxError(f"The sandbox failed with exit code {jail.process.returncode}: {why}")
     reason = _reason(report, jail.overflowed, stderr, limits)
     return Execution(stdout, stderr, report["exit_code"], reason, report["seconds"])
 

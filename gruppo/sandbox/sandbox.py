@@ -31,7 +31,9 @@ class Sandbox:
             allow_unconfined = {allow_unconfined}
         unknown = sorted(set(allow_unconfined) - set(PROTECTIONS))
         if unknown:
-            raise ConfigError(f"allow_unconfined={unknown!r}: the protections are {', '.join(PROTECTIONS)}.")
+            raise ConfigError(
+                f"allow_unconfined={unknown!r} is unknown; the protections are {', '.join(PROTECTIONS)}."
+            )
         self.limits = limits or Limits()
         found = capabilities()
         refused = sorted(set(found.missing) - set(allow_unconfined))
@@ -62,4 +64,4 @@ def _say_once(text: str) -> None:
 
 def _say_what_is_missing(found: Capabilities) -> None:
     if found.missing:
-        _say_once(f"Model-written code runs without some protections, as allow_unconfined says:\n{found}")
+        _say_once(f"Model-written code runs without some protections, as allow_unconfined permits:\n{found}")

@@ -63,5 +63,5 @@ def hint(error: str, named: Collection[str] = ()) -> str:
         return ""
     return (
         f"\nReward workers do not get the environment variable {', '.join(held_back)}, which is set in this process. "
-        f"If the reward needs it: worker_env={held_back}."
+        f"If the reward needs it, set worker_env={held_back}."
     )

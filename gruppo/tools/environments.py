@@ -81,7 +81,7 @@ class Environments:
             return None
         if row.get(COLUMN) not in self.kinds:
             raise DataError(
-                f"A row wants the environment {row.get(COLUMN)!r}; environment_factory has "
+                f"A row has {COLUMN}={row.get(COLUMN)!r}, but environment_factory has "
                 f"{', '.join(map(repr, self.kinds))}. Name one of them in the column `{COLUMN}`."
             )
         name: str = row[COLUMN]
@@ -95,9 +95,9 @@ class Environments:
             kind.reset.bind(**columns)
         except TypeError as error:
             raise DataError(
-                f"{kind.cls.__name__}.reset{kind.reset} gets the columns of a row by name, and those of a row of the "
-                f"dataset, {', '.join(columns)}, do not fit: {error}. Change its arguments (`**row` takes whatever "
-                "else there is) or the dataset."
+                f"{kind.cls.__name__}.reset{kind.reset} gets the columns of a row as keyword arguments, and the "
+                f"columns of a row, {', '.join(columns)}, do not match: {error}. Change its parameters (`**row` takes "
+                "all other columns) or the dataset."
             ) from None
 
     def take(self, rows: Sequence[Mapping[str, Any]], mode: str) -> list[Any]:
@@ -209,14 +209,14 @@ def probe(factory: Any, name: str | None) -> tuple[Any, Kind]:
     cls = type(first)
     if not callable(getattr(cls, "reset", None)):
         raise ConfigError(
-            f"{which} made a {cls.__name__}, which has no method `reset`. Add `def reset(self, **row)`: it begins a "
-            "new episode, and may return what is added to the prompt."
+            f"{which} made a {cls.__name__}, which has no method `reset`. Add `def reset(self, **row)`: it starts a "
+            "new episode, and what it returns, if anything, is added to the prompt."
         )
     parameters = inspect.signature(first.reset).parameters.values()
     if not any(p.name == "prompt" or p.kind is p.VAR_KEYWORD for p in parameters):
         raise ConfigError(
-            f"{cls.__name__}.reset{inspect.signature(first.reset)} gets every column of a row by name, `prompt` among "
-            "them. Add `**row` to its arguments."
+            f"{cls.__name__}.reset{inspect.signature(first.reset)} gets every column of a row as a keyword argument, "
+            "including `prompt`. Add `**row` to its parameters."
         )
     methods = [
         attribute
@@ -254,7 +254,7 @@ def observation(value: Any) -> str | list[Any] | None:
     if isinstance(value, list):
         text_of_blocks(value)  # raises for blocks other than text
         return value
-    raise TypeError(f"reset must return None, a text or a list of content blocks, not {type(value).__name__}.")
+    raise TypeError(f"reset must return None, a string or a list of content blocks, not {type(value).__name__}.")
 
 
 def add_observation(prompt: Sequence[Message], seen: str | list[Any] | None) -> list[Message]:

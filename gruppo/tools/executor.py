@@ -177,8 +177,8 @@ class ToolExecutor:
         self._stuck.append(thread)
         thread.end(after=limit or 0.0)
         logger.warning(
-            "An async tool blocks its event loop, so that no other async tool can run: it may call time.sleep or wait "
-            "for something without `await`. The others go on in a new event loop."
+            "An async tool blocks its event loop, so no other async tool can run: it may call time.sleep or wait for "
+            "something without `await`. The other tools continue in a new event loop."
         )
 
     def _refused(self, call: Call) -> Outcome | None:

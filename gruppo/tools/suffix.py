@@ -111,7 +111,7 @@ class SuffixTokens:
         if both[: len(before)] != before:
             raise ConfigError(
                 f"The tokenizer joins the end of the assistant's turn, {kept[-20:]!r}, with what follows it, "
-                f"{text[:20]!r}, so that the tokens the model wrote would change. The chat template must end a turn "
+                f"{text[:20]!r}, so the tokens the model wrote would change. The chat template must end a turn "
                 "with a special token."
             )
         return list(both[len(before) :])

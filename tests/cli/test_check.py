@@ -299,6 +299,6 @@ def test_what_nobody_foresaw_is_a_line(recipe: Any, monkeypatch: pytest.MonkeyPa
 def test_advice_about_rewards_names_the_flag() -> None:
     findings = Findings()
     trial = SimpleNamespace(score=0.0, row=0)
-    tried = SimpleNamespace(trials=[trial], warnings=["gives the same score to everything: say so: template='A: {}'"])
+    tried = SimpleNamespace(trials=[trial], warnings=["gives the same score to everything; pass template='A: {}'"])
     check_parts._judge("mine", tried, findings)
-    assert said(findings, "reward", "warning").endswith("say so: --answer_template 'A: {}'")
+    assert said(findings, "reward", "warning").endswith("pass --answer_template 'A: {}'")

@@ -75,11 +75,11 @@ def test_other_flags_go_through() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--host", "0.0.0.0"], "unpickles what it is sent.*--weight-transfer nccl"),
-        (["--tensor-parallel-size", "2"], "reaches one GPU, the trainer's own, not 2"),
-        (["--data-parallel-size", "2"], "reaches one GPU"),
-        (["-tp", "2"], "reaches one GPU, the trainer's own, not 2"),
-        (["--tensor_parallel_size=2"], "reaches one GPU, the trainer's own, not 2"),
+        (["--host", "0.0.0.0"], "unpickles what it receives.*--weight-transfer nccl"),
+        (["--tensor-parallel-size", "2"], "works on one GPU, the trainer's own, not on 2"),
+        (["--data-parallel-size", "2"], "works on one GPU"),
+        (["-tp", "2"], "works on one GPU, the trainer's own, not on 2"),
+        (["--tensor_parallel_size=2"], "works on one GPU, the trainer's own, not on 2"),
         (["--logprobs-mode=raw_logprobs"], "would change what the trainer relies on"),
         (["--weight-transfer-config", "{}"], "would change what the trainer relies on"),
         (["--weight_transfer_config.backend=nccl"], "would change what the trainer relies on"),

@@ -44,10 +44,10 @@ class Counting(PromptEncoder):
     ("rows", "message"),
     [
         (dataset(2000, row1501="b" * CONTEXT), "^Row 1501: A prompt has 128 tokens, which leaves no room"),
-        (dataset(600, row7="b" * 300, row9="é" * 150), "^Row 7: A prompt has 300 tokens.* So are rows 9.$"),
+        (dataset(600, row7="b" * 300, row9="é" * 150), "^Row 7: A prompt has 300 tokens.* Other invalid rows: 9.$"),
         (
             dataset(600, **{f"row{i}": "b" * 300 for i in range(300, 500)}),
-            "^Row 300: .* So are rows 301, 302, 303, 304, 305 and more.$",
+            "^Row 300: .* Other invalid rows: 301, 302, 303, 304, 305 and more.$",
         ),
         (conversations(900, 899), "^Row 899: A prompt has 203 tokens"),
         (dataset(900, row899=""), "^Row 899: A row has an empty `prompt`"),

@@ -46,8 +46,8 @@ def test_a_turn_of_tool_calls_needs_no_content():
         (row(None), "a row has None"),
         (row(3), "a row has 3"),
         (row([]), r"a row has \[\]"),
-        (row(["hi"]), "found 'hi'"),
-        (row([{"content": "hi"}]), "found {'content': 'hi'}"),
+        (row(["hi"]), "not 'hi'"),
+        (row([{"content": "hi"}]), "not {'content': 'hi'}"),
         (row([{"role": "user"}]), "neither content nor tool calls"),
         (row([USER, {"role": "user", "content": None, "tool_calls": []}]), "neither content nor tool calls"),
     ],
@@ -197,7 +197,7 @@ def test_rows_of_a_text_dataset_may_have_an_image_column_of_nones():
     ("ours", "given", "message"),
     [
         ({}, {"tokenize": False}, r"chat_template_kwargs\['tokenize'\]=False cannot be set: token ids"),
-        ({"tools": [{"name": "f"}]}, {"tools": []}, r"\['tools'\]=\[\] cannot be set: there are others already"),
+        ({"tools": [{"name": "f"}]}, {"tools": []}, r"\['tools'\]=\[\] cannot be set: the trainer sets it"),
         ({"chat_template": "x"}, {"chat_template": "y"}, r"\['chat_template'\]='y' cannot be set"),
     ],
 )

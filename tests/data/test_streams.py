@@ -218,7 +218,7 @@ def test_a_sampler_that_ends_early_is_an_error():
 
     for count, generation in ((0, 0), (4, 1), (7, 2), (9, 2)):
         with pytest.raises(
-            DataError, match=f"before generation {generation} was complete.* 3 of 2 rows, each 2 times"
+            DataError, match=f"before generation {generation} was complete.* 3 generations of 2 rows, each 2"
         ):
             stream(count).rows(0, 0)
     assert names(stream(10).rows(0, 1)) == "p4 p5", "only copies are missing"

@@ -315,7 +315,7 @@ def test_the_backend_gets_its_settings_back(demo: Any, data: Path) -> None:
         ({"mode": "chain"}, "'cot' or 'tir'"),
         ({"rendering": "chat", "shots": 2}, "few-shot|Few-shot"),
         ({"backend": "vlm"}, "'auto', 'builtin', 'transformers' or 'vllm'"),
-        ({"backend": "vllm"}, "vLLM is asked for, but cannot be imported"),
+        ({"backend": "vllm"}, "vLLM was requested but cannot be imported"),
         ({"batch_size": 0}, "at least 1"),
         ({"tokenizer": None}, "needs its tokenizer"),
         ({"benchmark": []}, "at least one"),

@@ -190,7 +190,7 @@ def test_the_tolerance_and_the_units_are_settings():
     ("make", "message"),
     [
         (lambda: find_ladder("gsm8"), "Did you mean 'gsm8k'"),
-        (lambda: find_ladder("nothing like it"), "there are gsm8k, math, mgsm_zh, cmath"),
+        (lambda: find_ladder("nothing like it"), "use one of gsm8k, math, mgsm_zh, cmath"),
         (lambda: Ladder(literal=True, languages=("fr",)), "languages="),
         (lambda: Ladder(literal=True, languages=()), "languages="),
         (lambda: Ladder(literal=True, tolerance=-1), "tolerance=-1"),

@@ -45,7 +45,7 @@ def test_what_is_printed():
     screen = io.StringIO()
     check_reward(get_math_answer_reward("cmath"), ROWS, console=Console(file=screen, width=100))
     printed = screen.getvalue()
-    for part in ("math_answer_reward on 2 row(s)", "gold, boxed", "unbalanced braces", "Nothing to complain about."):
+    for part in ("math_answer_reward on 2 row(s)", "gold, boxed", "unbalanced braces", "No problems found."):
         assert part in printed
 
 
@@ -69,7 +69,7 @@ def test_the_empty_completion_wins():
     assert "scores 'empty' 1, and the gold answer 0.5" in report.warnings
     assert "the gold answer does not get the highest score" in report.warnings
     without_gold = check(likes_silence, [{"prompt": "p"}])
-    assert "scores 'empty' 1, and others less" in without_gold.warnings
+    assert "scores 'empty' 1, and other completions less" in without_gold.warnings
 
 
 async def always_one(completions, **kwargs):
@@ -118,7 +118,7 @@ def fickle(completions, **kwargs):
         (wrong_length, "returned 2 rewards for 1 completions"),
         (not_finite, "fails on 'empty': The reward function 'not_finite' returned nan"),
         (leaves, "fails on 'nul characters'"),
-        (fickle, "says something else about the same completion"),
+        (fickle, "gives different results for the same completion"),
     ],
 )
 def test_warnings_in_words(fn, warning):
@@ -141,8 +141,8 @@ def slow_on_long(completions, **kwargs):
 def test_a_hanging_reward_is_killed():
     begin = time.monotonic()
     report = check(hangs, timeout=1.0)
-    assert "does not end within 1 s on 'very long'" in report.warnings
-    assert "ran out of time 3 times; the rest was not tried" in report.warnings
+    assert "does not finish within 1 s on 'very long'" in report.warnings
+    assert "timed out 3 times; the remaining cases were skipped" in report.warnings
     assert time.monotonic() - begin < 60
 
 
@@ -162,7 +162,7 @@ def test_a_reward_that_cannot_be_sent_is_tried_here():
 
     report = check(guarded, timeout=0.5)
     assert report.warnings[0].startswith("cannot be sent to a worker process")
-    assert any("does not end within 0.5 s on 'very long'" in said for said in report.warnings)
+    assert any("does not finish within 0.5 s on 'very long'" in said for said in report.warnings)
 
 
 def test_what_the_reward_is_given():
@@ -213,7 +213,7 @@ def starts_well(completions, answer, **kwargs):
 def test_a_reward_with_a_form_of_its_own_is_told_the_form():
     warnings = check(exact, ROWS).warnings
     assert warnings == [
-        "gives the same score to everything: 0; if it wants the answer in a form of its own, say so: template='A: {}'"
+        "gives the same score to everything: 0; if it requires the answer in a certain form, pass template='A: {}'"
     ]
     report = check(exact, ROWS, template="A: {}")
     assert report.ok, report.warnings

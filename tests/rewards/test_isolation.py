@@ -81,9 +81,9 @@ def test_a_fork_in_this_process_does_not_become_a_second_run(how):
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (Reply([ABSTAINED] * 2, Log(2), number=1), "was to request 1, not to 2"),
-        (Reply([ABSTAINED] * 3, Log(3), number=2), "was about 3 completions, not 2"),
-        ("something", "was str"),
+        (Reply([ABSTAINED] * 2, Log(2), number=1), "belongs to request 1, not 2"),
+        (Reply([ABSTAINED] * 3, Log(3), number=2), "has 3 results for 2 completions"),
+        ("something", "has the type str"),
     ],
 )
 def test_a_reply_that_belongs_to_no_question_ends_the_worker(reply, message, monkeypatch):

@@ -151,7 +151,7 @@ def test_golds_that_cannot_be_used(golds, message):
     ("arguments", "message"),
     [
         ({"answers_mode": "some"}, "answers_mode='some'"),
-        ({"ladder": "gsm"}, "there are gsm8k"),
+        ({"ladder": "gsm"}, "use one of gsm8k"),
         ({"column": ""}, "column=''"),
         ({"column": 3}, "column=3"),
     ],

@@ -203,14 +203,14 @@ def test_a_lost_completion_is_an_error(monkeypatch):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_it_would_drop_is_an_error(settings, named):
-    with pytest.raises(ConfigError, match=f"does not know {named}; remove it"):
+    with pytest.raises(ConfigError, match=f"does not support {named}; remove it"):
         backend(tiny_model(), **settings)
 
 
 def test_settings_are_checked_anew_each_time():
     sampler = backend(tiny_model())
     sampler.config.min_p = 0.2
-    with pytest.raises(ConfigError, match=r"does not know min_p=0\.2"):
+    with pytest.raises(ConfigError, match=r"does not support min_p=0\.2"):
         sampler.sample(REQUESTS)
     sampler.config.min_p, sampler.config.max_new_tokens = None, None
     with pytest.raises(ConfigError, match="max_new_tokens=None"):

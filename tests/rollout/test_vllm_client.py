@@ -49,10 +49,10 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         "vLLM 0.10.2 of the server",
     ),
     ({"/version": {"version": "0.31.0"}, "/v1/models": {}}, "vLLM 0.31.0 of the server at .* is not supported"),
-    ({"/v1/models": {}}, r"does not describe itself as vLLM 0.24 to 0.27 does \(KeyError: 'data'\)"),
-    ({"/v1/models": {"data": []}}, "does not describe itself .*IndexError"),
-    ({"/get_world_size": {}}, "does not describe itself .*world_size"),
-    ({"/server_info?config_format=json": {**KNOWN, "vllm_config": "a text"}}, "does not describe itself"),
+    ({"/v1/models": {}}, r"does not report its settings as vLLM 0.24 to 0.27 does \(KeyError: 'data'\)"),
+    ({"/v1/models": {"data": []}}, "does not report its settings .*IndexError"),
+    ({"/get_world_size": {}}, "does not report its settings .*world_size"),
+    ({"/server_info?config_format=json": {**KNOWN, "vllm_config": "a text"}}, "does not report its settings"),
     ({"/server_info?config_format=json": {"vllm_config": KNOWN["vllm_config"]}}, "KeyError: 'vllm_env'"),
 ]
 

@@ -174,7 +174,7 @@ def test_memory_is_given_back_on_request(model: Any) -> None:
 def test_vllm_that_is_not_installed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(
-        ConfigError, match=r"cannot be imported.*pip install vllm.*built-in engine, which needs nothing"
+        ConfigError, match=r"cannot be imported.*pip install vllm.*built-in engine, which needs no extra package"
     ):
         backend_of(model)
 
@@ -187,7 +187,7 @@ def test_a_release_that_is_not_known(model: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_model_without_a_folder() -> None:
-    with pytest.raises(ConfigError, match=r"from a name or a folder, and this one has none. Save it"):
+    with pytest.raises(ConfigError, match=r"by its name or from a folder, but this one has neither. Save it"):
         backend_of(tiny_model())
 
 

@@ -162,7 +162,7 @@ def test_rows_name_their_environment() -> None:
     pool.reset(taken, rows)
     assert set(taken[1].rows[0]) == {"prompt", "goal"}, "the name is not a column of the episode"
     for row in ({**ROW, "environment": "chess"}, ROW):
-        with pytest.raises(DataError, match=r"wants the environment .* has 'count', 'quiet'"):
+        with pytest.raises(DataError, match=r"A row has environment=.* has 'count', 'quiet'"):
             pool.take([row], "train")
 
 

@@ -326,7 +326,7 @@ BOTH = {"number": Guess, "chess": Chess}
             ConfigError,
             "`guess` is a tool and a method of .* Guess",
         ),
-        ({"environment_factory": BOTH}, {}, DataError, "wants the environment None"),
+        ({"environment_factory": BOTH}, {}, DataError, "A row has environment=None, but"),
         ({"environment_factory": BOTH, "train_dataset": None}, {}, ConfigError, "works with one environment"),
         ({"environment_factory": Guess, "train_dataset": None}, {"max_steps": -1}, ConfigError, "Set max_steps"),
         ({"train_dataset": None}, {}, ConfigError, "train_dataset is missing"),
@@ -334,7 +334,7 @@ BOTH = {"number": Guess, "chess": Chess}
             {"environment_factory": BOTH, "train_dataset": questions("q", environment=["go"])},
             {},
             DataError,
-            "wants the environment 'go'; environment_factory has 'number', 'chess'",
+            "environment='go', but environment_factory has 'number', 'chess'",
         ),
         ({"environment_factory": BOTH}, {"remove_unused_columns": True}, ConfigError, "would remove the column"),
         (
@@ -347,7 +347,7 @@ BOTH = {"number": Guess, "chess": Chess}
             {"environment_factory": Level},
             {},
             DataError,
-            r"Level.reset\(level.*those of a row of the dataset, prompt, do not fit: missing.*'level'",
+            r"Level.reset\(level.*the columns of a row, prompt, do not match: missing.*'level'",
         ),
         (
             {"environment_factory": {"level": Level}, "train_dataset": questions("q", environment=["level"])},

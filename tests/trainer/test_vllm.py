@@ -425,7 +425,7 @@ def test_processes_ask_for_their_own_rows_and_one_sends_the_weights(
     assert zero["ratio"] == one["ratio"]
     for name, value in expected.items():
         torch.testing.assert_close(torch.tensor(zero["weights"][name]), torch.tensor(value), rtol=1e-4, atol=1e-5)
-    assert "all of them must renew it together" in zero["error"]
+    assert "all of them must update vLLM together" in zero["error"]
     assert zero["after"] == one["after"] == 1
 
 

@@ -84,7 +84,9 @@ def test_images_of_other_sizes_are_padded_as_their_model_expects() -> None:
 def test_a_processor_that_makes_something_unknown_is_refused() -> None:
     output = {"input_ids": torch.ones(1, 2), "pixel_values": torch.ones(1, 2), "depth_values": torch.ones(1, 2)}
     assert set(read_vision(output, {"pixel_values"}).pixels) == {"pixel_values"}, "the model does not take the other"
-    with pytest.raises(ConfigError, match=r"makes depth_values for this model.*known are pixel_values, image_grid"):
+    with pytest.raises(
+        ConfigError, match=r"makes depth_values for this model.*supported are pixel_values, image_grid"
+    ):
         read_vision(output, {"pixel_values", "depth_values"})
     with pytest.raises(ConfigError, match="makes pixel_values for this model"):
         read_vision({"pixel_values": [torch.ones(1), torch.ones(2)]}, {"pixel_values"})

@@ -121,7 +121,7 @@ def test_vllm_is_not_given_images(tmp_path: Path, asked: dict[str, Any]) -> None
     args = make(tmp_path).args
     for name, value in asked.items():
         setattr(args, name, value)
-    with pytest.raises(ConfigError, match=r"vllm.* cannot sample for a processor, whose prompts may have images"):
+    with pytest.raises(ConfigError, match=r"vllm.* cannot be used with a processor, whose prompts may have images"):
         reject_blind_backends(args)
 
 

@@ -93,8 +93,8 @@ class VLLMBackend(RolloutBackend):
 
     def _why_stale(self) -> str:
         return (
-            "vLLM holds other weights than the policy. With several processes all of them must renew it together: "
-            "call trainer.backend.refresh() on each before sampling."
+            "The weights in vLLM differ from the policy's. With several processes all of them must update vLLM "
+            "together: call trainer.backend.refresh() on each before sampling."
         )
 
     def forget(self) -> None:

@@ -71,7 +71,7 @@ def hold(url: str, instance: str) -> RunLock:
         lock.acquire()
     except RunLockedError as error:
         raise ConfigError(
-            f"Another trainer on this machine samples from the vLLM server at {url} and sends it weights. Start a "
-            "server for this one, `gruppo vllm-serve MODEL --port PORT`, and set vllm_server_port."
+            f"Another trainer on this machine samples from the vLLM server at {url} and sends it weights. Start "
+            "another server for this one (`gruppo vllm-serve MODEL --port PORT`) and set vllm_server_port."
         ) from error
     return lock

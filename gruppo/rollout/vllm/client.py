@@ -80,7 +80,7 @@ class Line:
         """Add a connection; raises if the line has been cancelled."""
         with self._lock:
             if self._given_up.is_set():
-                raise ConnectionAbortedError("the call was given up")
+                raise ConnectionAbortedError("the call was cancelled")
             self._sockets.add(connected)
 
     def leave(self, connected: Any) -> None:
@@ -154,7 +154,7 @@ class VLLMClient:
                 raise
             raise ConfigError(
                 f"The server at {self.url} has no /server_info: it was started without VLLM_SERVER_DEV_MODE=1 and "
-                "takes no weights. Start it with `gruppo vllm-serve MODEL`."
+                "does not accept weights. Start it with `gruppo vllm-serve MODEL`."
             ) from error
         models, workers = self.get("/v1/models"), self.get("/get_world_size")
         with self._in_known_words():
@@ -184,7 +184,7 @@ class VLLMClient:
                 raise
             said = None
         if said is None:
-            raise ConfigError(f"What answers at {self.url} has no /version: it is not a vLLM server.")
+            raise ConfigError(f"The server at {self.url} has no /version: it is not a vLLM server.")
         check_version(str(said), f"the server at {self.url}")
         return str(said)
 
@@ -194,7 +194,7 @@ class VLLMClient:
             yield
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
-                f"The server at {self.url} does not describe itself as vLLM {supported()} does "
+                f"The server at {self.url} does not report its settings as vLLM {supported()} does "
                 f"({type(error).__name__}: {error}). Start it with `gruppo vllm-serve MODEL`."
             ) from error
 
@@ -240,7 +240,7 @@ class VLLMClient:
             except ServerDownError as error:
                 if attempt == RETRIES or isinstance(error.__cause__, TimeoutError) or line.sleep(0):
                     raise
-                logger.warning(f"{error} Asking again ({attempt} of {RETRIES - 1}).")
+                logger.warning(f"{error} Retrying ({attempt} of {RETRIES - 1}).")
                 line.sleep(POLL_SECONDS * attempt)
         raise AssertionError("the last attempt returns or raises")
 
@@ -292,7 +292,7 @@ def _connected(connection: http.client.HTTPConnection, deadline: float) -> Any:
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("the time of the call is over")
+        raise TimeoutError("the call timed out")
     return left
 
 

@@ -121,7 +121,9 @@ class VLLMColocateBackend(VLLMBackend):
             raise
         self._wake("kv_cache")
         if self.llm.reset_prefix_cache() is False:
-            raise RolloutError("vLLM did not reset its prefix cache, which holds keys and values of the old weights.")
+            raise RolloutError(
+                "vLLM did not reset its prefix cache, whose entries were computed with the old weights."
+            )
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
@@ -215,8 +217,8 @@ def _folder(model: Any) -> str:
     name = model_name(model)
     if not name:
         raise ConfigError(
-            "vLLM loads the model from a name or a folder, and this one has none. Save it with save_pretrained, with "
-            "its tokenizer, and pass the folder."
+            "vLLM loads the model by its name or from a folder, but this one has neither. Save it and its tokenizer "
+            "with save_pretrained, and pass the folder."
         )
     return name
 
@@ -231,8 +233,8 @@ def make_engine(arguments: Mapping[str, Any]) -> tuple[Any, Any]:
         import vllm
     except ImportError as error:
         raise ConfigError(
-            f"vLLM is asked for, but cannot be imported: {error}. Install it (pip install vllm), leave it to a server "
-            "(vllm_mode='server'), or sample with the built-in engine, which needs nothing."
+            f"vLLM was requested but cannot be imported: {error}. Install it (pip install vllm), use a server "
+            "(vllm_mode='server'), or sample with the built-in engine, which needs no extra package."
         ) from error
     check_version(vllm.__version__, "this environment")
     return vllm, vllm.LLM(**{name: value for name, value in arguments.items() if value is not None})

@@ -104,7 +104,7 @@ class InFlight:
     def _fail(self, error: BaseException) -> None:
         is_slow = isinstance(error.__cause__, TimeoutError)  # a retry would only add load
         if isinstance(error, ServerDownError) and not is_slow:
-            self.lost = f"went away while it sampled ({error})"
+            self.lost = f"became unreachable while sampling ({error})"
         else:
             self._error = error
 

@@ -126,7 +126,7 @@ def completions_of(
     found: dict[int, list[Completion]] = {}
     for ask, given in zip(asks, answers, strict=True):
         if len(given) != ask.n:
-            raise RolloutError(f"vLLM returned {len(given)} completions for a request of {ask.n}.")
+            raise RolloutError(f"vLLM returned {len(given)} completions for a request for {ask.n}.")
         found.setdefault(ask.place, []).extend(completion(answer, stop_ids, pad_id) for answer in given)
     none = Completion([], StopReason.NO_ROOM)
     return [each for i, request in enumerate(requests) for each in found.get(i, [none] * request.count)]

@@ -19,9 +19,10 @@ DESCRIPTION = """\
 Start a vLLM server that a trainer with vllm_mode="server" can sample from and send weights to.
 
   gruppo vllm-serve MODEL                               on the trainer's own GPU, weights by CUDA IPC
-  gruppo vllm-serve MODEL --weight-transfer nccl        on GPUs of its own, weights by NCCL
+  gruppo vllm-serve MODEL --weight-transfer nccl        on separate GPUs, weights by NCCL
 
-It prints the command and becomes it. Options that are not listed here go to `vllm serve` as they are.
+The command is printed, then run in place of this process.
+Options that are not listed here are passed to `vllm serve`.
 """
 # The flags that the trainer relies on; the user must not set them.
 FIXED = ("--weight-transfer-config", "--logprobs-mode", "--generation-config", "--api-server-count", "-asc")
@@ -43,22 +44,22 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gruppo vllm-serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="a name or folder; the policy of the run")
+    parser.add_argument("model", help="name or folder of the model: the policy of the run")
     parser.add_argument("--weight-transfer", choices=("ipc", "nccl"), default="ipc", help="default: ipc")
-    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1 (this machine only)")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--revision")
     parser.add_argument(
-        "--dtype", default="auto", help="default: auto, that of the checkpoint; float32 becomes 16 bits"
+        "--dtype", default="auto", help="default: auto (that of the checkpoint, or 16 bits if that is float32)"
     )
-    parser.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="default: 0.9, with ipc 0.3")
+    parser.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="default: 0.9, or 0.3 with ipc")
     parser.add_argument("--max-model-len", type=int, metavar="TOKENS")
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="GPUS")
     parser.add_argument("--data-parallel-size", "-dp", type=int, default=1, metavar="COPIES")
     parser.add_argument("--model-impl", default="vllm", choices=("auto", "vllm", "transformers"))
-    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--enforce-eager", action="store_true", help="do not use CUDA graphs")
     parser.add_argument("--trust-remote-code", action="store_true")
-    parser.add_argument("--print", action="store_true", help="print the command and do not run it")
+    parser.add_argument("--print", action="store_true", help="print the command without running it")
     return parser
 
 
@@ -115,12 +116,12 @@ def _check(options: argparse.Namespace, further: Sequence[str]) -> None:
     if options.weight_transfer == "ipc":
         if options.host not in LOOPBACK:
             raise ConfigError(
-                f"--host {options.host} with --weight-transfer ipc: the server unpickles what it is sent, so that "
-                "whoever reaches its port could run programs. Use --host 127.0.0.1, or --weight-transfer nccl."
+                f"--host {options.host} with --weight-transfer ipc: the server unpickles what it receives, so "
+                "anyone who can reach its port could run code. Use --host 127.0.0.1, or --weight-transfer nccl."
             )
         gpus = options.tensor_parallel_size * options.data_parallel_size
         if gpus != 1:
-            raise ConfigError(f"--weight-transfer ipc reaches one GPU, the trainer's own, not {gpus}. Use nccl.")
+            raise ConfigError(f"--weight-transfer ipc works on one GPU, the trainer's own, not on {gpus}. Use nccl.")
     for flag in further:
         if flag.partition("=")[0].partition(".")[0].replace("_", "-") in FIXED:
             raise ConfigError(f"{flag} would change what the trainer relies on; leave it out.")
@@ -137,7 +138,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("vLLM is not installed in this environment: pip install vllm, or run the printed command.")
     if options.weight_transfer == "ipc" and find_spec("ray") is None:
         raise ConfigError(
-            "vLLM's IPC transfer imports ray, which is not installed in this environment and not among what vLLM "
-            "requires: pip install ray. It is not used here, so that an empty module ray.py will do as well."
+            "vLLM's IPC transfer imports ray, which is not installed in this environment and is not a dependency of "
+            "vLLM: pip install ray. It is imported but not used, so an empty module ray.py also works."
         )
     os.execve(command.arguments[0], command.arguments, {**os.environ, **command.environment})

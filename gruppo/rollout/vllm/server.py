@@ -74,7 +74,7 @@ class VLLMServerBackend(VLLMBackend):
         self.client.wait_until_up(self.start_timeout, self.pause)
         if self.client.instance() == self.facts.instance:
             return
-        logger.warning(f"The vLLM server at {self.client.url} was started again, and has lost the weights.")
+        logger.warning(f"The vLLM server at {self.client.url} was restarted and has lost the weights.")
         self.forget()
         self._restarted = True
         facts = self.client.facts()
@@ -87,12 +87,12 @@ class VLLMServerBackend(VLLMBackend):
         self.facts, self.context_length = facts, facts.context_length
 
     def _why_stale(self) -> str:
-        return self._cannot_send("was started again") if self._restarted else super()._why_stale()
+        return self._cannot_send("was restarted") if self._restarted else super()._why_stale()
 
     def _cannot_send(self, what: str) -> str:
         return (
-            f"The vLLM server at {self.client.url} {what}. With several processes the run cannot send it the weights "
-            "again by itself; resume from the last checkpoint."
+            f"The vLLM server at {self.client.url} {what}. With several processes the weights cannot be sent again "
+            "automatically; resume from the last checkpoint."
         )
 
     def _renew(self) -> None:
@@ -157,11 +157,14 @@ class VLLMServerBackend(VLLMBackend):
             except ServerDownError as error:
                 if isinstance(error.__cause__, TimeoutError):
                     raise  # the server is up but too slow: a retry would only add load
-                what = f"went away while it sampled ({error})"
+                what = f"became unreachable while sampling ({error})"
             if PartialState().num_processes > 1:
                 raise RolloutError(self._cannot_send(what))
-            logger.warning(f"The vLLM server at {self.client.url} {what}; asking again when it is there.")
-        raise RolloutError(f"The vLLM server at {self.client.url} {what}, {RESTARTS + 1} times in one generation.")
+            logger.warning(f"The vLLM server at {self.client.url} {what}; retrying once it is available.")
+        raise RolloutError(
+            f"Sampling from the vLLM server at {self.client.url} failed {RESTARTS + 1} times in one generation. The "
+            f"last time, the server {what}."
+        )
 
     def _changes(self) -> Callable[[], str]:
         """A function that reports what has since made the server sample from other weights, or an empty string."""
@@ -169,8 +172,8 @@ class VLLMServerBackend(VLLMBackend):
 
         def since() -> str:
             if self.client.instance() != held.instance:
-                return "was started again while it sampled"
-            return "was sent the weights of another trainer while it sampled" if held.copy is not copy else ""
+                return "was restarted while sampling"
+            return "received the weights of another trainer while sampling" if held.copy is not copy else ""
 
         return since
 
@@ -197,30 +200,31 @@ def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> N
     """Raise for a server that the trainer cannot sample from."""
     if not policy:
         logger.warning(
-            f"The policy has no name or folder: it cannot be compared with what the server at {url} serves, "
-            f"{facts.model!r}."
+            f"The policy has no name or folder, so it cannot be compared with the model that the server at {url} "
+            f"serves, {facts.model!r}."
         )
     elif not any(_is_same(policy, served) for served in (facts.model, facts.root)):
         raise ConfigError(
             f"The server at {url} serves {facts.model!r} (from {facts.root!r}), but the policy is {policy!r}. Start "
-            f"it with `gruppo vllm-serve {policy}`; a copy of the policy in another place with --served-model-name "
-            f"{policy}."
+            f"it with `gruppo vllm-serve {policy}`. If it serves a copy of the policy from another path, add "
+            f"--served-model-name {policy}."
         )
     if facts.api_processes != 1:
         raise ConfigError(
-            f"The server at {url} has {facts.api_processes} API processes, each with an instance id of its own, by "
-            "which a restart is noticed. Start it with `gruppo vllm-serve MODEL`, or with --api-server-count 1."
+            f"The server at {url} has {facts.api_processes} API processes, each with its own instance id, so "
+            "restarts cannot be detected. Start it with `gruppo vllm-serve MODEL`, or with --api-server-count 1."
         )
     if facts.connector is not None:
         logger.warning(
-            f"The server at {url} keeps keys and values outside the engine as well ({facts.connector}). It is told to "
-            "drop them with every transfer, but vLLM does not say whether it did, and not every connector can: those "
-            "of old weights may be used. Start it without --kv-transfer-config and --kv-offloading-size."
+            f"The server at {url} also keeps KV cache outside the engine ({facts.connector}). Every weight transfer "
+            "requests that it be cleared, but vLLM does not report whether that happened, and not every connector "
+            "supports it: entries computed with old weights may be used. Start it without --kv-transfer-config "
+            "and --kv-offloading-size."
         )
     if logps and facts.logprobs_mode != "processed_logprobs":
         raise ConfigError(
-            f"The server at {url} returns {facts.logprobs_mode!r}, log-probs of another distribution than it samples "
-            "from, and the correction of the sampler needs those. Start it with `gruppo vllm-serve MODEL`, or with "
+            f"The server at {url} returns {facts.logprobs_mode!r}, but the importance-sampling correction needs the "
+            "log-probs of the distribution that it samples from. Start it with `gruppo vllm-serve MODEL`, or with "
             "--logprobs-mode processed_logprobs."
         )
 

@@ -97,22 +97,22 @@ def make_sender(client: VLLMClient, facts: ServerFacts, *, group_port: int) -> S
         return NCCLSender(client, group_port)
     if facts.transfer != "ipc":
         raise ConfigError(
-            f"The server at {client.url} takes no weights (weight_transfer_config: {facts.transfer!r}). {again} ipc` "
-            "if it shares the trainer's GPU, nccl if it has its own."
+            f"The server at {client.url} does not accept weights (weight_transfer_config: {facts.transfer!r}). "
+            f"{again} ipc` if it shares the trainer's GPU, or with nccl if it has its own."
         )
     if not client.is_loopback:
         raise ConfigError(
-            f"The server at {client.url} takes weights by IPC, whose handles are pickled: it must listen on 127.0.0.1 "
-            f"alone, on the machine and GPU of the trainer. {again} nccl` for another GPU or machine."
+            f"The server at {client.url} takes weights by IPC, which pickles handles: it must run on the trainer's "
+            f"machine and GPU and listen on 127.0.0.1 only. {again} nccl` for another GPU or machine."
         )
     if not facts.unpickles:
         raise ConfigError(
-            f"The server at {client.url} refuses the handles of IPC: it was started without "
+            f"The server at {client.url} rejects IPC handles: it was started without "
             f"VLLM_ALLOW_INSECURE_SERIALIZATION=1. {again} ipc`, which sets it."
         )
     if facts.workers != 1:
         raise ConfigError(
-            f"The server at {client.url} runs on {facts.workers} GPUs, and IPC reaches only the trainer's own. "
+            f"The server at {client.url} runs on {facts.workers} GPUs, but IPC works only on the trainer's own. "
             f"{again} nccl`."
         )
     if group_port != GROUP_PORT:

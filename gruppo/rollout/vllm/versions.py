@@ -21,7 +21,7 @@ def check_version(version: str, where: str) -> None:
 
     Example:
         check_version("0.24.1", "the server at http://127.0.0.1:8000")      # fine
-        check_version("0.26.0", "this environment")                         # a warning: … not been tried …
+        check_version("0.26.0", "this environment")                         # a warning: … not been tested …
         check_version("0.31.0", "this environment")                         # ConfigError: … 0.24 to 0.27 …
     """
     found = re.match(r"v?(\d+)\.(\d+)", version)
@@ -29,12 +29,12 @@ def check_version(version: str, where: str) -> None:
     first, _, last = supported().split()
     if release is None or not FIRST <= release < FIRST_UNKNOWN:
         raise ConfigError(
-            f"vLLM {version} of {where} is not supported: weights and samples are exchanged as in vLLM "
-            f"{supported()}. Install one of these: pip install 'vllm=={first}.*'."
+            f"vLLM {version} of {where} is not supported: weights and samples are exchanged in the formats of "
+            f"vLLM {supported()}. Install one of these: pip install 'vllm=={first}.*'."
         )
     if release > LAST_READ:
         read = f"{LAST_READ[0]}.{LAST_READ[1]}"
         logger.warning(
-            f"vLLM {version} of {where} has not been tried: what is used of it was read and run in {read}. Releases "
-            f"up to {last} are accepted; if this one fails, pip install 'vllm=={read}.*'."
+            f"vLLM {version} of {where} has not been tested; the newest tested release is {read}. Releases up to "
+            f"{last} are accepted. If this one fails: pip install 'vllm=={read}.*'."
         )

@@ -50,7 +50,7 @@ def private_uid() -> int:
         return FIRST_UID + os.getpid()
     count, first = max(ranges)
     if count < 3:
-        raise MechanismError("own uid", "the user namespace around us has no other uid")
+        raise MechanismError("own uid", "the current user namespace has no other uid")
     half = count // 2
     return first + half + os.getpid() % (count - half - 1)
 
