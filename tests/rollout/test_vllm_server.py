@@ -573,13 +573,14 @@ def test_which_names_mean_the_same_model(
     monkeypatch.chdir(tmp_path)
     names = {"model": model.format(tmp=tmp_path), "root": root.format(tmp=tmp_path)}
     facts = ServerFacts(
-        "1", "0.24.0", **names, context_length=9, logprobs_mode="", transfer=None, unpickles=False, workers=1
-    )
+        "1", "0.24.0", **names, context_length=9, logprobs_mode="processed_logprobs", transfer=None, unpickles=False,
+        workers=1,
+    )  # fmt: skip
     if same:
-        check_server(facts, "url", policy, logps=False)
+        check_server(facts, "url", policy)
         return
     with pytest.raises(ConfigError, match=f"serves .* the policy is .*--served-model-name {policy}"):
-        check_server(facts, "url", policy, logps=False)
+        check_server(facts, "url", policy)
 
 
 def test_a_policy_without_a_name_is_said_not_to_be_compared(double: Double, caplog: pytest.LogCaptureFixture) -> None:

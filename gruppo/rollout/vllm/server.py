@@ -49,14 +49,13 @@ class VLLMServerBackend(VLLMBackend):
         client: VLLMClient,
         start_timeout: float = 240.0,
         group_port: int = GROUP_PORT,
-        logps: bool = True,
         seeded: bool = True,
     ):
-        super().__init__(policy, config, stop_ids=stop_ids, logps=logps, seeded=seeded)
+        super().__init__(policy, config, stop_ids=stop_ids, seeded=seeded)
         self.client, self.start_timeout = client, start_timeout
         client.wait_until_up(start_timeout)
         facts = client.facts()
-        check_server(facts, client.url, model_name(inner_model(policy())), logps=logps)
+        check_server(facts, client.url, model_name(inner_model(policy())))
         self.sender = make_sender(client, facts, group_port=group_port) if _is_main() else None
         self._adopt(facts)
         self._copy: object = None  # the last copy that this backend sent; see Claim
@@ -78,7 +77,7 @@ class VLLMServerBackend(VLLMBackend):
         self.forget()
         self._restarted = True
         facts = self.client.facts()
-        check_server(facts, self.client.url, model_name(inner_model(self.policy())), logps=self.logps)
+        check_server(facts, self.client.url, model_name(inner_model(self.policy())))
         self._adopt(facts)
 
     def _adopt(self, facts: ServerFacts) -> None:
@@ -196,7 +195,7 @@ def _is_main() -> bool:
     return bool(PartialState().is_main_process)
 
 
-def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> None:
+def check_server(facts: ServerFacts, url: str, policy: str) -> None:
     """Raise for a server that the trainer cannot sample from."""
     if not policy:
         logger.warning(
@@ -221,11 +220,11 @@ def check_server(facts: ServerFacts, url: str, policy: str, *, logps: bool) -> N
             "supports it: entries computed with old weights may be used. Start it without --kv-transfer-config "
             "and --kv-offloading-size."
         )
-    if logps and facts.logprobs_mode != "processed_logprobs":
+    if facts.logprobs_mode != "processed_logprobs":
         raise ConfigError(
-            f"The server at {url} returns {facts.logprobs_mode!r}, but the importance-sampling correction needs the "
-            "log-probs of the distribution that it samples from. Start it with `gruppo vllm-serve MODEL`, or with "
-            "--logprobs-mode processed_logprobs."
+            f"The server at {url} returns {facts.logprobs_mode!r}, but drift metrics and the importance-sampling "
+            "correction need log-probs of the distribution that it samples from. Start it with "
+            "`gruppo vllm-serve MODEL`, or with --logprobs-mode processed_logprobs."
         )
 
 
