@@ -269,7 +269,7 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         (
             "groups-not-whole-accumulated",
             rloo(per_device_train_batch_size=2, gradient_accumulation_steps=3, num_generations=4),
-            r"train_batch_size to a multiple of 4, or .*accumulation_steps to a multiple of 2\..*is: \[2, 3, 6\]",
+            r"train_batch_size to a multiple of 4, or .*accumulation_steps to a multiple of 2\..*batch: \[2, 3, 6\]",
         ),
         (
             "groups-not-whole-in-steps",
