@@ -256,7 +256,11 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("group-of-one", grpo(num_generations=1), "num_generations=1 must be at least 2"),
         ("no-group", grpo(num_generations=None), "num_generations=None must be a number"),
         ("rloo-group-of-one", rloo(num_generations=1), "num_generations=1 must be at least 2"),
-        ("groups-not-whole", grpo(num_generations=3), r"size=4 .*by num_generations=3.*that fit as it is: \[2, 4\]"),
+        (
+            "groups-not-whole",
+            grpo(num_generations=3),
+            r"size=4 .*by num_generations=3.*that fit the current batch: \[2, 4\]",
+        ),
         (
             "no-group-fits",
             grpo(per_device_train_batch_size=1, gradient_accumulation_steps=1, num_generations=8),
@@ -265,7 +269,7 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         (
             "groups-not-whole-accumulated",
             rloo(per_device_train_batch_size=2, gradient_accumulation_steps=3, num_generations=4),
-            r"train_batch_size to a multiple of 4, or .*accumulation_steps to a multiple of 2\..*is: \[2, 3, 6\]",
+            r"train_batch_size to a multiple of 4, or .*accumulation_steps to a multiple of 2\..*batch: \[2, 3, 6\]",
         ),
         (
             "groups-not-whole-in-steps",
@@ -288,15 +292,19 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         (
             "eval-groups-not-whole",
             evaluating(per_device_eval_batch_size=5),
-            r"= 5 must be divisible by .* size 2.*eval_batch_size to a multiple of 2.*fit as it is: \[5\]",
+            r"= 5 must be divisible by .* size 2.*eval_batch_size to a multiple of 2.*fit the current batch: \[5\]",
         ),
         ("eval-group-negative", grpo(num_generations_eval=-2), "num_generations_eval=-2 must be at least 0"),
         ("auto-batch", grpo(auto_find_batch_size=True), "auto_find_batch_size=True would break up prompt"),
         ("tensor-parallel", parallel(tp_size=2), "parallelism_config with tp_size=2 cannot work.*Use data parallel"),
         ("context-parallel", parallel(cp_size=2), "context or sequence parallelism cannot work.*Use data parallel"),
-        ("tensor-parallel-model", loading(tp_plan="auto"), r"model_init_kwargs\['tp_plan'\]='auto' cuts the model up"),
-        ("tensor-parallel-size", loading(tp_size=2), r"model_init_kwargs\['tp_size'\]=2 cuts the model up"),
-        ("model-on-a-mesh", loading(distributed_config={"tp_size": 2}), r"\['distributed_config'\]=.* cuts the model"),
+        ("tensor-parallel-model", loading(tp_plan="auto"), r"model_init_kwargs\['tp_plan'\]='auto' shards the model"),
+        ("tensor-parallel-size", loading(tp_size=2), r"model_init_kwargs\['tp_size'\]=2 shards the model"),
+        (
+            "model-on-a-mesh",
+            loading(distributed_config={"tp_size": 2}),
+            r"\['distributed_config'\]=.* shards the model",
+        ),
         ("temperature-0", grpo(temperature=0.0), "temperature=0.0 must be greater than 0"),
         ("temperature-negative", grpo(temperature=-1.0), "temperature=-1.0 must be greater than 0"),
         ("temperature-nan", grpo(temperature=math.nan), "temperature=nan must be a number"),
@@ -391,9 +399,9 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         ("unknown-loss", grpo(loss_type="drgrpo"), "loss_type='drgrpo' is not one of.*mean `dr_grpo`"),
         ("loss-gspo", grpo(loss_type="gspo"), "GSPO is loss_type='grpo' with importance_sampling_level='sequence'"),
         ("loss-gspo-in-capitals", grpo(loss_type="GSPO"), "'GSPO' is not one of.*GSPO is loss_type='grpo' with"),
-        ("loss-rloo", grpo(loss_type="rloo"), "RLOO is a trainer of its own: RLOOTrainer with RLOOConfig"),
+        ("loss-rloo", grpo(loss_type="rloo"), "RLOO has its own trainer: RLOOTrainer with RLOOConfig"),
         ("loss-reinforce", grpo(loss_type="reinforce"), "REINFORCE .*: RLOOTrainer with RLOOConfig"),
-        ("loss-ppo", grpo(loss_type="ppo"), "PPO has a critic, which nothing here trains"),
+        ("loss-ppo", grpo(loss_type="ppo"), "PPO has a critic, which is not supported"),
         ("unknown-scale", grpo(scale_rewards="std"), "scale_rewards='std' is not one of batch, group, none"),
         ("unknown-level", grpo(importance_sampling_level="seq"), "level='seq' is not one of sequence, token"),
         ("unknown-aggregation", grpo(multi_objective_aggregation="sum"), "='sum' is not one of normalize_then_sum"),
@@ -454,7 +462,7 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         (
             "async-uncorrected",
             served(async_rollouts=1, vllm_importance_sampling_correction=False),
-            "async_rollouts=1 .*vllm_importance_sampling_correction=False would take for samples of now",
+            "async_rollouts=1 .*correction=False would treat as samples of the current weights",
         ),
         (
             "async-rloo",
@@ -510,7 +518,7 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
         (
             "bad-dtype",
             loading(dtype="float33"),
-            r"model_init_kwargs\['dtype'\]='float33' is no torch dtype; use 'auto'",
+            r"model_init_kwargs\['dtype'\]='float33' is not a torch dtype; use 'auto'",
         ),
         ("no-eos", trainer(processing_class=tiny_tokenizer(eos_token=None)), "Set `tokenizer.eos_token`"),
         (
@@ -614,7 +622,7 @@ CASES: dict[type[Exception], list[tuple[str, Build, str]]] = {
     NotImplementedError: [  # features that are not there yet
         ("hook-generate", trainer(trainer=OverridesGenerate), "OverridesGenerate overrides `_generate`.*rollout_func"),
         ("hook-tool-loop", trainer(trainer=OverridesToolLoop), "overrides `_tool_call_loop`"),
-        ("sync-with-adapters", trainer(peft_config=lora(), config=SYNC), "sync_ref_model=True with adapters"),
+        ("sync-with-adapters", trainer(peft_config=lora(), config=SYNC), "with adapters.*set it to False"),
     ],
     DataError: [  # datasets
         ("images", data(prompts(8, images=[["x.png"]] * 8)), r"images \(column `images`\).*Pass the processor"),

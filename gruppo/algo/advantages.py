@@ -37,9 +37,9 @@ class Advantages(NamedTuple):
     rewards_B: Tensor
     """The raw weighted sum of the rewards; NaN where unscorable."""
     std_B: Tensor
-    """The deviation of the row's group (or of the batch, where that is the scale); 0 means nothing to learn."""
+    """The standard deviation of the row's group (of the batch if scale="batch"); 0 means nothing to learn."""
     compared_B: Tensor | None = None
-    """What the rows of a group were compared by, before a KL was charged, where it is not `rewards_B`."""
+    """The values by which the rows of a group were compared, before a KL penalty; None if they are `rewards_B`."""
 
 
 def combine_rewards(rewards_BR: Tensor, weights_R: Tensor) -> Tensor:

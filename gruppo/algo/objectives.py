@@ -35,11 +35,11 @@ class Tokens(NamedTuple):
 
     logps_BT: Tensor
     log_ratio: Tensor
-    """(B, T) or (B, 1), at the level the settings ask for."""
+    """(B, T) or (B, 1), depending on the ratio level of the settings."""
     token_log_ratio_BT: Tensor | None
-    """None when the old log-probs are known as row sums only."""
+    """None if the old log-probs are known only as row sums."""
     advantages: Tensor
-    """(B, 1), or (B, T) for one per token."""
+    """(B, 1), or (B, T) with one per token."""
     mask_BT: Tensor
     importance_weights: Tensor | None = None
 

@@ -30,9 +30,9 @@ RECIPES: dict[str, Recipe] = {
     "vespo": Recipe(objective="vespo", reduction="tokens"),
     "rloo": Recipe(advantage="leave_one_out", scale="none", ratio="sequence_sum", kl="reward", reduction="rows"),
 }
-"""What the papers' names stand for. `LOSS_TYPES` takes two columns from it, and a replay all of a row (`recipe=dapo`).
+"""The recipe behind each paper's name. `LOSS_TYPES` uses two of its fields, a replay (`recipe=dapo`) all of them.
 
-In the config the columns are separate fields, in any combination; `gruppo.config.recipe.recipe_of` reads them.
+In the config these fields are separate settings that combine freely; `gruppo.config.recipe.recipe_of` reads them.
 """
 
 # No loss types: GSPO is GRPO's loss with a sequence-level ratio, and RLOO has a separate trainer.

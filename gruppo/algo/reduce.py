@@ -28,9 +28,9 @@ class UpdateSize:
     tokens: Number
     micro_batches: Number
     micro_batch_tokens: Tensor | None = None
-    """(B, 1): the loss tokens of the micro-batch that each row at hand belongs to. None: the rows at hand are one."""
+    """(B, 1): number of loss tokens in each row's micro-batch; None if the rows form exactly one micro-batch."""
     micro_batch_chosen: Tensor | None = None
-    """(B, 1): those of them that pass the entropy threshold; None, too, where the rows at hand are a micro-batch."""
+    """(B, 1): the number of those tokens that pass the entropy threshold; None as above."""
 
 
 def _sequence(terms: Tensor, mask_BT: Tensor, size: UpdateSize, max_completion_length: int | None) -> Tensor:

@@ -21,9 +21,9 @@ class NormalizedSteps(NamedTuple):
     """The rewards of steps, normalised within their group."""
 
     value_S: Tensor
-    """Always finite: where the values of a group are beyond float32, 0."""
+    """Always finite: 0 if the values of a group are beyond float32."""
     std_P: Tensor
-    """The deviation of each group's steps (or of all, where that is the scale); 0 means nothing to learn."""
+    """The standard deviation of each group's steps (of all steps if scale="batch"); 0 means nothing to learn."""
 
 
 def normalize_steps(value_S: Tensor, row_S: Tensor, *, rows: int, group_size: int, scale: str) -> NormalizedSteps:

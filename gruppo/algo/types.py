@@ -50,7 +50,7 @@ class LossSettings:
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
     beta: float = 0.0
-    """Weight of the KL term in the loss; RLOO charges its KL to the reward and leaves this 0."""
+    """Weight of the KL term in the loss; RLOO subtracts its KL from the reward and leaves this at 0."""
     use_bias_correction_kl: bool = True
     off_policy_mask_threshold: float | None = None
     max_completion_length: int | None = None
@@ -66,18 +66,18 @@ class LossInputs:
     logps_BT: Tensor
     mask_BT: Tensor
     advantages: Tensor
-    """(B,), or (B, T) for one per token."""
+    """(B,), or (B, T) with one per token."""
     old_logps_BT: Tensor | None = None
     """None means strictly on-policy: the value of `logps_BT` without its gradient. With ratio "sequence_sum" the row
     sums (B,) or (B, 1) are accepted too."""
     ref_logps_BT: Tensor | None = None
     sampler_logps_BT: Tensor | None = None
-    """NaN where the sampler did not say."""
+    """NaN where the sampler returned no log-prob."""
     importance_weights: Tensor | None = None
     """(B, T) or (B, 1), from `mismatch.importance_weights`."""
     entropy_BT: Tensor | None = None
     entropy_threshold: Tensor | float | None = None
-    """When given, only tokens with at least this entropy carry policy loss."""
+    """If given, only tokens with at least this entropy contribute to the policy loss."""
     entropy_coef: float = 0.0
 
 

@@ -93,10 +93,10 @@ class Duplicates:
             return None
         return Finding(
             "duplicates",
-            f"{found} of {len(keys)} completions equal an earlier one of the same prompt; by their own log-probs it "
-            f"should be about {expected:.3g}. Samples of a group are not drawn independently: look at the random "
-            "numbers of the sampler (one seed for all of a group?), at a cache of completions, or at a sampler that "
-            "is greedy though a temperature is set.",
+            f"{found} of {len(keys)} completions equal an earlier one of the same prompt; their own log-probs predict "
+            f"about {expected:.3g}. Samples of a group are not drawn independently: look at the random numbers of the "
+            "sampler (one seed for all of a group?), at a cache of completions, or at a sampler that is greedy though "
+            "a temperature is set.",
             {"found": float(found), "expected": expected},
         )
 
@@ -107,9 +107,9 @@ class Duplicates:
         return Finding(
             "duplicates",
             f"{equal / pairs:.0%} of the pairs of completions of the same prompt that have {LONG} tokens or more are "
-            "equal. Groups of equals have no advantage, and nothing is learned. Either the sampler does not draw "
-            "independently (one seed for all of a group, greedy decoding, top_k=1), or the policy has collapsed: "
-            "compare `entropy` with what it was at the beginning.",
+            "equal. Groups of equal completions have no advantage, and nothing is learned. Either the sampler does "
+            "not draw independently (one seed for all of a group, greedy decoding, top_k=1), or the policy has "
+            "collapsed: compare `entropy` with what it was at the beginning.",
             {"equal": float(equal), "pairs": float(pairs)},
         )
 
@@ -165,7 +165,7 @@ class Surprise:
             "entropy",
             f"The sampler is {word} than requested: its tokens have a mean surprise of {surprise:.4f} nats, but the "
             f"distribution at temperature {temperature:g} that their log-probs belong to has an entropy of "
-            f"{entropy:.4f}. What is drawn is not what the log-probs say: look at the temperature that the sampler "
+            f"{entropy:.4f}. The tokens drawn do not match their log-probs: look at the temperature that the sampler "
             "really uses, at filters (top-k, top-p) that it applies on its own, and at its random numbers.",
             {"surprise": float(surprise), "entropy": float(entropy)},
         )

@@ -92,9 +92,9 @@ class PromptBooks:
         return [
             Finding(
                 "prompt_skipped",
-                f"Epoch {epoch} has left out {len(missing)} of {self.prompts} prompts ({_some(missing)}); it should "
-                f"be {self.left_over}, those that fill no generation. Look at the sampler, and at where the run was "
-                "resumed.",
+                f"Epoch {epoch} left out {len(missing)} of {self.prompts} prompts ({_some(missing)}); it should be "
+                f"{self.left_over}, those that do not fill a generation. Look at the sampler, and at where the run "
+                "was resumed.",
                 {"epoch": float(epoch), "skipped": float(len(missing)), "expected": float(self.left_over)},
             )
         ]
@@ -102,8 +102,8 @@ class PromptBooks:
     def _repeated(self, index_P: NDArray[np.int64], where: str) -> Finding:
         return Finding(
             "prompt_repeated",
-            f"{len(index_P)} prompts ({_some(index_P)}) were taken again in {where}: the run learns them twice and "
-            "others not at all. Look at a sampler of your own, and at where the run was resumed.",
+            f"{len(index_P)} prompts ({_some(index_P)}) were taken again in {where}: the run trains on them twice and "
+            "on others not at all. Look at your own sampler, if there is one, and at where the run was resumed.",
             {"prompts": float(len(index_P))},
         )
 
@@ -136,7 +136,7 @@ class PromptBooks:
         if counts.shape[1] != (self.prompts or 0):
             raise CheckpointError(
                 f"The checkpoint's run had {counts.shape[1]} prompts and this one has {self.prompts or 0}: which of "
-                "them an epoch has seen cannot be said. Resume with the same dataset."
+                "them an epoch has seen is unknown. Resume with the same dataset."
             )
         self.load_totals(state)
         self.first_epoch, self._closed = int(state["first_epoch"]), int(state["closed"])

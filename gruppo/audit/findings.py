@@ -96,7 +96,7 @@ class Auditor:
         if count == 1:
             logger.warning(f"Audit, {finding} (audit='off' silences all checks, audit='error' stops the run.)")
         elif count & (count - 1) == 0:
-            logger.warning(f"Audit, {count} times by now, {finding}")
+            logger.warning(f"Audit, {count} times so far, {finding}")
 
     def take_unshared(self) -> list[Finding]:
         """Findings of this process since the last call."""

@@ -46,9 +46,8 @@ def impossible_logps(tokens: Tokens, vocabulary: int) -> Finding | None:
         "impossible_logps",
         f"Of {len(logps)} log-probs of sampled tokens {values['above_zero']:.0f} are above 0, {values['nan']:.0f} are "
         f"NaN and {values['minus_infinity']:.0f} are -inf; {values['entropies']:.0f} entropies are not between 0 and "
-        f"log({vocabulary}). The sampler's numbers are not those of what it drew: look at logits that overflow "
-        "(float16?), at a rollout function that returns probabilities instead of log-probs, and at kernels of your "
-        "own.",
+        f"log({vocabulary}). The sampler's numbers do not belong to the tokens it drew: look at logits that overflow "
+        "(float16?), at a rollout function that returns probabilities instead of log-probs, and at custom kernels.",
         values,
     )
 
@@ -71,9 +70,9 @@ def bad_tokens(tokens: Tokens, vocabulary: int, end_ids: Collection[int]) -> Fin
     return Finding(
         "bad_tokens",
         f"{unknown} token ids are outside of the model's vocabulary of {vocabulary}, and {going_on.sum()} of "
-        f"{len(going_on)} completions have text behind an end token ({sorted(end_ids)}). The loss would train on what "
-        "the model never wrote. Likely: a tokenizer of another model, completions that came back padded, or an end "
-        "token that the sampler was not told of.",
+        f"{len(going_on)} completions have text after an end token ({sorted(end_ids)}). The loss would train on text "
+        "that the model never wrote. Likely: a tokenizer of another model, completions that were returned with "
+        "padding, or an end token that the sampler does not know.",
         {"unknown": float(unknown), "behind_end": float(going_on.sum())},
     )
 
@@ -96,9 +95,9 @@ def no_end(generations: int) -> Finding:
     """No completion ended by itself."""
     return Finding(
         "no_end",
-        f"Not one completion of {generations} generations in a row came to its own end: all are cut off, and rewards "
-        "judge halves. Raise max_completion_length, and see whether the model knows its end token (a chat template "
-        "whose turns end with another one, a base model that never learned any).",
+        f"Not one completion of {generations} generations in a row ended by itself: all are cut off, and rewards "
+        "judge incomplete texts. Raise max_completion_length, and see whether the model knows its end token (a chat "
+        "template whose turns end with another one, a base model that never learned any).",
         {"generations": float(generations)},
     )
 
@@ -117,7 +116,7 @@ def empty(tokens: Tokens, end_ids: Collection[int]) -> Finding | None:
         "empty",
         f"{share:.0%} of the completions are empty or only an end token. Likely: a chat template that ends the "
         "assistant's turn instead of opening it, prompts that leave no room in the model's context, or a reward that "
-        "silence satisfies.",
+        "favours empty completions.",
         {"share": share},
     )
 
@@ -129,7 +128,7 @@ def stale_weights(weights: tuple[Any, Any]) -> Finding | None:
         return None
     return Finding(
         "stale_weights",
-        f"The completions were sampled with weights {sampler!r}, but the trainer holds {trainer!r}: they are those of "
-        "another policy, and ratios that count as 1 are not. The sampler missed an update: look at how its weights "
-        "are sent or refreshed.",
+        f"The completions were sampled with weights {sampler!r}, but the trainer holds {trainer!r}: they come from "
+        "another policy, and ratios that are assumed to be 1 are not. The sampler missed an update: look at how its "
+        "weights are sent or refreshed.",
     )

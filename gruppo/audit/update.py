@@ -59,9 +59,9 @@ def books(expected: Mapping[str, int], found: Mapping[str, int], where: str) -> 
     said = "; ".join(f"{name}: {expected[name]} expected, {found.get(name)} found" for name in wrong)
     return Finding(
         "token_books",
-        f"The token counts of {where} do not add up: {said}. Something was lost or is trained on twice, and the loss "
-        "is divided by the wrong number. Look at hooks and collators of your own that cut, mask or repeat rows; "
-        "without any, this is a bug of the trainer.",
+        f"The token counts of {where} do not add up: {said}. Some tokens were lost or are trained on twice, and the "
+        "loss is divided by the wrong number. Look at custom hooks and collators that cut, mask or repeat rows; if "
+        "there are none, this is a bug in the trainer.",
         {f"{name}_missing": float(expected[name] - found.get(name, 0)) for name in wrong},
     )
 
@@ -72,13 +72,13 @@ def nonfinite(loss: float | None, grad_norm: float | None, *, left_out: bool = T
     `left_out` is False if the optimizer step could not be prevented.
     """
     outcome = (
-        "The update is left out."
+        "The update is skipped."
         if left_out
-        else "Its step was made before it could be left out: the weights may be spoiled, go back to a checkpoint."
+        else "Its step was taken before it could be skipped: the weights may be corrupted; go back to a checkpoint."
     )
     advice = (
-        f"{outcome} Look at rewards that are huge, at log-probs of -inf, at a learning rate that has "
-        "already spoiled the weights, and at float16, which overflows where bfloat16 does not."
+        f"{outcome} Look at rewards that are huge, at log-probs of -inf, at a learning rate that has already ruined "
+        "the weights, and at float16, which overflows where bfloat16 does not."
     )
     named = {"loss": loss, "gradient": grad_norm}
     return [
@@ -96,7 +96,7 @@ def zero_gradient(grad_norm: float, moving_rows: int, entropy: float | None = No
         "zero_gradient",
         "The gradient is exactly 0, though there are rows that were sampled with these very weights and have an "
         "advantage. The loss is cut off from the weights: no parameter that needs a gradient, a detached output, a "
-        "frozen adapter, a loss of your own that masks everything.",
+        "frozen adapter, a custom loss that masks everything.",
         {"rows": float(moving_rows)},
     )
 
@@ -133,7 +133,7 @@ def no_signal(generations: int) -> Finding:
         "no_signal",
         f"In {generations} generations in a row all completions of each prompt got the same reward: every advantage "
         "is 0, and nothing is learned. Look at some completions and their rewards: the task is too hard or too easy, "
-        "or the reward never says yes (an answer in a form that it does not read).",
+        "or the reward never counts an answer as correct (one in a form that it cannot parse).",
         {"generations": float(generations)},
     )
 
@@ -182,7 +182,7 @@ def stale_rows(oldest: int, allowed: int) -> Finding | None:
     return Finding(
         "stale_rows",
         f"The update trained on completions that were sampled {oldest} updates ago; num_iterations, "
-        f"steps_per_generation and async_rollouts explain at most {allowed}. They are those of an older policy, and "
-        "clipping does the rest. Look at hooks that keep batches, and at how the run was resumed.",
+        f"steps_per_generation and async_rollouts explain at most {allowed}. They come from an older policy, and "
+        "clipping may remove most of their gradient. Look at hooks that keep batches, and at how the run was resumed.",
         {"oldest": float(oldest), "allowed": float(allowed)},
     )

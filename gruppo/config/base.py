@@ -59,7 +59,7 @@ class PolicyConfig(
     ]
 
     learning_rate: float = option(1e-6, "Initial learning rate of the optimizer.")
-    logging_steps: float = option(10, "Log every so many optimizer steps (a share of the run when below 1).")
+    logging_steps: float = option(10, "Optimizer steps between two logs (a share of the run if below 1).")
     gradient_checkpointing: bool | None = option(
         None,
         "Recompute activations in the backward pass; None: only if the smallest useful micro-batch would not fit.",

@@ -17,12 +17,12 @@ class BatchingConfig:
     )
     num_iterations: int = option(1, "μ: passes over each generated batch.")
     dynamic_sampling: bool = option(
-        False, "In training, replace prompts whose completions all have the same reward by the next prompts (DAPO)."
+        False, "In training, replace prompts whose completions all have the same reward with the next prompts (DAPO)."
     )
     max_resample_rounds: int = option(
-        4, "Most rounds of such replacements per generation; after them, groups without spread are kept."
+        4, "Maximum rounds of such replacements per generation; after that, groups with equal rewards are kept."
     )
     shuffle_dataset: bool | None = option(True, "Shuffle the training prompts.")
     pad_to_multiple_of: int | None = option(
-        None, "Round padded prompt and completion widths up to a multiple; None (or 'auto') is off."
+        None, "Round padded prompt and completion widths up to a multiple of this; None (or 'auto') is off."
     )

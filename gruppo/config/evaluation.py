@@ -37,9 +37,9 @@ class EvaluationConfig:
     )
     eval_benchmarks_settings: dict[str, Any] | str | None = option(
         None,
-        "How benchmarks are asked: mode, rendering, shots, max_new_tokens (512), samples (0: one greedy attempt), and "
-        "of samples temperature (0.7), top_p, seed; with mode `tir` also rounds and max_total_tokens. How training "
-        "samples has no effect on them.",
+        "How benchmarks are run: mode, rendering, shots, max_new_tokens (512), samples (0: one greedy attempt), and "
+        "for samples temperature (0.7), top_p, seed; with mode `tir` also rounds and max_total_tokens. The sampling "
+        "settings of training have no effect on them.",
     )
 
 

@@ -67,6 +67,6 @@ def _check_stop_strings(kwargs: dict[str, Any]) -> None:
         )
     if (kwargs.get("num_beams") or 1) > 1:
         raise ConfigError(
-            f"generation_kwargs['stop_strings'] with num_beams={kwargs['num_beams']}: beams change places, so that "
-            "nothing says which one a string ended. Remove one of them."
+            f"generation_kwargs['stop_strings'] with num_beams={kwargs['num_beams']}: beams change places, so it is "
+            "unknown which one a string ended. Remove one of the two."
         )

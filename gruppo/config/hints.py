@@ -14,9 +14,9 @@ from typing import Any
 
 LOSSES = {
     "gspo": "GSPO is loss_type='grpo' with importance_sampling_level='sequence' (docs/algorithm.md).",
-    "rloo": "RLOO is a trainer of its own: RLOOTrainer with RLOOConfig.",
-    "reinforce": "REINFORCE with a leave-one-out baseline is a trainer of its own: RLOOTrainer with RLOOConfig.",
-    "ppo": "PPO has a critic, which nothing here trains; its clipped objective on group advantages is 'grpo'.",
+    "rloo": "RLOO has its own trainer: RLOOTrainer with RLOOConfig.",
+    "reinforce": "REINFORCE with a leave-one-out baseline has its own trainer: RLOOTrainer with RLOOConfig.",
+    "ppo": "PPO has a critic, which is not supported; its clipped objective on group advantages is 'grpo'.",
 }
 
 _LENGTH, _GROUP = "Use `max_completion_length`.", "Use `num_generations`."
@@ -29,15 +29,15 @@ RENAMED = {
     "num_return_sequences": _GROUP,
     "group_size": _GROUP,
     "kl_coef": "Use `beta`.",
-    "cliprange": "Use `epsilon`, and `epsilon_high` for another upper width.",
+    "cliprange": "Use `epsilon`, and `epsilon_high` for a different upper width.",
     "num_ppo_epochs": "Use `num_iterations`.",
     "num_mini_batches": "Use `steps_per_generation`.",
     "total_episodes": "Use `max_steps` or `num_train_epochs`.",
-    "local_rollout_forward_batch_size": "Leave it out: the sampler sizes its batches by the memory there is.",
+    "local_rollout_forward_batch_size": "Leave it out: the sampler sizes its batches by the available memory.",
     # from older releases of transformers
     "warmup_ratio": "Use `warmup_steps`, which takes a number of steps or, below 1, a share of them.",
     "torch_dtype": "Use `dtype`, of ModelConfig or in model_init_kwargs.",
-    "logging_dir": "Leave it out: the record is in output_dir; TensorBoard's folder is TENSORBOARD_LOGGING_DIR.",
+    "logging_dir": "Leave it out: the run record is in output_dir; TENSORBOARD_LOGGING_DIR sets TensorBoard's folder.",
     "no_cuda": "Use `use_cpu`.",
     "group_by_length": "Leave it out: rows of all lengths are packed, and shuffle_dataset sets their order.",
     "overwrite_output_dir": "Leave it out: an earlier record in output_dir moves to earlier/.",
@@ -100,7 +100,7 @@ def whole_eval_groups(config: Any, group: int) -> str:
 
 def _that_fit(rows: int) -> str:
     fit = divisors(rows)
-    return f" Group sizes that fit as it is: {fit}." if fit else ""
+    return f" Group sizes that fit the current batch: {fit}." if fit else ""
 
 
 def nearest(name: str, candidates: Collection[str]) -> str:

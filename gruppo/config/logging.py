@@ -12,7 +12,7 @@ class CompletionLoggingConfig:
     log_completions: bool = option(False, "Log a table of prompts, completions and rewards at every log.")
     log_multimodal: bool = option(True, "Include images in those tables.")
     num_completions_to_print: int | None = option(
-        None, "Random sample shown on the console; None shows all, 0 or less none."
+        None, "Number of randomly chosen rows shown on the console; None shows all, 0 or less none."
     )
     log_unique_prompts: bool = option(False, "Keep one row per prompt in wandb and trackio tables.")
 

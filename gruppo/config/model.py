@@ -121,7 +121,8 @@ def get_quantization_config(model_args: ModelConfig) -> "BitsAndBytesConfig | No
         return BitsAndBytesConfig(load_in_8bit=True)
     if model_args.dtype == "auto":
         raise ConfigError(
-            "dtype='auto' does not say in which precision 4-bit weights are multiplied; set dtype='bfloat16'."
+            "dtype='auto' does not determine the precision in which 4-bit weights are multiplied; set "
+            "dtype='bfloat16'."
         )
     return BitsAndBytesConfig(
         load_in_4bit=True,

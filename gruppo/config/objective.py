@@ -12,7 +12,9 @@ class ObjectiveConfig:
     beta: float = option(0.0, "Weight of the KL to the reference; 0 means that no reference model is kept.")
     epsilon: float = option(0.2, "Lower clip width of the ratio.")
     epsilon_high: float | None = option(None, "Upper clip width of the ratio; None copies epsilon, inf is no bound.")
-    reward_weights: list[float] | None = option(None, "One weight per reward function; None weighs them all 1.")
+    reward_weights: list[float] | None = option(
+        None, "One weight per reward function; None gives all of them the weight 1."
+    )
     mask_truncated_completions: bool = option(False, "Leave unfinished completions out of the loss.")
 
 
@@ -24,7 +26,8 @@ class GRPOObjectiveConfig(ObjectiveConfig):
     importance_sampling_level: str = option("token", "Ratio per token, or one length-averaged ratio per sequence.")
     scale_rewards: str = option("group", "Standard deviation that scales advantages: group, batch or none.")
     multi_objective_aggregation: str = option(
-        "sum_then_normalize", "Add up several rewards before (sum_then_normalize) or after (normalize_then_sum)."
+        "sum_then_normalize",
+        "Sum several rewards before (sum_then_normalize) or after normalizing them (normalize_then_sum).",
     )
     delta: float | None = option(None, "Cap on the ratio in the unclipped branch (two-sided clip); None is off.")
     use_bias_correction_kl: bool = option(True, "Multiply the KL term by the ratio (an unbiased gradient off-policy).")
@@ -58,7 +61,7 @@ class RLOOObjectiveConfig(ObjectiveConfig):
 
     normalize_advantages: bool = option(False, "Standardise advantages over the whole generation batch.")
     reward_clip_range: list[float] | None = option(
-        None, "Clamp the weighted reward sum to (low, high) before the KL penalty; an infinite bound is none."
+        None, "Clamp the weighted reward sum to (low, high) before the KL penalty; an infinite bound means no bound."
     )
 
 
@@ -66,6 +69,6 @@ class RLOOObjectiveConfig(ObjectiveConfig):
 class ReferenceConfig:
     """The slow update of the reference model."""
 
-    sync_ref_model: bool = option(False, "Blend the policy into the reference now and then.")
+    sync_ref_model: bool = option(False, "Blend the policy into the reference at regular intervals.")
     ref_model_mixup_alpha: float = option(0.6, "Weight of the policy in the blend.")
     ref_model_sync_steps: int = option(512, "Optimizer steps between two blends.")

@@ -25,18 +25,20 @@ class RunConfig:
         "process also saves when an exception ends the run.",
     )
     audit: str = option(
-        "warn", "What a violated check of an update is: an `error`, a warning (`warn`), or `off` for no checks."
+        "warn",
+        "What a failed check of an update does: `error` stops the run, `warn` logs a warning; `off` runs no checks.",
     )
     max_bad_updates: int = option(
-        5, "Updates in a row whose loss or gradient is not finite, all of them skipped, before the run stops."
+        5,
+        "Stop the run after this many updates in a row with a non-finite loss or gradient, all of which are skipped.",
     )
     process_timeout: float | None = option(
         20.0,
-        "With several processes: seconds without a sign of life after which one on another host counts as dead and "
-        "the others stop (on the same host it is noticed at once); None does not watch.",
+        "With several processes: seconds without a sign of life after which a process on another host counts as dead "
+        "and the others stop (on the same host its end is noticed at once); None turns this off.",
     )
     stop_timeout: float | None = option(
         300.0,
-        "With several processes, which finish the update under way before they save: seconds after SIGTERM or SIGINT "
-        "within which it must have ended; else the run ends unsaved, with code 74. None waits.",
+        "With several processes, which finish the current update before they save: seconds after SIGTERM or SIGINT "
+        "within which that must happen; otherwise the run ends unsaved, with code 74. None means no limit.",
     )

@@ -13,9 +13,10 @@ class SamplingConfig:
     num_generations: int | None = option(8, "G: completions sampled per prompt.")
     num_generations_eval: int | None = option(None, "G in evaluation; None or 0 means num_generations.")
     max_prompt_length: int | None = option(
-        None, "Keep the last so many prompt tokens (counted in prompts/truncated_ratio); None keeps them all."
+        None,
+        "Keep only this many tokens at the end of a prompt (counted in prompts/truncated_ratio); None keeps them all.",
     )
-    max_completion_length: int | None = option(512, "Most tokens sampled per completion.")
+    max_completion_length: int | None = option(512, "Maximum number of tokens sampled per completion.")
     temperature: float = option(1.0, "Sampling temperature; the training log-probs are tempered by it too.")
     top_p: float = option(1.0, "Nucleus mass; 1.0 is off.")
     top_k: int = option(0, "Sample among the k likeliest tokens; 0 is off.")
@@ -31,8 +32,8 @@ class SamplingConfig:
     )
     rollout_backend: str = option(
         "auto",
-        "What samples: builtin, transformers or vllm; auto is builtin, or transformers where that cannot run, decided "
-        "when the trainer is made.",
+        "Sampling backend: builtin, transformers or vllm; auto is builtin, or transformers where that cannot run, "
+        "decided when the trainer is created.",
     )
     cache_implementation: str | None = option(None, "Kind of KV cache used by transformers generation.")
     use_transformers_continuous_batching: bool = option(False, "Generate with transformers' continuous batching.")

@@ -92,8 +92,8 @@ def check_inherited(config: Any) -> None:
         raise ConfigError("auto_find_batch_size=True would break up prompt groups; set per_device_train_batch_size.")
     if config.use_liger_kernel and (config.liger_kernel_config or {}).get("fused_linear_cross_entropy"):
         raise ConfigError(
-            "liger_kernel_config['fused_linear_cross_entropy']=True computes a loss over labels, which there are none "
-            "of here; remove it."
+            "liger_kernel_config['fused_linear_cross_entropy']=True computes a loss over labels, which do not exist "
+            "here; remove it."
         )
     parallelism = config.parallelism_config
     if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
@@ -103,8 +103,8 @@ def check_inherited(config: Any) -> None:
         )
     if parallelism is not None and parallelism.tp_enabled:
         raise ConfigError(
-            f"parallelism_config with tp_size={parallelism.tp_size} cannot work: processes draw and sample rows of "
-            "their own, and those of one model would need the same. Use data parallelism; FSDP2 "
+            f"parallelism_config with tp_size={parallelism.tp_size} cannot work: every process draws and samples its "
+            "own rows, but the processes that share a model would need the same rows. Use data parallelism; FSDP2 "
             "(recipes/accelerate/fsdp2.yaml) is for models that do not fit on one device."
         )
 
@@ -240,7 +240,7 @@ def check_run(config: Any) -> None:
     names = {"*", *(f.name for f in fields(config))}
     for name in config.resume_allow_changes or []:
         if name.partition(".")[0] not in names | set(BEYOND_SETTINGS):
-            raise ConfigError(f"resume_allow_changes names {name!r}, which is no setting.")
+            raise ConfigError(f"resume_allow_changes names {name!r}, which is not a setting.")
 
 
 # What a checkpoint stores besides the settings, see `trainer/resume/settings.py`.
@@ -278,7 +278,9 @@ def check_worker_env(names: Any) -> None:
         )
     missing = sorted(set(names) - set(os.environ))
     if missing:
-        logger.warning(f"worker_env={names!r}: {', '.join(missing)} is not set here, so reward workers lack it too.")
+        logger.warning(
+            f"worker_env={names!r}: {', '.join(missing)} is not set here, so reward workers will not have it either."
+        )
 
 
 def check_grpo(config: Any) -> None:

@@ -26,13 +26,13 @@ class VLLMConfig:
     vllm_server_host: str = option("127.0.0.1", "Host of the server.")
     vllm_server_port: int = option(8000, "Port of the server.")
     vllm_server_timeout: float = option(240.0, "Seconds to wait for the server to come up.")
-    vllm_request_timeout: float = option(600.0, "Seconds that one call of the server may take, samples included.")
+    vllm_request_timeout: float = option(600.0, "Seconds that one call to the server may take, sampling included.")
     vllm_group_port: int = option(GROUP_PORT, "Port of the weight-transfer rendezvous.")
     vllm_gpu_memory_utilization: float = option(0.3, "Share of GPU memory for the colocated engine.")
     vllm_max_model_length: int | None = option(None, "Context length of the colocated engine; None is the model's.")
     vllm_tensor_parallel_size: int = option(1, "Tensor-parallel degree of the colocated engine.")
     vllm_seed_requests: bool = option(
-        True, "Give every completion a seed of its own, so that a run can be repeated; False is faster in vLLM."
+        True, "Give every completion its own seed, so that a run can be repeated; False is faster in vLLM."
     )
     async_rollouts: int = option(
         0, "1: the server samples the next generation while the updates on this one run; 0: one after the other."
@@ -78,7 +78,7 @@ REFUSED = {
     "n": "the group size is set by num_generations",
     "seed": "seeds follow from `seed`; see vllm_seed_requests",
     "stop_token_ids": "what ends a completion is set by tokenizer.eos_token and model.generation_config.eos_token_id",
-    "logprobs": "the trainer asks for those of the sampled tokens",
+    "logprobs": "the trainer requests those of the sampled tokens",
     "prompt_logprobs": "only the sampled tokens are read",
     "detokenize": "only the sampled tokens are read",
 }
@@ -116,7 +116,7 @@ def check_async_rollouts(config: Any) -> None:
         return
     if not config.samples_with_vllm or config.vllm_mode != "server":
         raise ConfigError(
-            f"async_rollouts={config.async_rollouts} samples beside the updates, which only a server can do: set "
+            f"async_rollouts={config.async_rollouts} samples while updates run, which only a server can do: set "
             "use_vllm=True and vllm_mode='server', or async_rollouts=0."
         )
     corrects = getattr(config, "vllm_importance_sampling_correction", None)
@@ -128,8 +128,8 @@ def check_async_rollouts(config: Any) -> None:
     if not corrects:
         raise ConfigError(
             f"async_rollouts={config.async_rollouts} trains on samples of older weights, which "
-            "vllm_importance_sampling_correction=False would take for samples of now. Leave it on, or set "
-            "async_rollouts=0."
+            "vllm_importance_sampling_correction=False would treat as samples of the current weights. Leave it on, or "
+            "set async_rollouts=0."
         )
 
 
@@ -153,13 +153,13 @@ def _check_together(config: Any) -> None:
         raise ConfigError(f"temperature={config.temperature} is outside of what vLLM samples with, 0.01 to 2.")
     if config.cache_implementation is not None:
         raise ConfigError(
-            f"cache_implementation={config.cache_implementation!r} is for transformers; vLLM has a cache of its own. "
-            "Leave it out."
+            f"cache_implementation={config.cache_implementation!r} is for transformers; vLLM has its own cache. Leave "
+            "it out."
         )
     if not config.ds3_gather_for_generation:
         raise ConfigError(
-            "ds3_gather_for_generation=False is for sampling with the policy itself; vLLM holds whole weights of its "
-            "own. Leave it out."
+            "ds3_gather_for_generation=False is for sampling with the policy itself; vLLM holds its own copy of all "
+            "weights. Leave it out."
         )
     size = config.vllm_tensor_parallel_size
     if config.world_size % size:
@@ -171,7 +171,7 @@ def _check_together(config: Any) -> None:
         what = "dynamic_sampling=True" if config.dynamic_sampling else f"eval_benchmarks={config.eval_benchmarks!r}"
         raise ConfigError(
             f"{what} cannot work with vllm_tensor_parallel_size={size}: the processes of an engine sample together, "
-            "but not all of them have something to ask for. Use vllm_tensor_parallel_size=1 or vllm_mode='server'."
+            "but not all of them have prompts to sample. Use vllm_tensor_parallel_size=1 or vllm_mode='server'."
         )
 
 

@@ -162,11 +162,13 @@ def engine_attention(
     """The attention function that transformers calls while the engine runs."""
     if engine_cache is None:
         raise RolloutError(
-            f"{type(module).__name__} does not hand forward arguments on to its attention; the built-in engine cannot "
+            f"{type(module).__name__} does not pass forward arguments on to its attention; the built-in engine cannot "
             "run it."
         )
     if attention_mask is not None:
-        raise RolloutError(f"{type(module).__name__} makes an attention mask of its own; the engine knows none.")
+        raise RolloutError(
+            f"{type(module).__name__} makes its own attention mask, which the built-in engine does not support."
+        )
     out = engine_cache.attend(
         query,
         scale=float(scaling if scaling is not None else query.shape[-1] ** -0.5),

@@ -117,7 +117,7 @@ class Engine:
                 "or max_prompt_length."
             )
         self.plan, self.may_grow = plan.halved(), False
-        logger.warning(f"Out of memory while sampling: going on with half the budget ({self.plan}).")
+        logger.warning(f"Out of memory while sampling: continuing with half the budget ({self.plan}).")
 
     @contextmanager
     def turns(self) -> Iterator[None]:
@@ -133,7 +133,7 @@ class Engine:
                 (second,) = engine.sample([SampleRequest(longer, 1, noise_key=3, turn=1)], settings)
         """
         if self._in_turns:
-            raise RolloutError("A block of turns was begun inside another one; end that first.")
+            raise RolloutError("A block of turns was started inside another one; end the outer one first.")
         self._in_turns = True
         self.counters = Counters(calls=0)
         try:

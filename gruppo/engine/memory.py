@@ -124,7 +124,7 @@ def _give_up(driver: _Driver, address: ctypes.c_uint64, handle: ctypes.c_uint64,
             driver("cuMemRelease", handle)
         driver("cuMemAddressFree", address, size)
     except (DriverError, RuntimeError):  # at process exit the driver may already be shut down
-        logger.debug("the pool of keys and values was not given back", exc_info=True)
+        logger.debug("the memory of the KV cache was not released", exc_info=True)
 
 
 def lent_memory(size: int, device: torch.device) -> LentMemory | None:

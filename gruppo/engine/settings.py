@@ -40,7 +40,7 @@ HONOURED = frozenset(
 
 # Fields that do not affect what is sampled, and why.
 IRRELEVANT = {
-    "bos_token_id": "starts an empty prompt, and there is always one",
+    "bos_token_id": "starts an empty prompt, and prompts are never empty",
     "decoder_start_token_id": "encoder-decoder models",
     "early_stopping": "beam search",
     "length_penalty": "beam search",

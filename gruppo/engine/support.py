@@ -20,7 +20,7 @@ def unsupported_model(model: nn.Module) -> list[str]:
     reasons = support.unsupported_model(model)
     inner = inner_model(model)
     if isinstance(inner, nn.Module) and _is_wrapped(inner):
-        reasons.append("it has a hook or a forward of its own, which the engine would pass by")
+        reasons.append("it has a hook or a replaced forward, which the engine would bypass")
     return reasons
 
 

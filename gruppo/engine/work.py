@@ -75,7 +75,7 @@ class Work:
 
 def _check(ids: Sequence[int], number: int, vocabulary: int) -> None:
     if not ids:
-        raise RolloutError(f"Prompt {number} is empty, so nothing predicts its first token.")
+        raise RolloutError(f"Prompt {number} is empty, so there is nothing to predict the first token from.")
     for token in ids:
         if not 0 <= token < vocabulary:
             raise RolloutError(

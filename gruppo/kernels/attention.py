@@ -155,14 +155,16 @@ class Segments:
 
 def _check(lengths: Sequence[int], parents: Sequence[int]) -> None:
     if len(lengths) != len(parents):
-        raise ValueError(f"{len(lengths)} lengths and {len(parents)} parents")
+        raise ValueError(f"there must be one parent per length, not {len(parents)} for {len(lengths)}")
     if lengths and min(lengths) < 1:
-        raise ValueError(f"every segment has a token at least, not {min(lengths)}")
+        raise ValueError(f"every segment must have at least one token, not {min(lengths)}")
     for s, parent in enumerate(parents):
         if parent >= 0 and (
             parent >= s or parents[parent] >= 0 or parents[s - 1] != (parent if parent < s - 1 else -1)
         ):
-            raise ValueError(f"segment {s} does not follow segment {parent} and the other children of it directly")
+            raise ValueError(
+                f"segment {s} does not directly follow its parent, segment {parent}, or another child of it"
+            )
 
 
 def _readings(spans: Sequence[Span], parents: Sequence[int]) -> tuple[tuple[Reading, ...], tuple[Shared, ...]]:
@@ -206,7 +208,10 @@ def packed_attention(
     if scale <= 0 or (softcap is not None and softcap <= 0):
         raise ValueError(f"scale {scale} and softcap {softcap} must be positive")
     if not len(query) == len(key) == len(value) == segments.tokens:
-        raise ValueError(f"{len(query)}, {len(key)}, {len(value)} tokens in segments of {segments.tokens}")
+        raise ValueError(
+            f"query, key and value must have {segments.tokens} tokens, as the segments do, not {len(query)}, "
+            f"{len(key)}, {len(value)}"
+        )
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device)

@@ -110,7 +110,7 @@ class Memory(Standing):
         yield from self.standing()
         yield from self._pool_that_stays()
         wide = 4 if job.product_bytes == 2 else 8
-        copy = product("the model in a wider type", (job.model.weights, "weights"), (wide, "B"))
+        copy = product("the model in a wider dtype", (job.model.weights, "weights"), (wide, "B"))
         held = sum(term.bytes for term in self.standing())
         fits = has_copy and PARITY_WIDE_COPIES * copy.bytes <= self.capacity - held and job.bits is None
         if wide == job.weight_bytes:

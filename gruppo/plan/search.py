@@ -56,7 +56,7 @@ def largest_settings(job: Job) -> list[Largest]:
     whole = largest(lambda tokens: _without_checkpointing(job.with_(completion_tokens=tokens)), 16)
     longest = largest(lambda tokens: fits(job.with_(completion_tokens=tokens)), 16)
     found = [
-        Largest("max_completion_length", longest, "one row fits into an update, however few are sampled at once"),
+        Largest("max_completion_length", longest, "one row fits into an update, even if few are sampled at once"),
         Largest("max_completion_length", whole, "the same, without gradient checkpointing"),
     ]
     if job.sampler == "builtin":
@@ -66,7 +66,7 @@ def largest_settings(job: Job) -> list[Largest]:
 
 def _means_together(job: Job, together: int | None) -> str:
     """Explains the limit: a run may have more completions than are decoded at once, some then wait for a slot."""
-    means = f"all completions of a device, {job.generations} of a prompt, decode at once"
+    means = f"all completions of a device, {job.generations} per prompt, are decoded at once"
     if together is None or together >= job.rows or not fits(job):
         return means
     return f"{means}; this run's {job.rows:,} fit too, but some of them wait for KV-cache slots"

@@ -68,7 +68,7 @@ class Seconds:
         keys = (own + shared) * shape.kv_bytes_per_token(job.product_bytes) / bandwidth
         return {
             "products": max(weights, products),
-            "keys and values": keys,
+            "KV cache": keys,
             "drawing": rows * shape.vocabulary * constants["seconds_per_logit"],
             "kernels": shape.layers * constants["seconds_per_decoded_layer"],
         }
@@ -129,7 +129,7 @@ class Seconds:
         said = f"{flops / 1e12:,.1f} TFLOP / {reached / 1e12:,.3g} TFLOP/s"
         if host > computing:
             each = self.constants["host_seconds_per_layer"] * times / _WITH_BACKWARD
-            return Part(name, host, f"{packs:,.0f} passes × {shape.layers} layers × {1e3 * each:.1f} ms of the host")
+            return Part(name, host, f"{packs:,.0f} passes × {shape.layers} layers × {1e3 * each:.1f} ms on the host")
         return Part(name, computing, said)
 
     @cached_property
@@ -142,7 +142,7 @@ class Seconds:
         checkpointing = self.memory.update_plan.checkpointing
         found.append(self.passes("update", _WITH_CHECKPOINTS if checkpointing else _WITH_BACKWARD))
         each = self.constants["host_seconds_per_completion"]
-        found.append(Part("the rest", job.rows * each, f"{job.rows} completions × {1e3 * each:.2f} ms of the host"))
+        found.append(Part("the rest", job.rows * each, f"{job.rows} completions × {1e3 * each:.2f} ms on the host"))
         return found
 
     @property

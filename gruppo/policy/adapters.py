@@ -60,8 +60,8 @@ def reject_method(peft_config: Any) -> None:
         )
     if str(getattr(peft_config, "peft_type", "")).endswith("ADALORA"):
         raise ConfigError(
-            f"{type(peft_config).__name__} moves rank between layers by a schedule and a term of the loss, which this "
-            "trainer does not run: it would be a plain adapter of rank init_r. Use LoraConfig."
+            f"{type(peft_config).__name__} moves rank between layers with a schedule and a loss term, which this "
+            "trainer does not implement: it would act as a plain adapter of rank init_r. Use LoraConfig."
         )
 
 
@@ -140,8 +140,8 @@ def _check_copy(model: Any, active: str) -> None:
     if missing:
         raise ConfigError(
             f"No exact copy of the adapter can be made for the reference: {missing[0]} of a "
-            f"{type(model.peft_config[active]).__name__} has none. Set beta=0, or merge the adapter and train "
-            "a new one with peft_config."
+            f"{type(model.peft_config[active]).__name__} has no exact copy. Set beta=0, or merge the adapter and "
+            "train a new one with peft_config."
         )
 
 

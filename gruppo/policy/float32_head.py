@@ -42,8 +42,8 @@ def cast_head(model: Any) -> None:
             kind = type(linear).__name__
             home = type(linear).__module__.partition(".")[0]
             raise ConfigError(
-                f"cast_lm_head_to_fp32=True needs a head that is one matrix, but here it is a {kind} of {home}. "
-                "Remove the head from the adapter's target_modules, or set cast_lm_head_to_fp32=False."
+                f"cast_lm_head_to_fp32=True needs a head that is one matrix, but this model's is a {kind} from "
+                f"{home}. Remove the head from the adapter's target_modules, or set cast_lm_head_to_fp32=False."
             )
         is_tied = linear.weight is getattr(embedding, "weight", None)
         linear.float()  # in place, so that it stays tied

@@ -43,9 +43,9 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
             raise TypeError(f"model must be a name, a PreTrainedModel or a PeftModel, not {type(model).__name__}.")
         if is_tensor_parallel(model):
             raise ConfigError(
-                f"The {type(model).__name__} came in cut up over processes (tensor parallelism), which nothing here "
-                "can train. Load it without tp_plan and distributed_config; FSDP2 (recipes/accelerate/fsdp2.yaml) is "
-                "for models that do not fit on one device."
+                f"The {type(model).__name__} is sharded over processes (tensor parallelism), which is not supported. "
+                "Load it without tp_plan and distributed_config; FSDP2 (recipes/accelerate/fsdp2.yaml) is for models "
+                "that do not fit on one device."
             )
         if args.model_init_kwargs:
             logger.warning("model_init_kwargs is ignored: the model was passed as an object, not by name.")
@@ -105,9 +105,9 @@ def reject_tensor_parallel(kwargs: Mapping[str, Any]) -> None:
     for name in ("tp_plan", "tp_size", "device_mesh", "distributed_config"):
         if kwargs.get(name) is not None:
             raise ConfigError(
-                f"model_init_kwargs[{name!r}]={kwargs[name]!r} cuts the model up over processes as it is loaded, "
-                "which nothing here can train. Leave it out; FSDP2 (recipes/accelerate/fsdp2.yaml) is for models that "
-                "do not fit on one device."
+                f"model_init_kwargs[{name!r}]={kwargs[name]!r} shards the model over processes while loading it, "
+                "which is not supported. Leave it out; FSDP2 (recipes/accelerate/fsdp2.yaml) is for models that do "
+                "not fit on one device."
             )
 
 
@@ -127,7 +127,8 @@ def resolve_dtype(dtype: Any) -> Any:
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else None
     if not isinstance(resolved, torch.dtype):
         raise ConfigError(
-            f"model_init_kwargs['dtype']={dtype!r} is no torch dtype; use 'auto', 'float32', 'bfloat16' or 'float16'."
+            f"model_init_kwargs['dtype']={dtype!r} is not a torch dtype; use 'auto', 'float32', 'bfloat16' or "
+            "'float16'."
         )
     return resolved
 
@@ -144,8 +145,8 @@ def load_processing_class(processing_class: Any, model: PreTrainedModel, args: A
     if processing_class is None:
         if not model_name(model):
             raise ConfigError(
-                f"The {type(model).__name__} was not loaded from anywhere, so its tokenizer is not known: pass it as "
-                "processing_class."
+                f"The {type(model).__name__} was not loaded from a name or folder, so its tokenizer is unknown: pass "
+                "it as processing_class."
             )
         revision = (args.model_init_kwargs or {}).get("revision", "main")
         processing_class = AutoProcessor.from_pretrained(
@@ -262,8 +263,8 @@ def disable_dropout_in_model(model: nn.Module) -> None:
     if left := functional_dropouts(model):
         found = ", ".join(f"{name}={value}" for name, value in left.items())
         logger.warning(
-            f"disable_dropout=True turns off dropout modules; {found} is no module and stays. Set it to 0 in the "
-            "model's config when it is loaded (model_init_kwargs)."
+            f"disable_dropout=True turns off dropout modules; {found} is not a module and stays on. Set it to 0 in "
+            "the model's config when it is loaded (model_init_kwargs)."
         )
 
 

@@ -90,8 +90,8 @@ class PackedPolicy:
             raise PackingError(f"{type(inner_model(model)).__name__} calls its head {len(caught)} times, not once.")
         if hasattr(next(head.module.parameters(), None), "full_tensor"):
             raise PackingError(
-                "The head's weights are sharded over processes again when its scores are due. accelerate 1.15 leaves "
-                "them gathered until the backward pass; use that, or set packed_update=False."
+                "The head's weights are sharded over processes again when its logits are computed. accelerate 1.15 "
+                "leaves them gathered until the backward pass; use that, or set packed_update=False."
             )
         hidden = caught[0].squeeze(0)
         if hidden.requires_grad:
@@ -137,7 +137,8 @@ def _check_active(config: Any, _: Tensor) -> None:
     if config._attn_implementation_internal != ATTENTION_NAME:
         raise PackingError(
             "The backward pass of packed rows runs outside of `PackedPolicy.active`. With gradient checkpointing the "
-            "layers would be computed again with another attention. Call backward inside, or set packed_update=False."
+            "layers would be recomputed with a different attention. Call backward inside it, or set "
+            "packed_update=False."
         )
 
 
@@ -157,11 +158,14 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls: (1, heads, N, D) in, (1, N, heads, Dv) out."""
     if packed_segments is None:
-        raise PackingError(f"{type(module).__name__} does not hand forward arguments on to its attention.")
+        raise PackingError(f"{type(module).__name__} does not pass forward arguments on to its attention.")
     if attention_mask is not None:
-        raise PackingError(f"{type(module).__name__} makes an attention mask of its own.")
+        raise PackingError(f"{type(module).__name__} makes its own attention mask.")
     if dropout:
-        raise PackingError(f"{type(module).__name__} drops attention weights ({dropout}), which packed rows cannot.")
+        raise PackingError(
+            f"{type(module).__name__} applies dropout to attention weights ({dropout}), which packed rows do not "
+            "support."
+        )
     # Autocast casts the inputs of attention, as it does for torch's own: rotated queries may be float32.
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype

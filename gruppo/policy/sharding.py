@@ -47,9 +47,9 @@ def sharding_of(accelerator: Any) -> Sharding:
     if kind is DistributedType.FSDP:
         if accelerator.state.fsdp_plugin.fsdp_version != 2:
             raise ConfigError(
-                "FSDP1 (fsdp_version: 1) flattens weights, which nothing here can work with. Set `fsdp_version: 2` "
-                "under `fsdp_config` of the accelerate config, or fsdp_config={'version': 2} of the training "
-                "arguments; recipes/accelerate/fsdp2.yaml is a config that works."
+                "FSDP1 (fsdp_version: 1) flattens weights, which is not supported. Set `fsdp_version: 2` under "
+                "`fsdp_config` of the accelerate config, or fsdp_config={'version': 2} of the training arguments; "
+                "recipes/accelerate/fsdp2.yaml is a config that works."
             )
         return Sharding.FSDP2
     if kind is DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage == 3:

@@ -39,7 +39,7 @@ def unsupported_model(model: nn.Module) -> list[str]:
     if getattr(inner, "_is_stateful", False):
         reasons.append("it keeps a recurrent state")
     if not getattr(inner, "_supports_attention_backend", False):
-        reasons.append(f"{type(inner).__name__} does not let its attention be chosen")
+        reasons.append(f"{type(inner).__name__} does not support custom attention functions")
     if other := sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - _KNOWN_LAYERS):
         reasons.append(f"it has layers of the kind {', '.join(other)}")
     if missing := sorted({"past_key_values", "position_ids", "logits_to_keep"} - forward_arguments(model)):
@@ -93,7 +93,7 @@ def why_not_packed(model: nn.Module, policy: PackedPolicy) -> list[str]:
         return reasons
     head = inner_model(model).get_output_embeddings()
     if any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)):
-        return ["there is a hook on its head, which packed rows would pass by"]
+        return ["there is a hook on its head, which packed rows would bypass"]
     failure = packed_trial(model, policy)
     return [failure] if failure else []
 
@@ -142,10 +142,10 @@ def why_not_routed(model: nn.Module, policy: PackedPolicy) -> list[str]:
             with policy.active(model):
                 found = policy.score_routed(model, pack)[1].loss().item()
         except (*STUMBLES, StopIteration) as error:
-            return [f"its router's logits are not known in packed rows: {type(error).__name__}: {error}"]
+            return [f"its router's logits are not available in packed rows: {type(error).__name__}: {error}"]
     if abs(found - expected) <= _TOLERANCE[arithmetic_dtype(model, policy.autocast_dtype)] * abs(expected):
         return []
-    return [f"its load-balancing loss is {expected:.4g}, where packed rows have {found:.4g}"]
+    return [f"its load-balancing loss is {expected:.4g}, but {found:.4g} with packed rows"]
 
 
 def too_far(model: nn.Module, difference: float, autocast_dtype: torch.dtype | None) -> str | None:

@@ -77,7 +77,7 @@ def _check_tied(inner: Any) -> None:
         return
     raise ConfigError(
         "The model's config ties the output head to the embedding (tie_word_embeddings=True), but the policy trains "
-        "one of them alone: vLLM would use the embedding for both. Leave embed_tokens and lm_head out of "
+        "only one of them: vLLM would use the embedding for both. Leave embed_tokens and lm_head out of "
         "target_modules and modules_to_save, or save the model with tie_word_embeddings=False first."
     )
 

@@ -133,7 +133,7 @@ class BEMACallback(TrainerCallback):
             return  # the weights are the same everywhere; one average is enough
         model = _unwrap(kwargs["model"])
         if any(hasattr(p, "ds_id") or type(p.data).__name__ == "DTensor" for p in model.parameters()):
-            raise ConfigError("BEMACallback needs whole weights on one process; it does not work with ZeRO-3 or FSDP.")
+            raise ConfigError("BEMACallback needs unsharded weights; it does not work with ZeRO-3 or FSDP.")
         self.running_model = copy.deepcopy(model).to(self.device)
         self._snapshot(model)
         saved, self._saved = self._saved or self._state_file(args, state), None
@@ -142,7 +142,7 @@ class BEMACallback(TrainerCallback):
             self._origin, self._average = stored["origin"], stored["average"]
             self.running_model.load_state_dict(stored["running"], strict=False)
         elif state.global_step > self.update_after:
-            logger.warning(f"{saved} is missing; the BEMA average starts anew at step {state.global_step}.")
+            logger.warning(f"{saved} is missing; the BEMA average restarts at step {state.global_step}.")
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero or state.global_step < self.update_after:

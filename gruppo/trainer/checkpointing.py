@@ -193,7 +193,7 @@ class Checkpointing(Watching):
         run = Path(self._get_output_dir(trial=getattr(self, "_trial", None)))
         folder = str(run / f"{PREFIX_CHECKPOINT_DIR}-{step}") if self._saved_at == step else self._resumed_from
         if folder is not None and Path(folder).name == f"{PREFIX_CHECKPOINT_DIR}-{step}":
-            said = f"Update {step}, the last one that was finished, is in {folder}. Go on with train({folder!r})."
+            said = f"Update {step}, the last finished one, is saved in {folder}. Resume with train({folder!r})."
             if said not in getattr(error, "__notes__", ()):
                 logger.warning(f"{type(error).__name__} ends the run. {said}")
                 error.add_note(said)
@@ -289,7 +289,7 @@ class Checkpointing(Watching):
         except (OSError, RuntimeError, SafetensorError) as error:
             if not checkpoints.is_disk_full(error, folder):
                 raise
-            logger.warning(f"No room for a checkpoint: {error}")
+            logger.warning(f"No disk space for a checkpoint: {error}")
             return True
         return False
 
@@ -302,8 +302,8 @@ class Checkpointing(Watching):
         if self.accelerator.is_main_process:
             logger.warning(
                 f"The disk of {self.args.output_dir} is full: the checkpoint of update {self.state.global_step} was "
-                f"not written, earlier ones are untouched. Training goes on; saving is tried again after update "
-                f"{self._retry_at}. Free some room."
+                "not written, earlier ones are untouched. Training continues; saving is retried after update "
+                f"{self._retry_at}. Free some disk space."
             )
         self.record_event("checkpoint_put_off", retry_at=self._retry_at)
 

@@ -249,8 +249,8 @@ class Collecting(Sampling):
         if steps is not None and getattr(self.args, "multi_objective_aggregation", "") == "normalize_then_sum":
             names = ", ".join(self.rewards.names[reward] for reward in steps.by_reward)
             raise RewardError(
-                f"{names} returned rewards of steps, which multi_objective_aggregation='normalize_then_sum' has no "
-                "formula for. Use 'sum_then_normalize', or return their sum."
+                f"{names} returned rewards of steps, for which multi_objective_aggregation='normalize_then_sum' is "
+                "not defined. Use 'sum_then_normalize', or return their sum."
             )
         return steps
 

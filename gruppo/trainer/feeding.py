@@ -51,7 +51,7 @@ class Feeding(Reporting):
         if self._stream is None:
             raise ConfigError(
                 f"async_rollouts={self.args.async_rollouts} needs the trainer's own order of prompts, but "
-                f"{type(self).__name__} brings a loader of rows. Set async_rollouts=0."
+                f"{type(self).__name__} has its own data loader. Set async_rollouts=0."
             )
         return next_generation(
             epoch,
@@ -87,8 +87,8 @@ class Feeding(Reporting):
         """The source of replacement prompts."""
         if self._cursor is None:
             raise ConfigError(
-                f"dynamic_sampling=True replaces prompts by the next ones of the trainer's own order, but "
-                f"{type(self).__name__} brings a loader of rows. Set dynamic_sampling=False, or override "
+                "dynamic_sampling=True replaces prompts with the next ones in the trainer's own order, but "
+                f"{type(self).__name__} has its own data loader. Set dynamic_sampling=False, or override "
                 "`_get_train_sampler` instead of `get_train_dataloader`."
             )
         return self._cursor

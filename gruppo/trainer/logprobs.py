@@ -236,9 +236,8 @@ class LogProbs(Feeding):
         said = f" (it passed {', '.join(sorted(others))})" if others else ""
         if others or (vision is None and torch.isin(input_ids, tokens).any()):
             raise ConfigError(
-                f"{type(self).__name__} scores rows with images, but did not pass on what is known of them"
-                f"{said}: give "
-                "_get_per_token_logps_and_entropies vision=inputs['vision'], one entry for each row."
+                f"{type(self).__name__} scores rows with images, but did not pass on their image data{said}: call "
+                "_get_per_token_logps_and_entropies with vision=inputs['vision'], one entry for each row."
             )
         return vision
 

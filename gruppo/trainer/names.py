@@ -24,7 +24,7 @@ class KnownNames(Stepping):
     @beta.setter
     def beta(self, value: float) -> None:
         if value and not self.args.beta:
-            raise ConfigError("The run began with beta=0 and so has no reference model; begin with a small beta.")
+            raise ConfigError("The run started with beta=0 and so has no reference model; start with a small beta.")
         self._change("beta", value)
 
     @property

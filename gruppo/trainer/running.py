@@ -107,13 +107,15 @@ class Running(Checkpointing):
         step, ended = self.state.global_step, self.state.global_step >= self.state.max_steps
         folder = Path(self.args.output_dir) / f"checkpoint-{step}"
         if self.stopper.requested is not None and ended:
-            logger.warning(f"{self.stopper.requested.name} came in the last update: the run has ended by itself.")
+            logger.warning(
+                f"{self.stopper.requested.name} arrived during the last update: the run has already finished."
+            )
         elif self.stopper.requested is not None:
             self._raise_stopped(self.stopper.requested.name, folder)
         if self._retry_at is not None:
             raise CheckpointError(
                 f"The disk of {self.args.output_dir} is full: the checkpoint of update {step}, the last one, could "
-                "not be written. Free some room and resume from the one before it."
+                "not be written. Free some disk space and resume from the previous checkpoint."
             )
         if self.audits.bad_updates.should_stop:
             self.record_event("stopped", bad_updates=self.audits.bad_updates.in_a_row)
@@ -127,7 +129,7 @@ class Running(Checkpointing):
         if self._saved_at == step:
             logger.warning(f"Stopped by {name} after update {step}, saved in {folder}.")
         elif began == folder.name:
-            logger.warning(f"Stopped by {name} before another update was made: go on from {self._resumed_from}.")
+            logger.warning(f"Stopped by {name} before another update was made: resume from {self._resumed_from}.")
         else:
             logger.error(f"Stopped by {name} after update {step}, which could NOT be saved.")
             raise SystemExit(STOPPED_UNSAVED)
@@ -188,10 +190,10 @@ class Running(Checkpointing):
             damaged = "".join(f" {path.name}: {' '.join(wrong)}" for path, wrong in choice.rejected)
             raise CheckpointError(
                 f"No valid checkpoint found in output directory ({folder}).{damaged} Call train() without "
-                "resume_from_checkpoint to begin, or name a checkpoint."
+                "resume_from_checkpoint to start from scratch, or name a checkpoint."
             )
         if choice.rejected:
-            logger.warning(f"Going on from {choice.path}, the newest checkpoint that is whole.")
+            logger.warning(f"Resuming from {choice.path}, the newest complete checkpoint.")
         return choice.path
 
     def _checked(self, path: Path) -> Path:
@@ -199,10 +201,10 @@ class Running(Checkpointing):
             raise CheckpointError(f"There is no checkpoint at {path}.")
         if wrong := checkpoints.problems(path):
             choice = checkpoints.newest_good(path.parent)
-            other = "" if choice.path is None else f" The newest one that is whole is {choice.path}."
+            other = "" if choice.path is None else f" The newest complete one is {choice.path}."
             raise CheckpointError(
-                f"The checkpoint {path} is damaged: {' '.join(wrong)}{other} If you know better, remove its "
-                f"{checkpoints.MANIFEST}: it then counts as a plain one."
+                f"The checkpoint {path} is damaged: {' '.join(wrong)}{other} To use it nevertheless, remove its "
+                f"{checkpoints.MANIFEST}: it then counts as a plain checkpoint."
             )
         return path
 
@@ -218,11 +220,11 @@ class Running(Checkpointing):
         if refused := [line for line in found if line.partition(":")[0] in names]:
             listed = "\n".join(f"  {line}" for line in refused)
             raise CheckpointError(
-                f"The checkpoint {path} was made with other settings:\n{listed}\nSet them back, or allow them with "
-                f"resume_allow_changes={names} (['*'] allows everything)."
+                f"The checkpoint {path} was made with different settings:\n{listed}\nSet them back, or allow them "
+                f"with resume_allow_changes={names} (['*'] allows everything)."
             )
         if found:
-            logger.warning(f"Resuming with other settings than {path} was made with: {'; '.join(found)}")
+            logger.warning(f"Resuming with settings that differ from those of {path}: {'; '.join(found)}")
         return differing
 
     # ---- loading
@@ -247,8 +249,8 @@ class Running(Checkpointing):
         elif not (same_processes and keeps_the_queue(self._differing_settings)):
             if self.accelerator.is_main_process:
                 logger.warning(
-                    f"{folder} was written by another number of processes, or with other settings: plans are made "
-                    "anew, and the generation that was under way is sampled anew."
+                    f"{folder} was written by a different number of processes, or with different settings: update "
+                    "plans are made again, and the unfinished generation is sampled again."
                 )
             self._restore_part(main)
         else:

@@ -117,8 +117,8 @@ class Sampling(LogProbs):
             prompts = encoded or [Prompt(r, text, ids) for r, text, ids in zip(rows, texts, prompt_ids, strict=True)]
             if any(list(prompt.ids) != list(ids) for prompt, ids in zip(prompts, prompt_ids, strict=True)):
                 raise RolloutError(
-                    "rollout_func returned other prompt_ids than the processor makes of a prompt, so that its images "
-                    "would be in the wrong places. Return those of processor.apply_chat_template(prompt, "
+                    "rollout_func returned prompt_ids that differ from those of the processor, so images would be in "
+                    "the wrong places. Return those of processor.apply_chat_template(prompt, "
                     "add_generation_prompt=True, tokenize=True)."
                 )
             self._under_way.prompts = prompts
@@ -157,7 +157,7 @@ class Sampling(LogProbs):
         tokens = self.prompt_encoder.placeholders
         if tokens and vision is None and any(tokens & set(ids) for ids in prompt_ids):
             raise RolloutError(
-                f"{type(self).__name__}._generate_single_turn asks for completions of prompts with images, but does "
+                f"{type(self).__name__}._generate_single_turn requests completions of prompts with images, but does "
                 "not pass their multimodal_fields on to super()."
             )
         requests = self._requests(prompt_ids, vision or [None] * len(prompt_ids))

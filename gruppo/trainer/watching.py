@@ -114,7 +114,7 @@ class Watching(Updating):
             if not checkpoints.is_disk_full(error, path.parent):
                 raise
             path.unlink(missing_ok=True)
-            logger.warning(f"No room for the rows of update {facts['update']}, which was not finite: {error}")
+            logger.warning(f"No disk space for the rows of update {facts['update']}, which was not finite: {error}")
             return False
         return True
 

@@ -59,9 +59,9 @@ def test_nonfinite(loss, norm, checks):
 
 
 def test_what_became_of_an_update_is_said():
-    assert "is left out" in nonfinite(math.nan, None)[0].message
+    assert "is skipped" in nonfinite(math.nan, None)[0].message
     (finding,) = nonfinite(math.nan, None, left_out=False)
-    assert "is left out" not in finding.message
+    assert "is skipped" not in finding.message
     assert "go back to a checkpoint" in finding.message
 
 

@@ -609,7 +609,7 @@ def test_a_pool_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch, cap
     assert_same(sampler.sample(requests, settings), expected)
     assert tried == [400, 200, 100]
     assert sampler.plan == RolloutPlan(100, 4, 16)
-    assert caplog.text.count("Out of memory while sampling: going on with half the budget") == 2
+    assert caplog.text.count("Out of memory while sampling: continuing with half the budget") == 2
     assert_same(sampler.sample(requests, settings), expected)
     assert len(tried) == 3, "the plan is kept"
 

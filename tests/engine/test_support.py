@@ -127,7 +127,7 @@ def own_attention() -> Any:
         (lambda: Wrapped(virtual_prompt()), "its adapter learns virtual prompt tokens"),
         (in_two_places, "its weights are on several devices (cpu, meta)"),
         (lambda: build("llama").to("meta"), "there are no kernels for meta"),
-        (own_attention, "BloomForCausalLM does not let its attention be chosen"),
+        (own_attention, "BloomForCausalLM does not support custom attention functions"),
         (lambda: nn.Linear(2, 2), "Linear is not a transformers model"),
     ],
 )
@@ -227,8 +227,8 @@ def disguised(as_what: type, depth: str = "model") -> Any:
     ("make", "reason"),
     [
         (lambda: disguised(OwnScores, "attention"), "in a trial its log-probs differ"),
-        (lambda: disguised(OwnMask, "attention"), "OwnMask makes an attention mask of its own"),
-        (lambda: disguised(Reserved, "layer"), "LlamaAttention does not hand forward arguments on"),
+        (lambda: disguised(OwnMask, "attention"), "OwnMask makes its own attention mask"),
+        (lambda: disguised(Reserved, "layer"), "LlamaAttention does not pass forward arguments on"),
         (lambda: disguised(OwnPositions), "in a trial its log-probs differ"),
         (lambda: disguised(Drifting), "in a trial its log-probs differ from a plain forward pass by 0.0"),
     ],

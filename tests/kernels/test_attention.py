@@ -272,7 +272,7 @@ def test_every_pair_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("lengths", "parents", "message"),
     [
-        ((3, 2), (-1,), "2 lengths and 1 parents"),
+        ((3, 2), (-1,), "one parent per length, not 1 for 2"),
         ((3, 0), (-1, 0), "not 0"),
         ((3, 2), (1, -1), "segment 0"),
         ((3, 2), (-1, 1), "segment 1"),
@@ -310,7 +310,7 @@ def test_an_empty_pack() -> None:
 def test_wrong_calls() -> None:
     case = CASES["one group"]
     segments, (query, key, value) = case.segments("cpu"), case.tensors().values()
-    with pytest.raises(ValueError, match="tokens in segments"):
+    with pytest.raises(ValueError, match="as the segments do"):
         packed_attention(query[:-1], key, value, segments, scale=1.0)
     with pytest.raises(ValueError, match="one dtype"):
         packed_attention(query, key.float(), value, segments, scale=1.0)

@@ -50,10 +50,10 @@ def test_float32_weights_are_cast_for_sampling_and_for_passes() -> None:
     memory = Memory(job(weight_bytes=4))
     assert terms(memory, "sampling")["cast weights for sampling"] == 2 * MODEL.linear_weights
     assert terms(memory, "update")["cast weights"] == 2 * MODEL.shape.layer_weights
-    assert "the model in a wider type" not in terms(memory, "parity check"), "float32 is wide enough for bfloat16"
+    assert "the model in a wider dtype" not in terms(memory, "parity check"), "float32 is wide enough for bfloat16"
     plain = Memory(job(weight_bytes=4, autocast=False))
     assert "cast weights for sampling" not in terms(plain, "sampling")
-    assert terms(plain, "parity check")["the model in a wider type"] == 8 * WEIGHTS
+    assert terms(plain, "parity check")["the model in a wider dtype"] == 8 * WEIGHTS
 
 
 def test_adapters_have_gradients_and_no_reference_of_their_own() -> None:

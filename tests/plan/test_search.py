@@ -52,7 +52,7 @@ def test_the_length_without_checkpointing_is_the_same_if_the_config_turns_it_on(
 def test_a_prompt_is_read_once_per_group_where_the_kernel_for_that_runs() -> None:
     def seconds(prompt_tokens: int, rows: int) -> float:
         job = JOB.with_(prompt_tokens=prompt_tokens, rows=rows)
-        return Seconds(job, Memory(job)).decode_step["keys and values"]
+        return Seconds(job, Memory(job)).decode_step["KV cache"]
 
     assert seconds(256, 128) < seconds(255, 128)
     assert seconds(256, 32) > seconds(255, 32)

@@ -54,7 +54,7 @@ def test_resolve_dtype(dtype, resolved):
 
 @pytest.mark.parametrize("dtype", ["float33", "nn", "Tensor", 32, None])
 def test_what_is_no_dtype_is_refused(dtype):
-    with pytest.raises(ConfigError, match=rf"model_init_kwargs\['dtype'\]={dtype!r} is no torch dtype; use 'auto'"):
+    with pytest.raises(ConfigError, match=rf"model_init_kwargs\['dtype'\]={dtype!r} is not a torch dtype; use 'auto'"):
         loading.resolve_dtype(dtype)
 
 
@@ -122,7 +122,7 @@ class Cut(torch.Tensor):
 def test_a_model_object_that_is_tensor_parallel_is_refused():
     model = tiny_model()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data.as_subclass(Cut))
-    with pytest.raises(ConfigError, match=r"The LlamaForCausalLM came in cut up over processes.*without tp_plan"):
+    with pytest.raises(ConfigError, match=r"The LlamaForCausalLM is sharded over processes.*without tp_plan"):
         loading.load_policy(model, args())
 
 

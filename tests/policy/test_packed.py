@@ -331,7 +331,7 @@ def test_attention_that_drops_weights_when_it_is_trained(make: Callable[[], Any]
     """Whatever mode it is in when it is asked about: loaded models begin in evaluation mode."""
     model = make().train(training)
     (reason,) = why_not_packed(model, PackedPolicy())
-    assert "Attention drops attention weights (0.1), which packed rows cannot" in reason
+    assert "Attention applies dropout to attention weights (0.1), which packed rows do not support" in reason
     assert all(module.training == training for module in model.modules())
 
 
@@ -346,7 +346,7 @@ def test_attention_that_drops_weights_when_it_is_trained(make: Callable[[], Any]
         (other.bidirectional, "its attention is not causal"),
         (other.dynamic, "its rotary embedding (dynamic) depends on the longest sequence of a batch"),
         (other.virtual_prompt, "its adapter learns virtual prompt tokens"),
-        (other.own_attention, "BloomForCausalLM does not let its attention be chosen"),
+        (other.own_attention, "BloomForCausalLM does not support custom attention functions"),
     ],
 )
 def test_what_is_missing_for_others_is_named(make: Callable[[], Any], reason: str) -> None:
@@ -357,8 +357,8 @@ def test_what_is_missing_for_others_is_named(make: Callable[[], Any], reason: st
     ("make", "reason"),
     [
         (lambda: other.disguised(other.OwnScores, "attention"), "in a trial its log-probs differ"),
-        (lambda: other.disguised(other.OwnMask, "attention"), "OwnMask makes an attention mask of its own"),
-        (lambda: other.disguised(other.Reserved, "layer"), "LlamaAttention does not hand forward arguments on"),
+        (lambda: other.disguised(other.OwnMask, "attention"), "OwnMask makes its own attention mask"),
+        (lambda: other.disguised(other.Reserved, "layer"), "LlamaAttention does not pass forward arguments on"),
         (lambda: other.disguised(other.OwnPositions), "in a trial its log-probs differ"),
         (lambda: other.disguised(Twice), "Twice calls its head 2 times"),
         (other.broken, "in a trial its log-probs differ"),

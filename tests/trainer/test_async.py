@@ -187,7 +187,7 @@ def test_it_is_the_run_that_samples_each_generation_from_the_weights_before(
     at_once = trainer_of(folder, tmp_path / "now", double, **settings, async_rollouts=0)
     at_once.train()
     assert weights(ahead) != weights(at_once), "or the samples would be those of now"
-    assert "thrown away" not in caplog.text
+    assert "are discarded" not in caplog.text
 
 
 def test_the_correction_is_the_ratio_of_the_weights_of_now_and_of_before(
@@ -321,7 +321,7 @@ def test_samples_that_are_too_old_are_refused(folder: Path, tmp_path: Path, doub
                 self._ahead.flight.sampled_at -= 1  # type: ignore[union-attr]
 
     trainer = trainer_of(folder, tmp_path, double, kind=Forgets)
-    with pytest.raises(RolloutError, match="of weights 2 updates old; with async_rollouts=1 that must be 1 at most"):
+    with pytest.raises(RolloutError, match="with weights 2 updates old; with async_rollouts=1 that must be at most 1"):
         trainer.train()
 
 
@@ -370,7 +370,7 @@ def test_an_epoch_that_is_ended_early_goes_on_with_the_prompts_of_the_next(
     settings = {"num_train_epochs": 2, "max_steps": -1, "train_dataset": prompts(8), "callbacks": [StopsEpoch()]}
     trainer = trainer_of(folder, tmp_path, double, **settings)
     trainer.train()
-    assert "Other prompts are due than were asked for ahead" in caplog.text
+    assert "The prompts to train on now are not those that were requested ahead" in caplog.text
     assert [log["sampling/staleness"] for log in logs(trainer)][:4] == [0, 1, 0, 1]
 
 
@@ -512,7 +512,7 @@ def test_a_failed_generation_does_not_cost_the_checkpoint(
     double.before[COMPLETE] = refuse
     with pytest.raises(RolloutError, match=r"status 400\. broken on purpose"):
         trainer.train()
-    assert "the checkpoint is without it" in caplog.text
+    assert "the checkpoint is saved without it" in caplog.text
     double.before.clear()
     double.broken.clear()
     resumed = trainer_of(folder, tmp_path, double, callbacks=[])
@@ -570,7 +570,7 @@ def test_a_server_that_restarts_has_lost_the_generation(
     once(double, 5, double.restart)  # in the third generation
     trainer = trainer_of(folder, tmp_path, double)
     trainer.train()
-    assert "was restarted while sampling: the generation that was asked for ahead is lost" in caplog.text
+    assert "was restarted while sampling: the generation that was requested ahead is lost" in caplog.text
     assert [log["sampling/staleness"] for log in logs(trainer)] == [0, 1, 0, 1]
 
 
@@ -667,7 +667,7 @@ class Hooked(GRPOTrainer):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout_func": rollout}, "a rollout_func asks by itself"),
+        ({"rollout_func": rollout}, "a rollout_func makes its own requests"),
         ({"tools": [add]}, "tools and environments take several turns"),
         ({"kind": Hooked}, "Hooked overrides `_generate_single_turn`"),
     ],

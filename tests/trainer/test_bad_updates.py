@@ -128,7 +128,7 @@ def test_the_rows_of_a_broken_update_are_kept(
     assert facts["update"] == 1
     assert not all(math.isfinite(float(facts[name])) for name in ("loss", "grad_norm"))
     assert [line.get("audit/skipped_updates", 0) for line in logs(trainer)] == [0, 1, 1]
-    assert [record for record in caplog.records if "is left out" in record.getMessage()]
+    assert [record for record in caplog.records if "is skipped" in record.getMessage()]
 
 
 def test_few_of_many_broken_updates_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_without_room_for_the_rows_the_run_goes_on(
     assert trainer.state.global_step == 3
     assert [event["rows"] for event in events(tmp_path, "update_skipped")] == [None]
     assert not list((tmp_path / "bad_updates").iterdir())
-    assert "No room for the rows of update 1" in caplog.text
+    assert "No disk space for the rows of update 1" in caplog.text
 
 
 def test_rows_that_cannot_be_written_for_another_reason_are_an_error(
@@ -229,7 +229,7 @@ def test_a_broken_loss_under_deepspeed_is_said_to_have_reached_the_weights(
     trainer.train()
     (finding,) = events(tmp_path, "audit")
     assert finding["check"] == "nonfinite_loss"
-    assert "Its step was made before it could be left out" in finding["message"]
+    assert "Its step was taken before it could be skipped" in finding["message"]
     assert [event["prevented"] for event in events(tmp_path, "update_skipped")] == [False]
 
 
@@ -309,7 +309,7 @@ def test_with_off_too_no_broken_update_reaches_the_weights(
     assert len(events(tmp_path, "update_skipped")) == 2
     assert not events(tmp_path, "audit"), "what is left out is said, but no check reports"
     assert [line.get("audit/skipped_updates", 0) for line in logs(trainer)] == [0, 1, 2, 2]
-    assert caplog.text.count("The update is left out") == 1
+    assert caplog.text.count("The update is skipped") == 1
 
 
 def test_with_off_too_the_limit_ends_the_run_with_a_checkpoint(

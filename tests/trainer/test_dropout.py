@@ -64,7 +64,7 @@ def test_what_is_no_module_stays_and_is_named(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING):
         disable_dropout_in_model(model)
     assert model.model.layers[0].self_attn.attention_dropout == 0.25
-    assert "LlamaAttention.attention_dropout=0.25 is no module and stays" in caplog.text
+    assert "LlamaAttention.attention_dropout=0.25 is not a module and stays on" in caplog.text
     caplog.clear()
     disable_dropout_in_model(tiny_model())
     disable_dropout_in_model(tiny_gpt2())

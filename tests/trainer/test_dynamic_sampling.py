@@ -623,7 +623,7 @@ def test_a_loader_of_ones_own_has_no_next_prompts(tmp_path: Path) -> None:
         def get_train_dataloader(self: Any) -> DataLoader[Any]:
             return DataLoader([{"prompt": f"p{i // 2}:"} for i in range(16)], batch_size=4, collate_fn=list)
 
-    with pytest.raises(ConfigError, match="OwnLoader brings a loader of rows"):
+    with pytest.raises(ConfigError, match="OwnLoader has its own data loader"):
         trained(tmp_path, [], OwnLoader)
 
 

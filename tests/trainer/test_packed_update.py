@@ -446,7 +446,7 @@ def test_a_failed_allocation_costs_time_only(
     assert struck.planner.in_force == UpdatePlan(left, left, checkpointing=False), (
         "halved, and so for the second update"
     )
-    assert len(released) == len(calls) == len(warnings_of(caplog, "Out of memory in the update: going on with"))
+    assert len(released) == len(calls) == len(warnings_of(caplog, "Out of memory in the update: continuing with"))
     for a, b in zip(calm.state.log_history[:2], struck.state.log_history[:2], strict=True):
         for name in ("loss", "entropy", "clip_ratio/region_mean"):
             assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-7), "nothing is counted twice"
@@ -481,7 +481,7 @@ def test_at_one_row_at_a_time_checkpointing_is_the_last_resort(
     assert struck.planner.in_force == UpdatePlan(1, 1, checkpointing=True)
     assert struck.model.is_gradient_checkpointing
     assert not calm.model.is_gradient_checkpointing
-    assert len(warnings_of(caplog, "gradient checkpointing is on")) == 1
+    assert len(warnings_of(caplog, "gradient checkpointing is turned on")) == 1
 
 
 @pytest.mark.parametrize(("checkpointing", "failures"), [(False, 1), (None, 2), (True, 1)])
@@ -654,7 +654,7 @@ def test_hooks_see_padded_rows_and_one_message_says_so(
     assert not passes
     assert set(trainer.called) == {hook}
     (message,) = warnings_of(caplog, "Rows are padded")
-    assert f"Mine overrides {hook}, which sees padded rows" in message
+    assert f"Mine overrides {hook}, which expects padded rows" in message
     assert relative_difference(moved(plain), update) < 1e-9
 
 
@@ -674,6 +674,6 @@ def test_a_model_that_cannot_be_packed_is_padded_with_a_message(
     trainer = trainer_of("grpo", tmp_path)
     assert trainer.packed is None
     (message,) = warnings_of(caplog, "Rows are padded")
-    assert "LlamaAttention drops attention weights (0.5)" in message
+    assert "LlamaAttention applies dropout to attention weights (0.5)" in message
     trainer.train()
     assert trainer.state.log_history[0]["grad_norm"] > 0

@@ -404,7 +404,7 @@ def test_broken_parts_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     broken.patch(monkeypatch)
     report = check(model)
     assert (report.culprit, report.switch) == (broken.culprit, broken.switch)
-    with pytest.raises(ParityError, match=f"At fault: {broken.culprit}. Set {broken.switch} to go on without"):
+    with pytest.raises(ParityError, match=f"At fault: {broken.culprit}. Set {broken.switch} to continue"):
         enforce(report)
     monkeypatch.undo()
     enforce(check(model))
@@ -812,7 +812,14 @@ def test_the_table_and_the_text_show_every_number() -> None:
     console = Console(width=120, record=True, file=StringIO())
     console.print(report.table())
     shown = " ".join(console.export_text().split())
-    for text in ("4 rows, 90 tokens in bfloat16, errors against float32", "log-probs", "0.5", "0.1", "0.2", "too far"):
+    for text in (
+        "4 rows, 90 tokens in bfloat16, errors against float32",
+        "log-probs",
+        "0.5",
+        "0.1",
+        "0.2",
+        "too large",
+    ):
         assert text in shown
     assert shown.count("│ ok │") == 1
     assert "fused_head=False turns off the fused head" in str(report)

@@ -40,7 +40,7 @@ def test_a_line_says_what_its_process_is_doing() -> None:
     ("line", "now", "said"),
     [
         (WORKING, 19.0, None),
-        (WORKING, 21.0, "process 1 (pid 7 on far) died or is frozen, or its host: nothing was heard of it for 21 s"),
+        (WORKING, 21.0, "process 1 (pid 7 on far) or its host died or is frozen: no sign of life for 21 s"),
         (replace(WORKING, state="left"), 99.0, None),
         (
             replace(WORKING, state="failed", said="OSError: no"),
@@ -76,7 +76,7 @@ def test_a_failure_is_named_before_those_who_ended_because_of_it() -> None:
 def test_work_that_the_others_wait_for_has_a_deadline() -> None:
     long = replace(WORKING, seconds=150.0)
     waiting = replace(WAITING, seconds=120.0)
-    assert "did not come back within 100 s (ddp_timeout) from sampling" in (register(waiting, long).lost(1.0) or "")
+    assert "did not return within 100 s (ddp_timeout) from sampling" in (register(waiting, long).lost(1.0) or "")
     assert register(replace(WAITING, seconds=90.0), long).lost(1.0) is None
     assert register(long, long).lost(1.0) is None, "nobody waits"
 
@@ -84,7 +84,7 @@ def test_work_that_the_others_wait_for_has_a_deadline() -> None:
 def test_whom_the_others_wait_for_is_said() -> None:
     slow = replace(WORKING, seconds=64.0)
     assert register(replace(WAITING, seconds=31.0), slow).late(1.0) == (
-        "Waiting for process 1 (sampling in update 7, for 65 s) since 31 s."
+        "Waiting for process 1 (sampling in update 7, for 65 s), for 31 s so far."
     )
     assert register(replace(WAITING, seconds=29.0), slow).late(1.0) is None
 
@@ -110,12 +110,12 @@ def test_one_that_is_frozen_here_is_named_and_has_the_same_deadline(phase: str, 
         made = frozen(replace(WAITING, phase=others, seconds=waits), line=line, now=now)
         assert made.lost(now) is None, "one of the two has not been long enough"
         assert made.late(now) == (
-            f"Waiting for process 0 ({says}, for {now + 3 * bool(phase):.0f} s; it is alive, but silent for "
-            f"{now:.0f} s) since {waits:.0f} s."
+            f"Waiting for process 0 ({says}, for {now + 3 * bool(phase):.0f} s; it is alive, but has been silent for "
+            f"{now:.0f} s), for {waits:.0f} s so far."
         )
     assert frozen(replace(WAITING, phase=others, seconds=120.0), line=line, now=120.0).lost(120.0) == (
-        f"process 0 (pid {os.getpid()} on {line.host}) did not come back within 100 s (ddp_timeout) from {says}, and "
-        "others wait; it is alive, but silent for 120 s"
+        f"process 0 (pid {os.getpid()} on {line.host}) did not return within 100 s (ddp_timeout) from {says}, and "
+        "others are waiting; it is alive, but has been silent for 120 s"
     )
 
 
@@ -137,7 +137,7 @@ def test_while_the_reader_was_away_nobody_was_silent() -> None:
     assert made.lost(63.0) is None
     for now in range(64, 90):
         made.look(float(now))
-    assert "nothing was heard of it for" in (made.lost(90.0) or "")
+    assert "no sign of life for" in (made.lost(90.0) or "")
 
 
 def test_phases_are_nested() -> None:
@@ -246,7 +246,7 @@ def test_a_run_that_cannot_stop_in_time_ends(victim: int, tmp_path: Path) -> Non
     assert seconds < 10
     for text in said:
         assert "the run was asked to stop" in text
-        assert f"not ended: process {victim} (asking the rewards in update 2" in text
+        assert f"not finished: process {victim} (asking the rewards in update 2" in text
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_one_that_holds_the_interpreter_here_is_waited_for(tmp_path: Path) -> No
     codes, said, _ = run(tmp_path, "rewards", "hold", 1, seconds=8.0, patience=5.5)
     assert codes == (0, 0), said
     assert "Waiting for process 1 (asking the rewards in update 2" in said[0]
-    assert "it is alive, but silent for" in said[0]
+    assert "it is alive, but has been silent for" in said[0]
 
 
 @pytest.mark.slow
@@ -321,8 +321,8 @@ def test_one_that_is_frozen_here_ends_the_run(moment: str, act: str, victim: int
     assert 0 not in codes
     assert f"Waiting for process {victim} (" in said[1 - victim]
     assert f"process {victim} (pid " in said[1 - victim]
-    assert f"did not come back within 9 s (ddp_timeout) from {PHASES[moment]} in update 2" in said[1 - victim]
-    assert "it is alive, but silent for" in said[1 - victim]
+    assert f"did not return within 9 s (ddp_timeout) from {PHASES[moment]} in update 2" in said[1 - victim]
+    assert "it is alive, but has been silent for" in said[1 - victim]
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def test_one_that_is_stopped_and_holds_the_store_does_not_keep_the_others(tmp_pa
     codes, said, seconds = run(tmp_path, "rewards", "freeze", 0, seconds=45.0, ddp_timeout=9, store="tcp")
     assert codes[1] == LOST
     assert seconds > 10, "the other one had ended long before"
-    assert "process 0, or who else holds the store, has not answered for" in said[1]
+    assert "process 0, or whichever process holds the store, has not answered for" in said[1]
 
 
 @pytest.mark.slow
@@ -339,9 +339,9 @@ def test_one_that_is_stopped_and_holds_the_store_does_not_keep_the_others(tmp_pa
     [
         (
             {"act": "kill", "victim": 1, "elsewhere": True},
-            "died or is frozen, or its host: nothing was heard of it for",
+            "or its host died or is frozen: no sign of life for",
         ),
-        ({"act": "hold", "victim": 1, "seconds": 15.0, "elsewhere": True}, "died or is frozen, or its host"),
+        ({"act": "hold", "victim": 1, "seconds": 15.0, "elsewhere": True}, "or its host died or is frozen"),
         ({"act": "kill", "victim": 0, "store": "tcp"}, "process 0"),
         ({"act": "raise", "victim": 0, "store": "tcp"}, "On process 0: RewardError: The reward 'reward' failed"),
         ({"act": "sleep", "victim": 1, "seconds": 60.0, "ddp_timeout": 8}, "process 1"),

@@ -329,7 +329,7 @@ class StopsWhenLogged(TrainerCallback):
 
 
 def test_a_run_that_something_else_ends_is_judged_too(tmp_path):
-    with pytest.raises(RewardError, match=r"failed on 75% .* last 4 updates.*Fix the reward and begin again"):
+    with pytest.raises(RewardError, match=r"failed on 75% .* last 4 updates.*Fix the reward and start again"):
         run(tmp_path, rewards=later, callbacks=[StopsWhenLogged()], max_steps=10)
 
 

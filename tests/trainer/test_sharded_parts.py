@@ -264,7 +264,7 @@ def test_saved_models_are_whole_under_zero3(
 
 def test_deepspeed_that_is_passed_over_is_an_error() -> None:
     trainer = trainer_on(accelerator(DistributedType.MULTI_CPU), deepspeed_plugin=object())
-    with pytest.raises(ConfigError, match="passes over it with ACCELERATE_USE_CPU=true"):
+    with pytest.raises(ConfigError, match="ignores it with ACCELERATE_USE_CPU=true"):
         find_sharding(trainer)
 
 

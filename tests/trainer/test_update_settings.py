@@ -60,8 +60,8 @@ def test_log_probs_are_not_reused_once_the_sampler_is_cooled(tmp_path: Path) -> 
     ("settings", "reason"),
     [
         ({"neftune_noise_alpha": 5.0}, "NEFTune"),
-        ({"pad_to_multiple_of": 8}, "asks for padding"),
-        ({"debug": "underflow_overflow"}, "listens to every layer"),
+        ({"pad_to_multiple_of": 8}, "requests padding"),
+        ({"debug": "underflow_overflow"}, "hooks every layer"),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -88,7 +88,7 @@ def test_the_fast_ways_are_left_with_a_word(tmp_path: Path, caplog: pytest.LogCa
     said = " ".join(caplog.messages)
     assert "The built-in engine cannot sample here: prompts of Qwen2VLForConditionalGeneration may have images" in said
     assert "Rows are padded" in said
-    assert "prompts of Qwen2VLForConditionalGeneration may have images, which packed rows do not know" in said
+    assert "prompts of Qwen2VLForConditionalGeneration may have images, which packed rows do not support" in said
     assert "suppress_tokens" not in said, "that is set by us"
     assert trainer.backend.name == "transformers"
     assert trainer.packed is None
@@ -333,7 +333,7 @@ def test_a_hook_may_sample(tmp_path: Path) -> None:
     trainer = make(tmp_path, trainer=Scripted)
     trainer.train()
     assert trainer.state.log_history[0]["grad_norm"] > 0
-    with pytest.raises(RolloutError, match=r"LosesFields\._generate_single_turn asks .* does not pass"):
+    with pytest.raises(RolloutError, match=r"LosesFields\._generate_single_turn requests .* does not pass"):
         make(tmp_path / "other", trainer=LosesFields).train()
 
 
@@ -366,5 +366,5 @@ def test_a_rollout_function_is_given_images(tmp_path: Path, right: bool) -> None
         trainer.train()
         assert trainer.state.log_history[0]["grad_norm"] > 0
     else:
-        with pytest.raises(RolloutError, match="other prompt_ids than the processor makes"):
+        with pytest.raises(RolloutError, match="prompt_ids that differ from those of the processor"):
             trainer.train()

@@ -99,7 +99,9 @@ class Audits:
         self.skipped = bool(findings)
         self.bad_updates.note(self.skipped)
         if self.skipped and not self.on and self.bad_updates.total == 1:
-            logger.warning(f"{findings[0].message} (audit='off': said once; audit/skipped_updates counts them.)")
+            logger.warning(
+                f"{findings[0].message} (audit='off': reported only once; audit/skipped_updates counts them.)"
+            )
         self.auditor.report(findings)
         return not findings
 
@@ -134,8 +136,8 @@ class Audits:
     def why_stopped(self, folder: str) -> str:
         return (
             f"The loss or the gradient of {self.bad_updates.in_a_row} updates in a row was not finite. They were "
-            f"skipped and their rows are in bad_updates; the run was saved in {folder} and stopped. Look at the "
-            "rewards and at the weights, or raise max_bad_updates."
+            f"skipped and their rows are in bad_updates; the run was saved in {folder} and stopped. Check the rewards "
+            "and the weights, or raise max_bad_updates."
         )
 
     # ---- checkpoints

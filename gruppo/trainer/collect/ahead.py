@@ -58,14 +58,14 @@ class RolloutsAhead:
             return None
         if flight.requests != list(requests):
             logger.warning(
-                "Other prompts are due than were asked for ahead, as after an epoch that was ended early: the "
-                "completions are thrown away, and these are sampled from the weights of now."
+                "The prompts to train on now are not those that were requested ahead, as after an epoch that was "
+                "ended early: the completions are discarded, and the prompts are sampled with the current weights."
             )
             return None
         if flight.take() is None:
             logger.warning(
-                f"The server {flight.lost}: the generation that was asked for ahead is lost, and sampled once more "
-                "from the weights of now."
+                f"The server {flight.lost}: the generation that was requested ahead is lost and is sampled again with "
+                "the current weights."
             )
             return None
         self._check_age(now - flight.sampled_at)
@@ -74,8 +74,8 @@ class RolloutsAhead:
     def _check_age(self, age: int) -> None:
         if not 0 <= age <= self.most_updates:
             raise RolloutError(
-                f"The completions that are due are of weights {age} updates old; with async_rollouts=1 that must be "
-                f"{self.most_updates} at most. Resume from the last checkpoint."
+                f"The completions to train on were sampled with weights {age} updates old; with async_rollouts=1 that "
+                f"must be at most {self.most_updates}. Resume from the last checkpoint."
             )
 
     def drop(self) -> None:
@@ -130,7 +130,7 @@ def with_flight(state: RunState, flight: InFlight | None, pause: Pause) -> RunSt
     flight.settle(pause)
     packed = pack_flight(flight)
     if packed is None:
-        logger.warning("The generation that was asked for ahead has failed: the checkpoint is without it.")
+        logger.warning("The generation that was requested ahead has failed: the checkpoint is saved without it.")
         return state
     return RunState(state.values | packed.values, state.tensors | packed.tensors)
 

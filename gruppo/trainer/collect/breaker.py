@@ -147,11 +147,11 @@ class RewardBreaker(TrainerCallback):
 
     def message(self, folder: str | None) -> str:
         """Why the run ended, and how to continue, from the checkpoint if there is one."""
-        then = "Fix the reward and begin again"
+        then = "Fix the reward and start again"
         if folder is not None:
             then = f"The run was saved in {folder} and stopped. Fix the reward and resume from there"
         return (
             f"Rewards timed out or failed on {self.rate:.0%} of the completions of the last {len(self._updates)} "
             f"updates, which is above max_reward_failure_rate={self.max_rate}. The log has the first traceback of "
-            f"each reward. {then}, or raise the limit; None is no limit."
+            f"each reward. {then}, or raise the limit (None: no limit)."
         )

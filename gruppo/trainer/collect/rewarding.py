@@ -129,11 +129,11 @@ class Rewards:
         """Add a column to the completions table."""
         values = list(values)
         if column in ("step", "prompt", "completion", "advantage", *self.names):
-            raise RewardError(f"log_extra({column!r}): the table of completions has a column of that name already.")
+            raise RewardError(f"log_extra({column!r}): the table of completions already has a column of that name.")
         if len(values) != self._notes.completions:
             raise RewardError(
                 f"log_extra({column!r}) got {len(values)} values for {self._notes.completions} completions; pass one "
-                "each."
+                "per completion."
             )
         self._notes.columns[column] = values
 
@@ -153,8 +153,8 @@ class Rewards:
         raise RewardError(
             f"There is nothing to learn from: the reward '{name}' failed on all {len(kinds_NR)} completions of the "
             f"first generation. {self.runner.latest_failures.get(name, '')}\n"
-            f"Completions of these prompts are {form}. Fix the reward: gruppo.check_reward(fn, rows) tries one "
-            "without a run. max_reward_failure_rate=None goes on whatever rewards do."
+            f"Completions of these prompts are {form}. Fix the reward: gruppo.check_reward(fn, rows) tests one "
+            "without a run. With max_reward_failure_rate=None the run continues even if rewards fail."
         )
 
     def raise_if_failed(self, run: Path) -> None:

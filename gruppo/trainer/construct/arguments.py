@@ -26,8 +26,8 @@ _REFERENCE = (
     "adapters."
 )
 _METRICS = (
-    "Leave it out: evaluation reports rewards. A reward may call log_metric(name, value), has no say with a weight of "
-    "0 in reward_weights, and eval_benchmarks measures accuracy."
+    "Leave it out: evaluation reports rewards. A reward may call log_metric(name, value), a weight of 0 in "
+    "reward_weights makes a reward a mere metric, and eval_benchmarks measures accuracy."
 )
 # Keywords of transformers.Trainer, of other trainers and of older releases, and what replaces them here.
 INSTEAD = {
@@ -152,12 +152,12 @@ def refuse_ahead(trainer: Any, args: Any, rollout_func: Any) -> None:
     if not args.async_rollouts:
         return
     reasons = {
-        "a rollout_func asks by itself": rollout_func is not None,
+        "a rollout_func makes its own requests": rollout_func is not None,
         "tools and environments take several turns": trainer.toolset is not None,
     }
     reasons |= {f"{type(trainer).__name__} overrides `{name}`": True for name in overridden(trainer, ORDER_HOOKS)}
     if said := [reason for reason, holds in reasons.items() if holds]:
         raise ConfigError(
-            f"async_rollouts={args.async_rollouts} asks for the next prompts before they are needed, which cannot be "
-            f"done here: {'; '.join(said)}. Set async_rollouts=0."
+            f"async_rollouts={args.async_rollouts} requests the next completions before they are needed, which is not "
+            f"possible here: {'; '.join(said)}. Set async_rollouts=0."
         )

@@ -40,17 +40,17 @@ def warn_combinations(args: Any) -> None:
     if level == "sequence" and loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
         logger.warning(
             f"importance_sampling_level='sequence' with loss_type={loss_type!r} weights sequences by their length; "
-            "GSPO is loss_type='grpo' with it."
+            "for GSPO set loss_type='grpo'."
         )
     if loss_type == "dr_grpo" and args.scale_rewards != "none":
         logger.warning(
             f"loss_type='dr_grpo' with scale_rewards={args.scale_rewards!r} is not Dr. GRPO, which does not divide "
-            "advantages by a deviation: set scale_rewards='none'."
+            "advantages by a standard deviation: set scale_rewards='none'."
         )
     if loss_type == "cispo" and args.upper_clip <= 1:
         logger.warning(
-            f"loss_type='cispo' caps ratios at epsilon_high={args.upper_clip} itself, not at 1 plus "
-            "it: every token is cut. About 5 is the usual setting."
+            f"loss_type='cispo' caps ratios at epsilon_high={args.upper_clip} itself, not at 1 + epsilon_high: every "
+            "token is capped. The usual value is about 5."
         )
     if args.use_liger_kernel:
         warnings.warn("`use_liger_kernel` is deprecated for this trainer.", FutureWarning, stacklevel=4)
@@ -114,7 +114,7 @@ def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, 
             raise DataError(
                 f"train_dataset has {len(dataset)} prompts, fewer than the {prompts} of one generation batch "
                 f"(generation_batch_size {args.generation_batch_size} / num_generations {args.num_generations}), so "
-                "not a single step could be made. Lower the batch size or gradient accumulation, or add prompts."
+                "not a single step is possible. Lower the batch size or gradient accumulation, or add prompts."
             )
     else:
         raise TypeError(

@@ -47,8 +47,8 @@ def packed_policy(trainer: Any) -> PackedPolicy | None:
         )
     if trainer.accelerator.is_main_process:
         logger.warning(
-            f"Rows are padded and run one micro-batch at a time, which is slow: {'; '.join(reasons)}. "
-            "packed_update=False asks for it without this message."
+            f"Rows are padded and run one micro-batch at a time, which is slow: {'; '.join(reasons)}. Set "
+            "packed_update=False to silence this message."
         )
     return None
 
@@ -58,24 +58,24 @@ def against_packing(trainer: Any) -> list[str]:
     args, reasons = trainer.args, []
     if trainer.prompt_encoder.takes_images:
         model = type(inner_model(trainer.model)).__name__
-        reasons.append(f"prompts of {model} may have images, which packed rows do not know")
+        reasons.append(f"prompts of {model} may have images, which packed rows do not support")
     if hooks := overridden(trainer, PADDED_HOOKS):
-        reasons.append(f"{type(trainer).__name__} overrides {', '.join(hooks)}, which sees padded rows")
+        reasons.append(f"{type(trainer).__name__} overrides {', '.join(hooks)}, which expects padded rows")
     kind = trainer.accelerator.distributed_type
     if kind is DistributedType.DEEPSPEED:
-        reasons.append("DeepSpeed takes a step of its own after each backward pass")
+        reasons.append("DeepSpeed calls its own step after each backward pass")
     elif kind not in KNOWN:
-        reasons.append(f"{kind.value} was not tried with anything else")
+        reasons.append(f"packed rows are untested with {kind.value}")
     if args.torch_compile:
-        reasons.append("torch_compile=True compiles the model for rows of their own")
+        reasons.append("torch_compile=True compiles the model for padded rows")
     elif compiled_modules(trainer.model):
-        reasons.append("the model was compiled, for rows of their own")
+        reasons.append("the model was compiled for padded rows")
     if args.neftune_noise_alpha:
         reasons.append("NEFTune scales its noise by the length of a padded row")
     if "lomo" in args.optim or "layerwise" in args.optim:
-        reasons.append(f"optim={str(args.optim)!r} takes a step in each backward pass")
+        reasons.append(f"optim={str(args.optim)!r} takes optimizer steps during the backward pass")
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
-        reasons.append("debug='underflow_overflow' listens to every layer of padded rows")
+        reasons.append("debug='underflow_overflow' hooks every layer and expects padded rows")
     if args.pad_to_multiple_of is not None:
-        reasons.append(f"pad_to_multiple_of={args.pad_to_multiple_of} asks for padding")
+        reasons.append(f"pad_to_multiple_of={args.pad_to_multiple_of} requests padding")
     return reasons

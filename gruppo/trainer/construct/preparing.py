@@ -39,7 +39,10 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
         keep_input_types(policy)
         adapters.prepare_adapters(policy, is_new=peft_config is not None, has_reference=args.beta != 0)
         if args.sync_ref_model:
-            raise NotImplementedError("sync_ref_model=True with adapters: the reference is the base model itself.")
+            raise NotImplementedError(
+                "sync_ref_model=True is not available with adapters, whose reference is the base model itself; set it "
+                "to False."
+            )
     if args.gradient_checkpointing or has_reentrant_checkpoints(policy):
         require_input_gradients(policy, args)  # Trainer, or the creator of the model, turns checkpointing on
     reject_frozen(policy)
@@ -47,8 +50,8 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
         cast_head(policy)
     if args.fp16 and any(weight.requires_grad and weight.dtype is torch.float16 for weight in policy.parameters()):
         raise ConfigError(
-            "fp16=True scales gradients, which works on weights in float32, but the model's are in torch.float16. "
-            "Load it in float32 (model_init_kwargs={'dtype': 'float32'}), or train in bfloat16."
+            "fp16=True scales gradients, which needs float32 weights, but the model's are in torch.float16. Load it "
+            "in float32 (model_init_kwargs={'dtype': 'float32'}), or train in bfloat16."
         )
     if args.disable_dropout:
         loading.disable_dropout_in_model(policy)
@@ -62,7 +65,7 @@ def reject_frozen(policy: Any) -> None:
     how = (
         "Load its adapter with PeftModel.from_pretrained(…, is_trainable=True)."
         if adapters.is_peft_model(policy)
-        else "Set requires_grad of those weights that are to be trained, or pass a peft_config."
+        else "Set requires_grad on the weights to train, or pass a peft_config."
     )
     raise ConfigError(f"No weight of the model is trainable: there is nothing to train. {how}")
 

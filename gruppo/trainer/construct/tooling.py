@@ -29,7 +29,8 @@ def make_toolset(tools: Any, environment_factory: Any, args: Any) -> Toolset | N
     toolset = Toolset(tools, environment_factory, timeout=args.tool_timeout, max_parallel=args.max_parallel_tools)
     if toolset.environments is not None and toolset.environments.several and args.remove_unused_columns:
         raise ConfigError(
-            f"remove_unused_columns=True would remove the column `{COLUMN}`, which names the environment of each row."
+            f"remove_unused_columns=True would remove the column `{COLUMN}`, which names the environment of each row. "
+            "Set remove_unused_columns=False."
         )
     return toolset
 
@@ -39,9 +40,9 @@ def reject_shared_engines(args: Any) -> None:
     size = getattr(args, "vllm_tensor_parallel_size", 1)
     if args.world_size > 1 and args.max_tool_calling_iterations != 0 and size > 1:
         raise ConfigError(
-            f"Tools cannot work with vllm_tensor_parallel_size={size}: the processes of an "
-            "engine sample together, but only some have a turn to go on with. Use vllm_tensor_parallel_size=1 or "
-            "vllm_mode='server', or set max_tool_calling_iterations=0."
+            f"Tools cannot work with vllm_tensor_parallel_size={size}: the processes of an engine sample together, "
+            "but only some have completions to continue. Use vllm_tensor_parallel_size=1 or vllm_mode='server', or "
+            "set max_tool_calling_iterations=0."
         )
 
 
@@ -59,7 +60,7 @@ def template_for(toolset: Toolset | None, tokenizer: Any) -> str | None:
     add_response_schema(tokenizer, chosen)
     template = get_training_chat_template(tokenizer, chosen) or chosen
     if not shows_tools(tokenizer, template):
-        logger.warning("The chat template does not list the tools: the model is not told what it may call.")
+        logger.warning("The chat template does not list the tools, so the model does not know what it may call.")
     return template
 
 

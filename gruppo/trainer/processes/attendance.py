@@ -70,7 +70,7 @@ class Register:
     Example, process 1 was last heard of 21 seconds ago:
         register = Register(silence=20, deadline=1800)
         register.note(1, line, now=0.0)
-        register.lost(now=21.0) == "process 1 (pid 17 on a) died or is frozen, or its host: nothing was heard …"
+        register.lost(now=21.0) == "process 1 (pid 17 on a) or its host died or is frozen: no sign of life …"
     """
 
     def __init__(self, *, silence: float, deadline: float, stop_within: float | None = None):
@@ -105,11 +105,11 @@ class Register:
         if line.is_gone:
             return f"{who} died while {line}"
         if self.is_silent(process, now) and line.place != _place():
-            return f"{who} died or is frozen, or its host: nothing was heard of it for {quiet:.0f} s, while {line}"
+            return f"{who} or its host died or is frozen: no sign of life for {quiet:.0f} s, while {line}"
         if min(self._away(process, now), self._waited_for(process, now)) > self.deadline:
             return (
-                f"{who} did not come back within {self.deadline:.0f} s (ddp_timeout) from {line}, and others wait"
-                f"{self._silent(process, now)}"
+                f"{who} did not return within {self.deadline:.0f} s (ddp_timeout) from {line}, and others are "
+                f"waiting{self._silent(process, now)}"
             )
         return None
 
@@ -126,7 +126,7 @@ class Register:
 
     def _silent(self, process: int, now: float) -> str:
         quiet = self._quiet(process, now)
-        return f"; it is alive, but silent for {quiet:.0f} s" if self.is_silent(process, now) else ""
+        return f"; it is alive, but has been silent for {quiet:.0f} s" if self.is_silent(process, now) else ""
 
     def _waited_for(self, process: int, now: float) -> float:
         """The longest time, in seconds, that another process has been waiting.
@@ -154,7 +154,8 @@ class Register:
         busy = [self._described(process, now) for process in here if self._is_away(process, now)]
         return (
             f"the run was asked to stop {waited:.0f} s ago (stop_timeout={self.stop_within:g}), and its update has "
-            f"not ended: {', '.join(busy) or 'all processes wait'}. Updates after the last checkpoint are lost"
+            f"not finished: {', '.join(busy) or 'all processes are waiting'}. Updates after the last checkpoint are "
+            "lost"
         )
 
     def late(self, now: float) -> str | None:
@@ -165,7 +166,7 @@ class Register:
             if line.state == "here" and self._is_away(process, now) and self._away(process, now) > PATIENCE
         }
         busy = [self._described(process, now) for process, seconds in waited.items() if seconds > PATIENCE]
-        return f"Waiting for {', '.join(busy)} since {max(waited.values()):.0f} s." if busy else None
+        return f"Waiting for {', '.join(busy)}, for {max(waited.values()):.0f} s so far." if busy else None
 
     def _is_away(self, process: int, now: float) -> bool:
         return bool(self.lines[process].phase) or self.is_silent(process, now)

@@ -228,7 +228,9 @@ class _Watch:
         """
         seconds = time.monotonic() - self._turned
         if seconds > self.register.silence and self._thread.is_alive():
-            self._exit(Verdict(f"process 0, or who else holds the store, has not answered for {seconds:.0f} s"))
+            self._exit(
+                Verdict(f"process 0, or whichever process holds the store, has not answered for {seconds:.0f} s")
+            )
 
     def _run(self) -> None:
         due = time.monotonic()
@@ -264,7 +266,7 @@ class _Watch:
                 while self.store.add("heard", 0) < self.presence.world and time.monotonic() < limit:
                     time.sleep(BEAT / 10)
         except (RuntimeError, OSError):  # the store is gone, together with the process that hosted it
-            logger.debug("the last line could not be said", exc_info=True)
+            logger.debug("the last status line could not be written", exc_info=True)
 
     def _listen(self) -> Verdict | None:
         """Read lines: the main process reads all and decides; the others read the main one's line and its verdict."""

@@ -45,12 +45,12 @@ def find_sharding(trainer: Any) -> Sharding:
         return kind
     if trainer.prompt_encoder.takes_images:
         raise NotImplementedError(
-            f"Prompts with images are not available under {kind.value}: a process without one would leave out passes "
+            f"Prompts with images are not available under {kind.value}: a process without images would skip passes "
             "that the others wait for. Keep the whole model on every process (DDP), or pass the tokenizer."
         )
     if getattr(trainer.args, "cast_lm_head_to_fp32", False):
         raise NotImplementedError(
-            f"cast_lm_head_to_fp32=True is not available under {kind.value}, which gathers all weights in one type; "
+            f"cast_lm_head_to_fp32=True is not available under {kind.value}, which gathers all weights in one dtype; "
             "set it to False."
         )
     if is_quantised(trainer.model):
@@ -72,8 +72,8 @@ def _reject_unused_deepspeed(trainer: Any) -> None:
     asked = getattr(trainer.args, "deepspeed_plugin", None) is not None
     if asked and trainer.accelerator.distributed_type is not DistributedType.DEEPSPEED:
         raise ConfigError(
-            "DeepSpeed was asked for, but accelerate passes over it with ACCELERATE_USE_CPU=true (`use_cpu: true` of "
-            "its config, or --cpu). Leave that out; use_cpu=True of the training arguments is enough for CPUs."
+            "DeepSpeed was requested, but accelerate ignores it with ACCELERATE_USE_CPU=true (`use_cpu: true` in its "
+            "config, or --cpu). Leave that out; use_cpu=True in the training arguments is enough for CPUs."
         )
 
 
@@ -85,8 +85,8 @@ def _reject_other_parallelism(trainer: Any, kind: Sharding) -> None:
         what = f"{found[0]}_size above 1 (accelerate's parallelism config)" if found else "The model's weights"
         raise ConfigError(
             f"{what}: tensor, context and sequence parallelism cannot work here, because every process samples and "
-            "trains rows of its own. Pass a whole model and use data parallelism; FSDP2 "
-            "(recipes/accelerate/fsdp2.yaml) is for models that do not fit on one device."
+            "trains its own rows. Pass a whole model and use data parallelism; FSDP2 (recipes/accelerate/fsdp2.yaml) "
+            "is for models that do not fit on one device."
         )
 
 
@@ -96,8 +96,8 @@ def _reject_other_noise(trainer: Any) -> None:
     drops = any(module.p > 0 for module in dropouts(trainer.model)) or functional_dropouts(trainer.model)
     if drops and getattr(plugin, "activation_checkpointing", False):
         raise ConfigError(
-            "fsdp_activation_checkpointing: true draws dropout anew where it computes layers again, so that gradients "
-            "are wrong. Set gradient_checkpointing=True instead, or train without dropout."
+            "fsdp_activation_checkpointing: true draws new dropout masks when it recomputes layers, so gradients are "
+            "wrong. Set gradient_checkpointing=True instead, or train without dropout."
         )
 
 
@@ -111,8 +111,8 @@ def _save_whole_weights(accelerator: Any) -> None:
     zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     if zero.get(SAVES_WHOLE) is not True and accelerator.is_main_process:
         logger.warning(
-            f"{SAVES_WHOLE} (zero3_save_16bit_model of accelerate) is turned on: without it a saved model would be "
-            "shares of weights, which from_pretrained cannot load."
+            f"{SAVES_WHOLE} (zero3_save_16bit_model of accelerate) is turned on: without it a saved model would "
+            "consist of weight shards, which from_pretrained cannot load."
         )
     zero[SAVES_WHOLE] = True
 
@@ -152,7 +152,7 @@ def _reject_offload(accelerator: Any, kind: Sharding) -> None:
     )
     if offloads:
         raise ConfigError(
-            "fsdp_offload_params: true keeps the weights in main memory, from where they cannot be gathered for the "
+            "fsdp_offload_params: true keeps the weights in main memory, from which they cannot be gathered for the "
             "built-in engine. Set it to false, or rollout_backend='transformers', which samples from them as they are."
         )
 
@@ -168,7 +168,7 @@ def _plan(trainer: Any, size: int) -> str:
     if decision is None:
         raise ConfigError(
             f"Sampling needs all weights on every process, {size / 2**30:.1f} GiB, but the fullest process has "
-            f"{least / 2**30:.1f} GiB for them beside training. Sample from a vLLM server (use_vllm=True, "
+            f"{least / 2**30:.1f} GiB left for them during training. Sample from a vLLM server (use_vllm=True, "
             "vllm_mode='server'), use more processes, or set rollout_backend='transformers', which samples from "
             "sharded weights and is slow."
         )
@@ -184,7 +184,7 @@ def why_no_parity_check(accelerator: Any, whole: WholeWeights | None) -> str | N
     short = whole is None or free_memory(accelerator.device) < 3 * whole.bytes
     if not any_process(accelerator, short):
         return None
-    return "which are not gathered here" if whole is None else "for which there is no room"
+    return "which are not gathered here" if whole is None else "for which there is not enough memory"
 
 
 def reject_together(trainer: Any) -> None:
@@ -201,7 +201,7 @@ def reject_together(trainer: Any) -> None:
     if found := [name for name, is_asked in asked.items() if is_asked]:
         raise ConfigError(
             f"{', '.join(found)} cannot work with weights that are sharded over processes ({trainer.sharding.value}) "
-            f"and {_in_step(trainer.sharding)}: all processes sample together, but only some have something to ask."
+            f"and {_in_step(trainer.sharding)}: all processes sample together, but only some have prompts to sample."
         )
 
 

@@ -47,7 +47,7 @@ class Stopper:
             yield
             return
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("save_on_signal=True has no effect: only the main thread of a program hears signals.")
+            logger.warning("save_on_signal=True has no effect: signals can only be handled in the main thread.")
             yield
             return
         # Ignored signals stay ignored: a background job of a shell must not react to an interrupt of another job.

@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 _SAME_LOGPS = 1e-3
 
 _SHORT_PROMPTS = (
-    f"It is tried again with the last {PARITY_TOKENS} tokens of the prompts. The sampler's log-probs, which are those "
-    "after whole prompts, are not compared then: old log-probs are computed anew. A smaller max_prompt_length makes "
-    "room."
+    f"It is tried again with the last {PARITY_TOKENS} tokens of the prompts. The sampler's log-probs, which belong to "
+    "the whole prompts, are then not compared, and old log-probs are recomputed. A smaller max_prompt_length saves "
+    "memory."
 )
 _NO_PARITY = (
-    f"There is no room for single rows of {2 * PARITY_TOKENS} tokens either: the run goes on with packed rows that "
-    "were not compared with the padded reference path. Check a smaller model of the same kind; "
-    "gradient_checkpointing=True or an adapter (peft_config) makes room, and parity_check='off' asks for no check."
+    f"There is not enough memory for single rows of {2 * PARITY_TOKENS} tokens either: the run continues with packed "
+    "rows that were not compared with the padded reference path. Check a smaller model of the same kind; "
+    "gradient_checkpointing=True or an adapter (peft_config) saves memory, and parity_check='off' skips the check."
 )
 
 
@@ -113,6 +113,7 @@ class ParityGuard:
         if self.checked_at is None and self.accelerator.is_main_process:
             logger.warning(
                 f"No parity check under {self.sharding.value}: it needs all weights and their gradients on a process, "
-                f"{why}. Check a smaller model of the same kind on one process; parity_check='off' asks for none."
+                f"{why}. Check a smaller model of the same kind on one process; parity_check='off' silences this "
+                "message."
             )
         self.checked_at = update

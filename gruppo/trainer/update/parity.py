@@ -99,7 +99,7 @@ class ParityReport:
         title = f"Parity: {self.rows} rows, {self.tokens} tokens in {self.dtype}, errors against {self.reference}"
         table = Table("", "fast path", "padded reference", "allowed", "", title=title)
         for line in self.comparisons:
-            verdict = "[green]ok" if line.ok else "[red]too far"
+            verdict = "[green]ok" if line.ok else "[red]too large"
             table.add_row(line.what, f"{line.fast:.2g}", f"{line.slow:.2g}", f"{line.limit:.2g}", verdict)
         return table
 
@@ -117,7 +117,7 @@ def enforce(report: ParityReport) -> None:
     raise ParityError(
         f"The fast path differs from the padded reference path by more than rounding: {found} ({report.tokens} tokens "
         f"of {report.rows} rows in {report.dtype}, against {report.reference}). At fault: {report.culprit}. Set "
-        f"{report.switch} to go on without."
+        f"{report.switch} to continue."
     )
 
 

@@ -87,7 +87,10 @@ class UpdatePlanner:
         if not plan.checkpointing or has_checkpoints(model):
             return
         if self.args.gradient_checkpointing is None:
-            logger.warning("Memory is short: gradient checkpointing is on. gradient_checkpointing=False forbids it.")
+            logger.warning(
+                "Memory is short: gradient checkpointing is turned on. Set gradient_checkpointing=False to prevent "
+                "this."
+            )
         enable_checkpointing(model, self.args)
 
     def free(self) -> None:
@@ -116,7 +119,7 @@ class UpdatePlanner:
                 )
             smaller = replace(smaller, checkpointing=True)
         self._apply(smaller)
-        logger.warning(f"Out of memory in the update: going on with {smaller}. No rows are lost.")
+        logger.warning(f"Out of memory in the update: continuing with {smaller}. No rows are lost.")
 
     @property
     def _asked(self) -> list[Any]:
@@ -135,4 +138,4 @@ class UpdatePlanner:
         try:
             self._apply(UpdatePlan(**state["plan"]))
         except TypeError:  # a plan of another version
-            logger.warning(f"The checkpoint's plan of updates {state} is not known here: it is made anew.")
+            logger.warning(f"The checkpoint's update plan {state} has an unknown format; a new plan is made.")
