@@ -56,8 +56,8 @@ def test_a_model_and_a_comparison(place: Path, capsys: pytest.CaptureFixture[str
     assert main(["eval", "--compare", str(first), str(second)]) == 0
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if line.startswith("demo, ")] == [
-        *("demo, greedy: asked in the same way", "demo, top-1"),
-        "demo, sampled: asked in different ways: temperature 0.7 and 2.0",
+        *("demo, greedy: same settings", "demo, top-1"),
+        "demo, sampled: settings differ: temperature 0.7 and 2.0",
         *("demo, avg@2", "demo, pass@2", "demo, maj@2"),
     ]
     assert "first" in shown
@@ -77,7 +77,7 @@ def test_other_problems_under_the_same_ids_are_not_compared(
         assert run_eval(place, "--data-dir", str(tmp_path / name), "--output-dir", str(tmp_path / f"eval-{name}")) == 0
     capsys.readouterr()
     assert main(["eval", "--compare", str(tmp_path / "sums"), str(tmp_path / "eval-same")]) == 0
-    assert "asked in the same way" in capsys.readouterr().out
+    assert "same settings" in capsys.readouterr().out
     assert main(["eval", "--compare", str(tmp_path / "sums"), str(tmp_path / "eval-other")]) == 2
     said = capsys.readouterr()
     assert said.out == ""
