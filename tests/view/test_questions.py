@@ -191,7 +191,7 @@ def test_lines_of_a_stranger_do_not_break_an_answer(run_folder: Path, tmp_path: 
     overview = ask(desk, "overview")
     assert overview["runs"][0]["state"]["status"] == "finished"
     assert [curve["values"][-1] for curve in ask(desk, "curves", name=["loss", "reward"])] == [None, None]
-    assert "is no JSON" in overview["evaluations"][0]["problem"]
+    assert "is not valid JSON" in overview["evaluations"][0]["problem"]
 
 
 # ---- groups
@@ -319,9 +319,7 @@ def test_two_checkpoints_on_the_same_problems(desk: Desk) -> None:
 
 def test_other_problems_under_the_same_ids_are_not_compared(tmp_path: Path) -> None:
     sides = [Evaluation(make_evaluation(tmp_path / name, 3, asked), name) for name, asked in (("a", "1"), ("b", "2"))]
-    with pytest.raises(
-        ConfigError, match=r"12 of 12 problems with the same id are not the same\. The first is demo/0"
-    ):
+    with pytest.raises(ConfigError, match=r"12 of 12 problems with the same id differ\. The first is demo/0"):
         compare_two(*sides, "demo", "greedy")
 
 
