@@ -69,7 +69,7 @@ def test_the_final_model_of_an_earlier_run_is_passed_over(tmp_path: Path, caplog
     checkpoint(run, "checkpoint-9", old)
     finish(run, hours_ago=1)
     new = record(run)
-    with pytest.raises(ConfigError, match=r"older than the run .* checkpoint-9: it is of another run .* copy it"):
+    with pytest.raises(ConfigError, match=r"older than the run .* checkpoint-9: it belongs to another run .* copy it"):
         find_weights(run)
     mine = checkpoint(run, "checkpoint-3", new)
     assert find_weights(run) == str(mine), "nor the checkpoint with the highest number, which is of that run too"
@@ -90,7 +90,7 @@ def test_the_checkpoints_of_an_earlier_run_are_passed_over(tmp_path: Path) -> No
     run.mkdir()
     checkpoint(run, "checkpoint-9", record(run))
     new = record(run)
-    with pytest.raises(ConfigError, match="checkpoint-9: it is of another run"):
+    with pytest.raises(ConfigError, match="checkpoint-9: it belongs to another run"):
         find_weights(run)
     assert find_weights(run / "checkpoint-9") == str(run / "checkpoint-9"), "by its name it can be had"
     mine = checkpoint(run, "checkpoint-3", new)
