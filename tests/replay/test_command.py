@@ -85,5 +85,5 @@ def test_numbers_are_whole_on_a_narrow_terminal(
     assert command(folder, "--set", "recipe=gspo", "--against", "recipe=gspo", "beta=0") == 0
     printed = capsys.readouterr().out
     assert "…" not in printed
-    assert "loss then" not in printed
+    assert "replayed" not in printed
     assert "e-0" in printed, "a loss that is nearly 0, with all its digits"
