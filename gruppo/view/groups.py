@@ -21,8 +21,8 @@ EVEN = 1e-9  # rewards of a group that are closer than this have no spread
 
 # What a group must have to pass a filter, by its name.
 FILTERS: dict[str, str] = {
-    "zero_spread": "all completions have the same reward, so that nothing is learned from them",
-    "truncated": "a completion did not come to its own end",
+    "zero_spread": "all completions have the same reward, so nothing is learned from them",
+    "truncated": "a completion was cut off before its end",
     "tool_failures": "a tool call failed",
     "reward_failures": "a reward failed or ran out of time",
     "disagreement": "two rewards order the completions in opposite ways",
