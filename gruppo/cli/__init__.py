@@ -22,7 +22,7 @@ def demo(argv: list[str]) -> int:
 
 
 def plan(argv: list[str]) -> int:
-    """Memory and time of a run before it starts; what else would fit."""
+    """Estimate memory and time of a run, and what else would fit."""
     from gruppo.cli.plan import main as make_plan
 
     return make_plan(argv)
@@ -36,28 +36,28 @@ def train(argv: list[str]) -> int:
 
 
 def grpo(argv: list[str]) -> int:
-    """GRPO from flags or a file, as `trl grpo` takes them."""
+    """Train with GRPO from flags or a file, like `trl grpo`."""
     from gruppo.cli.train import main as run_training
 
     return run_training(argv, "grpo")
 
 
 def rloo(argv: list[str]) -> int:
-    """RLOO from flags or a file, as `trl rloo` takes them."""
+    """Train with RLOO from flags or a file, like `trl rloo`."""
     from gruppo.cli.train import main as run_training
 
     return run_training(argv, "rloo")
 
 
 def check(argv: list[str]) -> int:
-    """Say what is wrong with a recipe before a GPU is paid for."""
+    """Find what is wrong with a recipe before you pay for a GPU."""
     from gruppo.cli.check import main as run_check
 
     return run_check(argv)
 
 
 def evaluate(argv: list[str]) -> int:
-    """Accuracy on GSM8K, MATH, MGSM-zh, CMATH or a benchmark of yours."""
+    """Accuracy on GSM8K, MATH, MGSM-zh, CMATH or your own benchmark."""
     from gruppo.cli.evaluate import main as run_evaluation
 
     return run_evaluation(argv)
@@ -71,7 +71,7 @@ def view(argv: list[str]) -> int:
 
 
 def replay(argv: list[str]) -> int:
-    """Other rewards, or other recipes, on the rollouts of a run."""
+    """Try other rewards or recipes on the rollouts of a run."""
     from gruppo.cli.replay import main as run_replay
 
     return run_replay(argv)
@@ -108,8 +108,8 @@ examples:
   gruppo check recipes/grpo.yaml
   gruppo train recipes/grpo.yaml --model ./my-model --learning_rate 2e-6
 
-`gruppo COMMAND --help` shows a command's options, with examples; `gruppo
---version` the version."""
+`gruppo COMMAND --help` shows a command's options, with examples;
+`gruppo --version` shows the version."""
 
 
 def help_text() -> str:

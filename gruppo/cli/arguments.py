@@ -29,20 +29,24 @@ class RunArguments(GRPOScriptArguments):
         None, "Hub id, a JSONL, parquet or CSV file, several of them (`data/*.jsonl`), or a folder.", "dataset"
     )
     dataset_map: str | None = option(
-        None, f"A function from a row of the dataset to the columns that it adds or replaces: {NAMED}."
+        None, f"A function that takes a row of the dataset and returns the columns to add or replace: {NAMED}."
     )
-    eval_dataset: str | None = option(None, "Like dataset_name, to evaluate on; None takes dataset_test_split.")
+    eval_dataset: str | None = option(
+        None, "Dataset to evaluate on, named like dataset_name; None uses dataset_test_split."
+    )
     reward_funcs: list[str] | None = option(
         None,
         f"Rewards: the name of a shipped one, {NAMED}, a dotted path, or the name of a reward model. In a file, "
-        "a mapping from a name to arguments is a function that makes the reward.",
+        "a name with a mapping of arguments is a function to call, which returns the reward.",
         "reward",
         "rewards",
     )
     tools: list[str] | None = option(None, f"Functions that the model may call: {NAMED}.")
-    environment_factory: str | None = option(None, f"What makes the environment of a completion: {NAMED}.")
+    environment_factory: str | None = option(
+        None, f"A class or function that creates the environment of a completion: {NAMED}."
+    )
     rollout_func: str | None = option(None, f"A function that samples in place of the engine (GRPO): {NAMED}.")
-    peft: dict[str, Any] | None = option(None, "Fields of peft.LoraConfig; use_peft with lora_* is the other way.")
+    peft: dict[str, Any] | None = option(None, "Fields of peft.LoraConfig; an alternative to use_peft with lora_*.")
 
 
 @dataclass
@@ -65,10 +69,11 @@ class LaunchArguments:
     """
 
     launch: str | None = option(
-        None, "Start several processes, which share the work so: ddp, fsdp2, zero1, zero2, zero3."
+        None, "Start several processes that share the work by this method: ddp, fsdp2, zero1, zero2, zero3."
     )
-    nproc: int | None = option(None, "How many, with launch; None is one for each GPU here.")
+    nproc: int | None = option(None, "Number of processes for launch; None starts one per GPU of this machine.")
     accelerate_config: str | None = option(
-        None, "The same by accelerate's words: a config file, or single_gpu, multi_gpu, fsdp2, zero1, zero2, zero3."
+        None,
+        "Like launch, in accelerate's terms: a config file, or single_gpu, multi_gpu, fsdp2, zero1, zero2, zero3.",
     )
-    resume: bool = option(False, "Go on from the newest good checkpoint in output_dir.")
+    resume: bool = option(False, "Resume from the newest good checkpoint in output_dir.")

@@ -26,13 +26,13 @@ WHAT = {"rewards": "reward", "reward_calls": "reward", "reward_scores": "reward"
 HELP = """\
 usage: gruppo check RECIPE.yaml [--key value …]
 
-Say what is wrong with a run before a GPU is paid for. It takes what `gruppo
-train` takes and looks at the fields, the rewards on real rows, the tools, the
-dataset and its columns, the chat template, the lengths of prompts, the model
-(is the fast path right on four rows?) and the plan. A line each: ok, warning or
-error. The exit status is 0 only if there is no error.
+Find what is wrong with a run before you pay for a GPU. It takes the arguments
+of `gruppo train` and checks the fields, the rewards on real rows, the tools,
+the dataset and its columns, the chat template, the lengths of prompts, the
+model (is the fast path right on four rows?) and the plan. Each finding is a
+line: ok, warning or error. The exit status is 0 only if there is no error.
 
-  --answer_template TEXT   how the rewards want the answer, with {} in its place
+  --answer_template TEXT   the answer format of the rewards; {} is the answer
 
 examples:
   gruppo check recipes/grpo.yaml
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if findings.errors:
         print(f"{findings.summary}: this run would not work. Fix it and check again.")
         return 1
-    print(f"{findings.summary}. Go on with: gruppo train {shlex.join(argv)}")
+    print(f"{findings.summary}. Start it with: gruppo train {shlex.join(argv)}")
     return 0
 
 
@@ -85,7 +85,7 @@ def check(argv: Sequence[str], console: "Console | None" = None) -> Findings:
                 WHAT.get(step.__name__, step.__name__), f"{type(error).__name__}: {error}{raised_at(error)}"
             )
     if not built:
-        findings.warning("model", "not looked at: the fields have to be right first.")
+        findings.warning("model", "not checked: correct the fields first.")
     if parts.toolset is not None:
         parts.toolset.close()
     return findings

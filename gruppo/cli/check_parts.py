@@ -59,7 +59,7 @@ def fields(run: Run, findings: Findings) -> None:
     checks.warn_combinations(config)
     prompts = config.generation_batch_size // config.num_generations
     where = "" if run.processes == 1 else f" on {run.processes} processes"
-    said = f"{type(config).__name__}: {prompts} prompts × {config.num_generations} completions a generation{where}"
+    said = f"{type(config).__name__}: {prompts} prompts × {config.num_generations} completions per generation{where}"
     findings.ok("fields", f"{said}, up to {config.max_completion_length} tokens each")
     for need in needs(run):
         if not need.is_met:
@@ -81,7 +81,7 @@ def rewards(parts: Parts, findings: Findings) -> None:
         if weights is not None and len(weights) != len(parts.run.rewards):
             findings.error(
                 "reward",
-                f"reward_weights has {len(weights)} entries for {len(parts.run.rewards)} rewards; set one each.",
+                f"reward_weights has {len(weights)} entries for {len(parts.run.rewards)} rewards; set one per reward.",
             )
 
 
@@ -97,7 +97,7 @@ def tools(parts: Parts, findings: Findings) -> None:
         parts.toolset = tooling.make_toolset(*asked, parts.run.config)
         if parts.toolset is not None:
             names = [getattr(function, "__name__", str(function)) for function in parts.toolset.functions]
-            findings.ok("tools", f"the model is told about {', '.join(names) or 'no tool'}")
+            findings.ok("tools", f"the model can call {', '.join(names) or 'no tool'}")
 
 
 # ---- data
@@ -161,14 +161,14 @@ def reward_scores(parts: Parts, findings: Findings) -> None:
 
     config = parts.run.config
     if parts.rewards and not parts.rows:
-        findings.warning("reward", f"{', '.join(parts.rewards)}: there, but not tried, as there are no rows.")
+        findings.warning("reward", f"{', '.join(parts.rewards)}: loaded, but not tried: there are no rows.")
         return
     for name, reward in parts.rewards.items():
         if isinstance(reward, str) or is_reward_model(reward):
             findings.ok("reward", f"{name}: a reward model, which is not tried here")
             continue
         if names_environments(reward):
-            findings.ok("reward", f"{name}: looks at environments, which there are none of here; not tried")
+            findings.ok("reward", f"{name}: not tried: it reads environments, and there are none here")
             continue
         with findings.about("reward"):
             timeout = getattr(config, "reward_timeout", None) or 10.0
@@ -258,7 +258,7 @@ def lengths(parts: Parts, findings: Findings) -> None:
         free.max_prompt_length = free.context_length = None
         counts = sorted(len(prompt.ids) for prompt in free(rows))
         limit, context = config.max_prompt_length, context_length(parts.model)
-        said = f"prompts of {counts[0]} to {counts[-1]} tokens, half of them up to {statistics.median(counts):.0f}"
+        said = f"prompts of {counts[0]} to {counts[-1]} tokens (median {statistics.median(counts):.0f})"
         findings.ok(
             "lengths", f"{said}; completions of up to {config.max_completion_length}; the context is {context}"
         )
@@ -274,8 +274,8 @@ def lengths(parts: Parts, findings: Findings) -> None:
         if context is not None and longest + config.max_completion_length > context:
             findings.warning(
                 "lengths",
-                f"the longest prompt and a completion of {config.max_completion_length} tokens are "
-                f"{longest + config.max_completion_length} together, more than the context of {context}: lower "
+                f"the longest prompt and a completion of {config.max_completion_length} tokens take "
+                f"{longest + config.max_completion_length} tokens, more than the context of {context}: lower "
                 "max_completion_length or set max_prompt_length.",
             )
 
@@ -299,7 +299,7 @@ def parity(parts: Parts, findings: Findings) -> None:
         findings.ok("parity", "nothing to compare: the run uses padded rows, or parity_check is off")
         return
     if (reason := _too_large(parts)) is not None:
-        findings.warning("parity", f"not tried: {reason}. The run does it before its first update.")
+        findings.warning("parity", f"not tried: {reason}. The run makes this check before its first update.")
         return
     with findings.about("parity", OSError, ValueError):
         _compare(parts, findings)
@@ -317,9 +317,9 @@ def _too_large(parts: Parts) -> str | None:
         return "quantised weights need a GPU"
     needed, free = PARITY_COPIES * 4 * weights, free_memory(device)
     if needed > free:
-        return f"it needs about {needed / 2**30:.0f} GiB of memory, of which {free / 2**30:.0f} are free here"
+        return f"it needs about {needed / 2**30:.0f} GiB of memory, but {free / 2**30:.0f} are free here"
     if device.type == "cpu" and weights > SLOW_ON_CPU:
-        return "on a CPU a model of this size takes long"
+        return "a model of this size is slow on a CPU"
     return None
 
 
@@ -363,7 +363,7 @@ def plan(parts: Parts, findings: Findings) -> None:
     with findings.about("plan"):
         forecast = forecast_here(parts.run, parts.longest)
         if forecast is None:
-            findings.ok("plan", "there is no GPU here; `gruppo plan` with --device says what the run takes on one")
+            findings.ok("plan", "there is no GPU here; `gruppo plan` with --device estimates the run on one")
             return
         fits = forecast.memory.fits
         (findings.ok if fits else findings.error)("plan", "; ".join(forecast.lines()[1:]))
@@ -383,5 +383,7 @@ def folder(parts: Parts, findings: Findings) -> None:
         findings.ok("folder", str(output))
         return
     findings.warning(
-        "folder", f"{output} holds the record of a run, which moves to earlier/. Take another output_dir, or --resume."
+        "folder",
+        f"{output} holds the record of a run, which would move to earlier/. To avoid that, set another output_dir or "
+        "use --resume.",
     )

@@ -20,7 +20,7 @@ Accuracy of a model on GSM8K, MATH, MGSM-zh, CMATH or a benchmark of your own.
   gruppo eval --compare evaluations/before evaluations/after        paired, problem by problem
   gruppo eval --check-gold --data-dir data                          does the grader accept every reference answer?
 """
-BENCHMARKS = "gsm8k, math, math500, mgsm_zh, cmath; NAME:200 for 200 problems of it; file.py:NAME for your own"
+BENCHMARKS = "gsm8k, math, math500, mgsm_zh, cmath; NAME:200 for 200 of its problems; file.py:NAME for your own"
 MACHINE = (
     "backend",
     "dtype",
@@ -41,30 +41,28 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--benchmarks", nargs="+", metavar="NAME", help=f"{BENCHMARKS} (default: gsm8k)")
     parser.add_argument("--data-dir", type=Path, help="a folder of JSONL files (default: the hub, through `datasets`)")
     parser.add_argument("--output-dir", type=Path, help="default: evaluations/<path>--<to>--<model>-<mode>")
-    parser.add_argument("--name", help="of the model, in the tables")
-    parser.add_argument(
-        "--restart", action="store_true", help="delete all attempts and results.json in the output folder"
-    )
-    other = parser.add_argument_group("other things to do")
+    parser.add_argument("--name", help="name of the model in the tables")
+    parser.add_argument("--restart", action="store_true", help="delete all attempts and results in the output folder")
+    other = parser.add_argument_group("other actions")
     other.add_argument("--compare", nargs=2, type=Path, metavar=("FIRST", "SECOND"), help="two output folders")
     other.add_argument("--check-gold", action="store_true", help="grade the reference answers, right and shuffled")
     _add_settings(parser)
-    machine = parser.add_argument_group("where it runs")
+    machine = parser.add_argument_group("where the model runs")
     samplers = ("auto", "builtin", "transformers", "vllm")
     machine.add_argument("--backend", choices=samplers, default="auto", help="the sampler")
     machine.add_argument("--dtype", default="auto", help="float32, bfloat16, … (auto: bfloat16 on a GPU)")
-    machine.add_argument("--device", help="cuda, cuda:1, cpu (default: a GPU where there is one)")
-    machine.add_argument("--batch-size", type=int, help="completions that are sampled together")
+    machine.add_argument("--device", help="cuda, cuda:1, cpu (default: a GPU if there is one)")
+    machine.add_argument("--batch-size", type=int, help="completions to sample at once")
     machine.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     machine.add_argument(
-        "--allow-unconfined", nargs="+", default=(), metavar="NAME", help="protections the sandbox may do without"
+        "--allow-unconfined", nargs="+", default=(), metavar="NAME", help="sandbox protections that may be missing"
     )
     return parser
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     """Add one option per field of `Settings`; an option not given keeps the default of its field."""
-    asked = parser.add_argument_group("how it is asked")
+    asked = parser.add_argument_group("prompts and sampling")
 
     def number(name: str, kind: type, help: str) -> None:
         asked.add_argument(name, type=kind, default=argparse.SUPPRESS, help=help)
@@ -76,25 +74,32 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "--rendering",
         choices=("auto", "chat", "plain"),
         default=argparse.SUPPRESS,
-        help="the chat template, or User:/Assistant: (default: the template where there is one)",
+        help="the chat template, or User:/Assistant: (default: the template if there is one)",
     )
     number("--shots", int, "exemplars before each problem (default: 0)")
-    number("--max-new-tokens", int, "of a completion; tir: of each round (default: 1024)")
-    number("--samples", int, "sampled attempts at each problem, beside the greedy one (default: 0)")
+    number("--max-new-tokens", int, "limit for a completion; tir: for each round (default: 1024)")
+    number("--samples", int, "sampled attempts at each problem, besides the greedy one (default: 0)")
     asked.add_argument(
         "--no-greedy", dest="greedy", action="store_false", default=argparse.SUPPRESS, help="only the sampled attempts"
     )
     number("--temperature", float, "of samples (default: 0.7)")
     number("--top-p", float, "of samples (default: 1)")
     number("--seed", int, "of samples (default: 0)")
-    number("--rounds", int, "tir: times the model may speak (default: 4; 2 in the paper)")
-    number("--max-total-tokens", int, "tir: new tokens of all rounds (default: 2048)")
-    counted = parser.add_argument_group("how it is counted")
+    number("--rounds", int, "tir: most rounds of generation per attempt (default: 4; 2 in the paper)")
+    number("--max-total-tokens", int, "tir: limit for all rounds together (default: 2048)")
+    counted = parser.add_argument_group("scoring")
     counted.add_argument(
-        "--ks", type=int, nargs="+", default=argparse.SUPPRESS, help="for pass@k and maj@k, besides 1, 2, 4, 8, …"
+        "--ks",
+        type=int,
+        nargs="+",
+        default=argparse.SUPPRESS,
+        help="values of k for pass@k and maj@k, besides 1, 2, 4, 8, …",
     )
     counted.add_argument(
-        "--paper", action="store_true", default=argparse.SUPPRESS, help="also grade as the DeepSeekMath paper's code"
+        "--paper",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="also grade as the DeepSeekMath paper's code does",
     )
 
 
@@ -117,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _refuse(arguments: argparse.ArgumentParser, others: set[str], what: str) -> None:
     if others:
         named = ", ".join("a model" if name == "model" else f"--{name.replace('_', '-')}" for name in sorted(others))
-        arguments.error(f"{what} does not go with {named}")
+        arguments.error(f"{what} cannot be combined with {named}")
 
 
 def _evaluate(options: argparse.Namespace) -> int:
@@ -145,7 +150,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt:
         without = " without --restart" if options.restart else ""
-        print(f"Interrupted. The same command{without} goes on from {output}.", file=sys.stderr)
+        print(f"Interrupted. Run the same command{without} to continue from {output}.", file=sys.stderr)
         return 130
     print(results.markdown(references=False))
     for benchmark, summary in results.summary["benchmarks"].items():
@@ -215,7 +220,7 @@ def _differences(identities: Sequence[Mapping[str, Any]]) -> str:
     first, second = identities
     other = [key for key in {**first, **second} if first.get(key) != second.get(key) and key != "weights"]
     said = [f"{key} {first.get(key)} and {second.get(key)}" for key in other]
-    return f"asked in different ways: {'; '.join(said)}" if said else "asked in the same way"
+    return f"settings differ: {'; '.join(said)}" if said else "same settings"
 
 
 def _metrics(folders: Sequence[Any], benchmark: str, decoding: str) -> Iterator[tuple[str, list[Any]]]:
@@ -242,7 +247,7 @@ def _check_gold(names: Sequence[str] | None, data_dir: Path | None, paper: bool)
     from gruppo.evaluation.grading import Graders
 
     if names is None and data_dir is None:
-        raise ConfigError("--check-gold needs --data-dir, or --benchmarks to take from the hub.")
+        raise ConfigError("--check-gold needs --data-dir, or --benchmarks to load from the hub.")
     chosen = names or [each.name for each in BENCHMARKS.values() if data_dir and file_in(each, data_dir)]
     if not chosen:
         raise ConfigError(f"{data_dir} has none of the files of {', '.join(BENCHMARKS)}.")

@@ -95,7 +95,7 @@ def launch(run: Run, command: str, argv: Sequence[str]) -> int:
     if name is not None and processes is None and "--num_processes" not in further:
         processes = _gpus()
         if processes < 1:
-            raise ConfigError("There is no GPU here: say how many processes to start with --nproc.")
+            raise ConfigError("There is no GPU here: set the number of processes with --nproc.")
     program = ["-m", "gruppo", command, *_without_launching(argv)]
     with tempfile.TemporaryDirectory(prefix="gruppo-launch-") as folder:
         if name is not None:
@@ -121,7 +121,7 @@ def check_launch(run: Run) -> tuple[str | None, Path | None]:
     if wanted.nproc is not None and wanted.nproc < 1:
         raise ConfigError(f"--nproc {wanted.nproc} must be at least 1.")
     if wanted.nproc is not None and not (wanted.launch or wanted.accelerate_config or run.accelerate):
-        raise ConfigError(f"--nproc {wanted.nproc} needs --launch, which says how processes share the work.")
+        raise ConfigError(f"--nproc {wanted.nproc} needs --launch, which sets how the processes share the work.")
     name, file = way_to_launch(wanted)
     if name is not None and run.config.use_cpu:
         _refuse_shards(name)
@@ -131,21 +131,21 @@ def check_launch(run: Run) -> tuple[str | None, Path | None]:
 def _refuse_shards(name: str) -> None:
     """Raise for sharded weights on CPUs: accelerate supports only data parallelism there."""
     if name != "ddp":
-        raise ConfigError(f"--launch {name} needs GPUs; with use_cpu: true there is --launch ddp.")
+        raise ConfigError(f"--launch {name} needs GPUs; with use_cpu: true use --launch ddp.")
 
 
 def way_to_launch(launching: LaunchArguments) -> tuple[str | None, Path | None]:
     """The name of the launch method, or an accelerate config file."""
     asked, config = launching.launch, launching.accelerate_config
     if asked is not None and config is not None:
-        raise ConfigError(f"--launch {asked} and --accelerate_config {config} both say how to launch; keep one.")
+        raise ConfigError(f"--launch {asked} and --accelerate_config {config} both set how to launch; keep one.")
     if config is not None and Path(config).is_file():
         return None, Path(config)
     name = asked if config is None else ACCELERATE_NAMES.get(config, config)
     if name is not None and name not in LAUNCHES:
         old = " FSDP1 is not supported: use fsdp2." if name in ("fsdp", "fsdp1") else nearest(name, LAUNCHES)
         flag = "launch" if config is None else "accelerate_config"
-        file = "" if config is None else ", and no file"
+        file = "" if config is None else ", nor a file"
         raise ConfigError(f"--{flag} {name} is not one of {', '.join(LAUNCHES)}{file}.{old}")
     return name, None
 
@@ -159,7 +159,7 @@ def _on_cpu(processes: int | None, further: Sequence[str]) -> tuple[int | None, 
         else:
             rest.append(string)
     if rest:
-        raise ConfigError(f"{' '.join(rest)}: accelerate's launcher is not used with use_cpu: true. Leave it out.")
+        raise ConfigError(f"{' '.join(rest)}: accelerate's launcher is not used with use_cpu: true. Leave these out.")
     return processes, rest
 
 

@@ -47,14 +47,14 @@ def load_named(entry: Any, folder: Path, what: str = "the entry") -> Any:
         ((name, arguments),) = entry.items()
         return _made(load_named(name, folder, what), str(name), arguments)
     if not isinstance(entry, str):
-        raise ConfigError(f"{what} has {entry!r}; say `module:name`, or one name with a mapping of arguments.")
+        raise ConfigError(f"{what} has {entry!r}; write `module:name`, or one name with a mapping of arguments.")
     if entry.endswith(".py"):
         raise ConfigError(f"{what} has the file {entry}; name the function in it: {entry}:NAME")
     home, sign, name = entry.rpartition(":")
     if not sign:
         home, _, name = entry.rpartition(".")
     if not home:
-        raise ConfigError(f"{what} has {entry!r}; say where it is: `module:{entry}` or `file.py:{entry}`.")
+        raise ConfigError(f"{what} has {entry!r}; write where it is: `module:{entry}` or `file.py:{entry}`.")
     module = _module(home, folder)
     if not hasattr(module, name):
         raise ConfigError(f"{entry!r}: {home} has no `{name}`.{nearest(name, dir(module))}")
@@ -67,7 +67,7 @@ def _made(factory: Any, name: str, arguments: Any) -> Any:
     try:
         return factory(**(arguments or {}))
     except TypeError as error:  # usually an argument that it does not have
-        raise ConfigError(f"{name} cannot be made: {error}.") from error
+        raise ConfigError(f"{name} cannot be created: {error}.") from error
 
 
 def _module(home: str, folder: Path) -> Any:
@@ -146,14 +146,16 @@ def load_reward(entry: Any, folder: Path) -> Any:
         return getattr(gruppo.rewards, entry)(**READY_MADE[entry])
     if isinstance(entry, str) and entry in shipped:
         if entry.startswith("get_"):
-            raise ConfigError(f"{entry} makes a reward: give it arguments, `{entry}: {{…}}` in the file.")
+            raise ConfigError(
+                f"{entry} is a function that creates a reward: give it arguments, `{entry}: {{…}}` in the file."
+            )
         return getattr(gruppo.rewards, entry)
     is_code = isinstance(entry, str) and (":" in entry or entry.endswith(".py"))
     if isinstance(entry, str) and not is_code and ("/" in entry or Path(entry).is_dir()):
         return entry
     if isinstance(entry, str) and not set(":.{") & set(entry):
         raise ConfigError(
-            f"There is no shipped reward {entry!r}.{nearest(entry, shipped)} One of your own is `module:name` or "
+            f"There is no shipped reward {entry!r}.{nearest(entry, shipped)} Your own is `module:name` or "
             "`file.py:name`; a reward model is a folder, or owner/name on the hub."
         )
     return load_named(entry, folder, "reward_funcs")
@@ -228,7 +230,7 @@ def _test_split(run: Run) -> DatasetMixtureConfig:
     mixture = _of_entry(run, named, run.script.dataset_test_split, "test")
     if mixture.datasets[0].data_files is not None:
         raise ConfigError(
-            f"{named} has no split to evaluate on: set eval_dataset to another file, or test_split_size to a share."
+            f"{named} has no split to evaluate on: set eval_dataset to another file, or test_split_size to a fraction."
         )
     return mixture
 
@@ -259,8 +261,8 @@ def _with_files(config: DatasetConfig, folder: Path, usual: str = "train") -> Da
     named, sign, part = config.split.partition("[")
     if named not in ("train", usual):
         raise ConfigError(
-            f"{config.path} has no split {config.split!r}: all rows of files are `train`, of which `train[:100]` is a "
-            "part. Name the files of one split."
+            f"{config.path} has no split {config.split!r}: files have the split `train` only (`train[:100]` takes a "
+            "part of it). Name the files of the split that you want."
         )
     split = f"train{sign}{part}"
     return dataclasses.replace(config, path=FORMATS[suffix], data_files=found, name=None, split=split)
@@ -290,7 +292,7 @@ def _load(mixture: DatasetMixtureConfig) -> Any:
         if "corresponds to no data" in str(error):
             raise DataError(f"The dataset {named} has no rows.") from error
         where = (
-            " A file or folder is found from the working folder or from that of the recipe; a name on the hub needs "
+            " A path is relative to the working folder or to the folder of the recipe; a name on the hub needs "
             "the network, or its files in the cache."
         )
         advice = where if isinstance(error, OSError) else ""

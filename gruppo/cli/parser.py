@@ -167,7 +167,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text in UTF-8 ({error}); save it as UTF-8.") from error
+        raise ConfigError(f"{path} is not UTF-8 text ({error}); save it as UTF-8.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):

@@ -1,13 +1,13 @@
-"""`gruppo plan`: memory and seconds of a run before it is started, with the arithmetic shown.
+"""`gruppo plan`: estimate the memory and time of a run before it starts, with the arithmetic shown.
 
-  gruppo plan run.yaml --device H100                        # a file of `gruppo train`
+  gruppo plan run.yaml --device H100                        # a file for `gruppo train`
   gruppo plan --model qwen2-1.5b --device H200 --per-device-train-batch-size 64 --max-completion-length 512
   gruppo plan --model ./folder --device "RTX 4090" --dtype bfloat16 --lora-r 16 --prompt-tokens 800
   gruppo plan --model qwen2-7b --device H100 --gpus 8 --launch fsdp2 --json
 
 The model is a public shape (qwen2-1.5b, llama3-8b, …), a folder with a config.json, or a name on the hub; its weights
-are never read. Any field of GRPOConfig is an option, as for `gruppo train`; the file comes first. Completions are as
-long as they may be, unless --mean-completion-length says otherwise.
+are never read. Any field of GRPOConfig is an option, as for `gruppo train`; a file is the first argument. Completions
+are assumed to have the maximum length, unless --mean-completion-length is set.
 """
 
 import argparse
@@ -43,24 +43,34 @@ class PlanParser(CommandParser):
 
 def parser() -> PlanParser:
     found = PlanParser(prog="gruppo plan", usage=USAGE, description=__doc__)
-    found.add_argument("--config", metavar="RUN.YAML", help="a file of `gruppo train`; also as the first argument")
+    found.add_argument(
+        "--config", metavar="RUN.YAML", help="a file for `gruppo train`; may also be the first argument"
+    )
     model = ("--model", "--model-name-or-path")
-    found.add_argument(*model, help="instead of a file, or over it: a shape, a folder, or a name on the hub")
-    found.add_argument("--device", help="name of the GPU, or cpu (default: the one here)")
+    found.add_argument(*model, help="a shape, a folder, or a name on the hub (default: the file's)")
+    found.add_argument("--device", help="name of the GPU, or cpu (default: that of this machine)")
     found.add_argument("--gpus", "--nproc", type=int, metavar="N", help="processes (default: the file's, or 1)")
-    found.add_argument("--launch", choices=SHARDINGS[1:], help="how they share the work (default: the file's, or ddp)")
-    found.add_argument("--prompt-tokens", type=int, metavar="N", help=f"of a long prompt (default: {PROMPT_TOKENS})")
-    found.add_argument("--mean-completion-length", type=int, metavar="N", help="for seconds (default: the longest)")
+    found.add_argument(
+        "--launch", choices=SHARDINGS[1:], help="how the processes share the work (default: the file's, or ddp)"
+    )
+    found.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help=f"length of a long prompt (default: {PROMPT_TOKENS})"
+    )
+    found.add_argument(
+        "--mean-completion-length", type=int, metavar="N", help="for the time estimate (default: the maximum)"
+    )
     dtypes = ("float32", "bfloat16", "float16")
-    found.add_argument("--dtype", choices=dtypes, help="of the weights (default: the file's, or float32)")
+    found.add_argument("--dtype", choices=dtypes, help="dtype of the weights (default: the file's, or float32)")
     found.add_argument("--lora-r", type=int, metavar="R", help="train an adapter of this rank")
     targets = ("--lora-targets", "--lora-target-modules")
-    found.add_argument(*targets, nargs="+", metavar="NAME", help="projections that have one (default: all)")
-    found.add_argument("--load-in-4bit", action="store_true", help="quantised layers, with --lora-r")
-    found.add_argument("--load-in-8bit", action="store_true", help="the same in 8 bits")
+    found.add_argument(*targets, nargs="+", metavar="NAME", help="projections with an adapter (default: all)")
+    found.add_argument("--load-in-4bit", action="store_true", help="quantise the layers to 4 bits, with --lora-r")
+    found.add_argument("--load-in-8bit", action="store_true", help="quantise the layers to 8 bits, with --lora-r")
     for name, unit in (("tflops", "TFLOP/s of matrix products"), ("bandwidth", "TB/s"), ("memory", "GiB")):
-        found.add_argument(f"--{name}", type=float, help=f"of a device that is not in the table, or over it: {unit}")
-    found.add_argument("--threads", type=int, help="of a CPU (default: its cores)")
+        found.add_argument(
+            f"--{name}", type=float, help=f"of a device that is not in the table, or to override it: {unit}"
+        )
+    found.add_argument("--threads", type=int, help="threads of a CPU (default: its cores)")
     found.add_argument("--json", action="store_true", help="print numbers instead of tables")
     return found
 
@@ -80,7 +90,7 @@ def find_one(options: argparse.Namespace, *, on_cpu: bool) -> Device:
     if device is None and len(given) < 4:
         raise ConfigError(
             f"The device {name!r} is not in the table ({', '.join(DEVICES)}).{nearest(name.upper(), DEVICES)} For "
-            "another one say --tflops, --bandwidth (TB/s) and --memory (GiB)."
+            "another one set --tflops, --bandwidth (TB/s) and --memory (GiB)."
         )
     return dataclasses.replace(device or Device(name, 1, 1, 1, 1), **given)
 
@@ -97,7 +107,7 @@ def _device_here() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError("There is no GPU here: say which one to plan for with --device, or --device cpu.")
+        raise ConfigError("There is no GPU here: name the one to plan for with --device, or use --device cpu.")
     return torch.cuda.get_device_name()
 
 
@@ -157,7 +167,7 @@ def _refuse_unknown(fields: Sequence[str], own: CommandParser) -> None:
     unknown = [flag for flag in given if _plain(flag) not in known and flag not in known]
     if unknown := [flag for flag in unknown if _plain(flag)[2:] not in {*RENAMED, *accelerate_options()}]:
         close = nearest(_plain(unknown[0]), known | {_plain(flag) for flag in own._option_string_actions})
-        raise ConfigError(f"`{unknown[0]}` is no field of a run and no option of this command.{close}")
+        raise ConfigError(f"`{unknown[0]}` is neither a field of a run nor an option of this command.{close}")
 
 
 def _check(options: argparse.Namespace, fields: Sequence[str]) -> None:
@@ -167,7 +177,7 @@ def _check(options: argparse.Namespace, fields: Sequence[str]) -> None:
         if (value := getattr(options, name)) is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be positive.")
     if options.config is None and options.model is None:
-        raise ConfigError("Say what to plan: a file of `gruppo train`, or --model with a shape, a folder or a name.")
+        raise ConfigError("Name what to plan: a file for `gruppo train`, or --model with a shape, a folder or a name.")
     if not _speaks_of_cpu(options, fields):
         find_one(options, on_cpu=False)
 
@@ -192,7 +202,7 @@ def _with_options(asked: Asked, options: argparse.Namespace) -> Asked:
         peft = {"target_modules": "all-linear"} | (peft or {}) | {"r": options.lora_r}
     if options.lora_targets:
         if peft is None:
-            raise ConfigError("--lora-targets needs an adapter: say its rank with --lora-r.")
+            raise ConfigError("--lora-targets needs an adapter: set its rank with --lora-r.")
         peft["target_modules"] = options.lora_targets
     longest, mean = asked.args.max_completion_length, options.mean_completion_length
     if mean is not None and mean > longest:
@@ -223,9 +233,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = read_job(options, fields)
     assumed = []
     if options.prompt_tokens is None:
-        assumed.append(f"prompts of {job.prompt_tokens} tokens are assumed: --prompt-tokens says how long they are")
+        assumed.append(f"prompts of {job.prompt_tokens} tokens are assumed: set their length with --prompt-tokens")
     if job.processes == 1 and job.sharding.startswith(("fsdp", "zero")) and options.gpus is None:
-        assumed.append(f"one process is assumed, with nobody to share with ({job.sharding}): --gpus says how many")
+        assumed.append(f"one process is assumed, so {job.sharding} shards nothing: set the number with --gpus")
     forecast = Forecast(job, tuple(assumed))
     if options.json:
         print(json.dumps(forecast.to_dict(), indent=1))

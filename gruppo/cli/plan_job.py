@@ -35,13 +35,13 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> tuple[Model, An
     except (OSError, ValueError) as error:
         close = nearest(name, PRESETS)
         raise ConfigError(
-            f"model={name!r} is no shape ({', '.join(PRESETS)}), no folder with a config.json, and no model that can "
+            f"model={name!r} is not a shape ({', '.join(PRESETS)}), a folder with a config.json, or a model that can "
             f"be loaded from the hub: {str(error).splitlines()[0]}{close}"
         ) from error
     try:
         return read_model(config, name), config
     except ValueError as error:
-        raise ConfigError(f"model={name!r} cannot be planned with: {error}.") from error
+        raise ConfigError(f"model={name!r} cannot be planned: {error}.") from error
 
 
 def make_job(
@@ -179,7 +179,7 @@ class Asked:
         bits, adapter = _bits(self.loading), find_adapter(self.peft, model)
         if bits is not None and adapter is None:
             raise ConfigError(
-                f"Weights in {bits} bits cannot be trained themselves: say --lora-r, or leave them whole."
+                f"Weights in {bits} bits cannot be trained: train an adapter with --lora-r, or do not quantise."
             )
         return make_job(
             model,

@@ -43,7 +43,7 @@ class Forecast:
         most = max(peak.terms, key=lambda term: term.bytes)
         verdict = "fits" if memory.fits else "does not fit"
         said = [
-            f"{job.model.name} ({_count(job.model.weights)} weights), {job.rows} completions a generation and "
+            f"{job.model.name} ({_count(job.model.weights)} weights), {job.rows} completions per generation and "
             f"device, prompts of {job.prompt_tokens} and completions of up to {job.completion_tokens} tokens",
             f"peak memory {memory.device_bytes / GIB:.1f} GiB of {job.device.memory:.1f} ({job.device.name}): "
             f"{verdict}; largest phase: {peak.name}, most of it {most.name}, {most.bytes / GIB:.1f} GiB",
@@ -60,9 +60,11 @@ class Forecast:
         """Caveats about these numbers."""
         job, found = self.job, list(self.assumed)
         if not job.knows_optimizer:
-            found.append(f"optim={job.optimizer!r} is not known here: two values per trained weight are assumed")
+            found.append(f"optim={job.optimizer!r} is unknown: two values per trained weight are assumed")
         if job.sampler == "transformers":
-            found.append("rollout_backend='transformers' grows its cache by copying: sampling may take twice as much")
+            found.append(
+                "rollout_backend='transformers' grows its cache by copying: sampling may need twice the memory"
+            )
         if job.shares > 1 and self.memory.shadow is not None and self.memory.whole_weights is None:
             found.append("the weights do not fit on one process, which sampling needs: use a vLLM server")
         return found
@@ -112,7 +114,7 @@ def print_forecast(forecast: Forecast) -> None:
         table.add_row(part.name, f"{part.seconds:.2f}", part.formula)
     console.print(table)
     console.print()
-    table = Table("one setting changed, the others as they are", "at most", "so that", box=None)
+    table = Table("one setting changed, the others kept", "at most", "so that", box=None)
     for one in forecast.largest:
         value = "nothing fits" if one.value is None else f"{one.value:,}" if isinstance(one.value, int) else one.value
         table.add_row(one.setting, value, one.means)
@@ -127,14 +129,14 @@ def _memory_rows(memory: Memory) -> Iterator[tuple[str, str, str, str]]:
     for phase in (memory.between, *memory.phases):
         stays = () if phase is memory.between else memory.between.terms
         missing = [term.name for term in stays if term not in phase.terms]
-        formula = f"what stays, but for: {', '.join(missing)}" if missing else "what stays, and" if stays else ""
+        formula = f"what stays, except: {', '.join(missing)}" if missing else "what stays, plus" if stays else ""
         mark = " (the peak)" if phase is memory.peak else ""
         yield f"{phase.name}{mark}", f"{phase.bytes / GIB:.2f}", formula, "bold"
         for term in phase.terms:
             if term not in stays:
                 yield f"  {term.name}", f"{term.bytes / GIB:.2f}", term.formula, ""
     gaps = memory.device_bytes - memory.peak.bytes
-    told = f"the peak and {memory.gap:.1%} of what is allocated in it: the allocator's gaps, measured"
+    told = f"the peak plus {memory.gap:.1%} of what is allocated in it: the allocator's gaps, measured"
     yield "peak on the device", f"{memory.device_bytes / GIB:.2f}", told, "bold"
     yield "  allocator gaps", f"{gaps / GIB:.2f}", "closed when memory is short, so `fits` leaves them out", ""
 

@@ -143,7 +143,7 @@ class Run:
         }
         for name, is_missing in missing.items():
             if is_missing:
-                raise ConfigError(f"The run has no {name}: say `{name}: …` in the file, or --{name} … on the line.")
+                raise ConfigError(f"The run has no {name}: set `{name}: …` in the file, or --{name} … as a flag.")
         if self.script.rollout_func is not None and self.trainer == "rloo":
             raise ConfigError("rollout_func works with GRPO only: RLOOTrainer has no such argument.")
 
@@ -195,7 +195,7 @@ def with_recipe(argv: Sequence[str]) -> list[str]:
     """`RECIPE.yaml …` as `--config RECIPE.yaml …`."""
     strings = ["--config", *argv] if argv and not argv[0].startswith("-") else list(argv)
     if sum(string.partition("=")[0] == "--config" for string in strings) > 1:
-        raise ConfigError("There are two files; name one, first on the line or with --config.")
+        raise ConfigError("Two files are given; give one, as the first argument or with --config.")
     return strings
 
 
@@ -205,16 +205,16 @@ def _refuse_repetitions(parser: RunParser, strings: Sequence[str]) -> None:
     for action in given:
         if action is not None and action.nargs == "+" and given.count(action) > 1:
             flag = action.option_strings[-1]
-            raise ConfigError(f"{flag} is given more than once: name all values after one, {flag} A B.")
+            raise ConfigError(f"{flag} is given more than once: give it once, with all values: {flag} A B.")
 
 
 def _take_trainer(strings: list[str], values: Mapping[str, Any], command: str) -> tuple[str, list[str]]:
     """The algorithm, from the command or from `trainer` on the line or in the file; and the other strings."""
-    named, where, rest, remaining = values.get("trainer"), "The file says trainer:", [], iter(strings)
+    named, where, rest, remaining = values.get("trainer"), "The file sets trainer:", [], iter(strings)
     for string in remaining:
         flag, sign, value = string.partition("=")
         if flag == "--trainer":
-            named, where = value if sign else next(remaining, ""), "The line says --trainer"
+            named, where = value if sign else next(remaining, ""), "The command line sets --trainer"
             if not named or named.startswith("--"):
                 raise ConfigError(f"--trainer needs one of {', '.join(TRAINERS)}.")
         else:
@@ -223,7 +223,7 @@ def _take_trainer(strings: list[str], values: Mapping[str, Any], command: str) -
     if trainer not in TRAINERS:
         raise ConfigError(f"trainer={named!r} is not one of {', '.join(TRAINERS)}.{nearest(trainer, TRAINERS)}")
     if command in TRAINERS and trainer != command:
-        raise ConfigError(f"{where} {trainer}, which is not `gruppo {command}`. Use `gruppo train`.")
+        raise ConfigError(f"{where} {trainer}, which does not match `gruppo {command}`. Use `gruppo train`.")
     return trainer, rest
 
 
@@ -269,7 +269,7 @@ def _for_accelerate(parser: TrlParser, path: Path | None, of_file: list[str], of
         return ()
     known = accelerate_options()
     if of_line and not of_line[0].startswith("-"):
-        raise ConfigError(f"Unexpected argument {of_line[0]!r}; the file comes first: {parser.usage}")
+        raise ConfigError(f"Unexpected argument {of_line[0]!r}; the file must be the first argument: {parser.usage}")
     found: list[str] = []
     for where, strings in ((f"{path}: ", of_file), ("", of_line)):
         names = [s.lstrip("-").partition("=")[0] for s in strings if s.startswith("--")]
@@ -332,7 +332,7 @@ def _with_model(config: Any, model: ModelArguments) -> Any:
     given = dict(config.model_init_kwargs or {})
     for word, value in said.items():
         if given.setdefault(word, value) != value:
-            logger.warning(f"model_init_kwargs says {word}={given[word]!r}, so {word}={value!r} is not used.")
+            logger.warning(f"model_init_kwargs sets {word}={given[word]!r}, so {word}={value!r} is not used.")
     if given:
         config = copy.copy(config)
         config.model_init_kwargs = given

@@ -14,10 +14,10 @@ from gruppo.errors import ConfigError
 __all__ = ["main"]
 
 DESCRIPTION = """\
-Score recorded rollouts with other rewards, and compute advantages, loss and gradients of any recipe on them: no
-sampling, and no model unless you ask for gradients of weights.
+Score recorded rollouts with other rewards, and compute advantages, loss and gradients of any recipe on them, without
+sampling; a model is needed only for gradients of weights.
 
-  gruppo replay runs/demo                                           does the record give the run's losses again?
+  gruppo replay runs/demo                                           does the record reproduce the run's losses?
   gruppo replay runs/demo --reward rewards.py:brevity --dataset prompts.jsonl
   gruppo replay runs/demo --set loss_type=dr_grpo scale_rewards=none --updates 3:10
   gruppo replay runs/demo --set recipe=dapo --against recipe=gspo --json report.json --parquet rows.parquet
@@ -29,18 +29,20 @@ def parser() -> CommandParser:
     """The options."""
     found = CommandParser(prog="gruppo replay", description=DESCRIPTION)
     found.add_argument("run", metavar="RUN", help="the folder of a run (its output_dir), trained with record: all")
-    found.add_argument("--updates", metavar="A:B", help="only these, both included; also A:, :B or A (default: all)")
-    changed = found.add_argument_group("what is changed")
+    found.add_argument(
+        "--updates", metavar="A:B", help="only these updates, both ends included; also A:, :B or A (default: all)"
+    )
+    changed = found.add_argument_group("changes")
     several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     changed.add_argument(
         "--reward",
         metavar="[NAME=]FILE.py:NAME",
-        help="in the place of the recorded reward of that name; also module:NAME",
+        help="replaces the recorded reward of that name; also module:NAME",
         **several,
     )
     changed.add_argument(
         "--dataset",
-        help="of the run, for rewards that need its columns: a JSONL, parquet or CSV file, or a name on the hub",
+        help="the run's dataset, for rewards that need its columns: JSONL, parquet or CSV file, or name on the hub",
     )
     changed.add_argument(
         "--set", metavar="FIELD=VALUE", help="settings other than the run's; recipe=NAME sets several", **several
@@ -49,10 +51,10 @@ def parser() -> CommandParser:
         "--against", metavar="FIELD=VALUE", help="a second recipe, to compare with (default: the run's own)", **several
     )
     weights = found.add_argument_group("gradients of weights")
-    weights.add_argument("--model", metavar="CHECKPOINT", help="compare them too, at these weights")
-    weights.add_argument("--groups", type=int, default=4, help="on so many groups (default: %(default)s)")
-    out = found.add_argument_group("what is written")
-    out.add_argument("--json", type=Path, metavar="FILE", help="all numbers but those of rows")
+    weights.add_argument("--model", metavar="CHECKPOINT", help="also compare gradients at these weights")
+    weights.add_argument("--groups", type=int, default=4, help="number of groups to use (default: %(default)s)")
+    out = found.add_argument_group("output files")
+    out.add_argument("--json", type=Path, metavar="FILE", help="all numbers except those of single rows")
     out.add_argument("--parquet", type=Path, metavar="FILE", help="advantage and d loss / d log-prob of every row")
     return found
 
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.groups < 1:
         raise ConfigError(f"--groups {options.groups} must be at least 1.")
     if options.dataset and not options.reward:
-        raise ConfigError("--dataset is for rewards: say which with --reward.")
+        raise ConfigError("--dataset is only for rewards: name one with --reward.")
     rewards, dataset = _loaded(options.reward, options.dataset)
 
     from rich.console import Console
@@ -122,7 +124,7 @@ def _changes(given: Sequence[str], option: str) -> dict[str, Any]:
         try:
             read = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{option} {change!r} is not YAML: {error}") from error
+            raise ConfigError(f"{option} {change!r} is not valid YAML: {error}") from error
         number = isinstance(read, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+|[-+]?inf", read)
         changes[name.strip().replace("-", "_")] = float(read) if number else read
     return changes

@@ -42,7 +42,7 @@ HELP = {
     "train": """\
 usage: gruppo train RECIPE.yaml [--key value …]
 
-Train what a file describes. Keys of the file and flags have the same names and
+Train as a file describes. Keys of the file and flags have the same names and
 the same meaning, and flags win: those of TRL's command line, all fields of
 GRPOConfig (or, with `trainer: rloo`, RLOOConfig), and those below.
 
@@ -83,16 +83,16 @@ COMMON_HELP = """
   --reward NAME [NAME …]   shipped reward, module:name, file.py:name, or reward
                            model (reward_funcs); --tools takes such names too
   --eval_dataset NAME      with --eval_strategy steps
-  --dataset_map NAME       a function from a row to the columns it adds
+  --dataset_map NAME       a function that returns columns to add to a row
   --environment_factory NAME, --rollout_func NAME
-  --config FILE            the file, as TRL's command line takes it
+  --config FILE            the file, as for TRL's command line
   --launch HOW             several processes: ddp, fsdp2, zero1, zero2, zero3
   --nproc N                how many (default: the GPUs here); accelerate's own
                            options, such as --num_machines, go to its launcher
-  --resume                 go on from the newest good checkpoint in output_dir
+  --resume                 resume from the newest good checkpoint in output_dir
   --help-all               every field with its meaning and default
 
-`gruppo check` tells what is wrong with a file before a GPU is paid for.
+`gruppo check` finds what is wrong with a file before you pay for a GPU.
 """
 
 
@@ -140,7 +140,7 @@ def train(argv: Sequence[str], command: str) -> int:
         _finish(trainer)
     except Terminated:
         if not has_words():  # otherwise the launcher ends this process because another one failed
-            _say(command, f"Stopped while loading; nothing was trained. The same command begins again: {again}")
+            _say(command, f"Stopped while loading; nothing was trained. To start again: {again}")
         return TERMINATED
     except SystemExit as end:
         if trainer is None or end.code not in (STOPPED, STOPPED_UNSAVED):
@@ -149,8 +149,8 @@ def train(argv: Sequence[str], command: str) -> int:
             _say(command, stopped(trainer, end.code, again))
         return int(end.code)
     except KeyboardInterrupt:
-        where = "while it was being made ready; nothing was trained" if trainer is None else "and nothing was saved"
-        _say(command, f"Interrupted, {where}. The same command begins again: {again}")
+        where = "while loading; nothing was trained" if trainer is None else "and nothing was saved"
+        _say(command, f"Interrupted, {where}. To start again: {again}")
         return INTERRUPTED
     except TOLD_AT_ONCE as error:
         keep_words(named(error))
@@ -202,9 +202,9 @@ def _made(run: Run, progress: Any) -> Any:
     if output.exists() and not output.is_dir():
         raise ConfigError(f"output_dir={run.config.output_dir!r} is a file; name a folder.")
     if run.launching.resume and _newest(output) is None:
-        raise ConfigError(f"There is no checkpoint in {output} to go on from: leave out --resume.")
+        raise ConfigError(f"There is no checkpoint in {output} to resume from: leave out --resume.")
     if run.config.process_index == 0:
-        print(f"{run.trainer.upper()} of {run.model}, into {output} …", flush=True)
+        print(f"{run.trainer.upper()} of {run.model}, output in {output} …", flush=True)
         if not goes_on and recorded_run(output) is not None:
             print(f"The record of an earlier run in {output} moves to {output / 'earlier'}.", flush=True)
     return make_trainer(run, callbacks=[progress])
@@ -239,25 +239,25 @@ def finished(trainer: Any, seconds: float, made: int) -> str:
     recorded = "" if trainer.args.record == "off" else f" Look at it: gruppo view {shlex.quote(folder)}"
     done = f"Finished {step} updates in {duration(seconds)}."
     if not made:
-        done = f"Nothing was left to do: the run had made its {step} updates before."
+        done = f"Nothing was left to do: the run had already made its {step} updates."
     return f"{done} Model and record: {folder}.{recorded}"
 
 
 def stopped(trainer: Any, code: Any, again: str) -> str:
     step, resume = trainer.state.global_step, with_resume(again)
     if code == STOPPED:
-        return f"Stopped after update {step}, which is saved. Go on with: {resume}"
+        return f"Stopped after update {step}, which is saved. Resume with: {resume}"
     return (
         f"Stopped after update {step}, which could NOT be saved. The newest checkpoint: "
-        f"{_newest(Path(trainer.args.output_dir))}. {resume}"
+        f"{_newest(Path(trainer.args.output_dir))}. Resume with: {resume}"
     )
 
 
 def ended(code: int, words: str, newest: Path | None, again: str) -> str:
     """The message for launched processes that ended, with the error message of the first that failed."""
-    why = f": {words}\n" if words else "; their lines say why. "
-    left = "There is no checkpoint." if newest is None else f"Go on with: {with_resume(again)}"
-    return f"The processes ended, the launcher with code {code}{why}{left}"
+    why = f": {words}\n" if words else "; the output of its processes says why. "
+    left = "There is no checkpoint." if newest is None else f"Resume with: {with_resume(again)}"
+    return f"The launcher ended with code {code}{why}{left}"
 
 
 def named(error: BaseException) -> str:
@@ -273,7 +273,7 @@ def failed(trainer: Any, error: BaseException, again: str) -> str:
     newest = _newest(Path(trainer.args.output_dir))
     if newest is None:
         return f"{named(error)}\nFailed after update {trainer.state.global_step}; there is no checkpoint."
-    how = f"Go on from {newest} with: {with_resume(again)}"
+    how = f"Resume from {newest} with: {with_resume(again)}"
     return f"{named(error)}\nFailed after update {trainer.state.global_step}. {how}"
 
 

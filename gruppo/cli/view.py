@@ -9,7 +9,7 @@ EXAMPLES = """\
 examples:
   gruppo view runs/demo                           # prints an address on this machine to open in a browser
   gruppo view runs/a runs/b evaluations           # runs side by side, and what was evaluated
-  gruppo view runs/demo --port 8123 --open        # a port of your own; opens the browser
+  gruppo view runs/demo --port 8123 --open        # a chosen port; opens the browser
   gruppo view runs/demo --export report.html      # one file to share, without a server
 
 A run on another machine: `ssh -L 8123:127.0.0.1:8123 HOST gruppo view RUN --port 8123`, then http://127.0.0.1:8123/
@@ -19,8 +19,8 @@ A run on another machine: `ssh -L 8123:127.0.0.1:8123 HOST gruppo view RUN --por
 def parser() -> CommandParser:
     arguments = CommandParser(
         prog="gruppo view",
-        description="A local page over run folders: curves, groups, tokens, prompts and evaluations. It only reads, "
-        "answers on this machine only, and needs no network.",
+        description="A local web page for run folders: curves, groups, tokens, prompts and evaluations. It is "
+        "read-only, can be reached from this machine only, and needs no network.",
         epilog=EXAMPLES,
     )
     arguments.add_argument(
@@ -30,9 +30,9 @@ def parser() -> CommandParser:
         metavar="RUN",
         help="folders of runs and evaluations, or folders that hold some of them",
     )
-    arguments.add_argument("--port", type=int, default=0, help="the port to answer on (default: a free one)")
+    arguments.add_argument("--port", type=int, default=0, help="the port to listen on (default: a free one)")
     arguments.add_argument("--open", action="store_true", help="open the page in a browser")
-    arguments.add_argument("--export", type=Path, metavar="FILE", help="write a report into one HTML file, and end")
+    arguments.add_argument("--export", type=Path, metavar="FILE", help="write a report into one HTML file and exit")
     return arguments
 
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser()
     options = arguments.parse_args(argv)
     if options.export is not None and (options.open or options.port):
-        arguments.error("--export writes a file and ends: it does not go with --port or --open")
+        arguments.error("--export only writes a file: it cannot be combined with --port or --open")
     if not 0 <= options.port <= 65535:
         arguments.error(f"--port {options.port}: a port is a number from 1 to 65535; 0 takes a free one")
     desk = Desk(find_folders(options.folders))
@@ -59,14 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     def ready(address: str) -> None:
         runs, evaluations = len(desk.runs), len(desk.evaluations)
         print(
-            f"{_count(runs, 'run')} and {_count(evaluations, 'evaluation')} at {address}   (Ctrl-C ends it)",
+            f"{_count(runs, 'run')} and {_count(evaluations, 'evaluation')} at {address}   (Ctrl-C to stop)",
             flush=True,
         )
 
     try:
         serve(desk, options.port, ready=ready, open_page=options.open)
     except KeyboardInterrupt:
-        print("Ended. Nothing in the folders was changed.")
+        print("Stopped. Nothing in the folders was changed.")
     return 0
 
 

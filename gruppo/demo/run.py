@@ -83,7 +83,7 @@ def run(output_dir: Path, steps: int = STEPS, seed: int = 0) -> tuple["Score", "
     before = report.score(first, answers)
     console.print(
         f"held-out accuracy before training: {before.accuracy:.3f} ({len(prompts)} problems; {len(small)} of them "
-        "while it trains)",
+        "during training)",
         highlight=False,
         soft_wrap=True,
     )

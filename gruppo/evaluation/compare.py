@@ -79,7 +79,7 @@ class Comparison:
         lines.append(self._verdict())
         for name, count in ((first, self.only_first), (second, self.only_second)):
             if count:
-                lines.append(f"Left out: {_problems(count)} with scores of {name} only.")
+                lines.append(f"Left out: {_problems(count)} that only {name} has scores for.")
         return "\n".join(lines)
 
     def _verdict(self) -> str:
@@ -87,8 +87,8 @@ class Comparison:
             return "The difference is significant at 95 %."
         if self.differing < FEWEST:
             return (
-                f"Not significant at 95 %: {_problems(self.differing)} with different scores, and fewer than {FEWEST} "
-                "cannot tell."
+                f"Not significant at 95 %: {_problems(self.differing)} with different scores, and at least {FEWEST} "
+                "are needed to tell."
             )
         return "Not significant at 95 %: it may be chance."
 
@@ -108,7 +108,7 @@ def check_same_problems(
             f"{name} has {_said(each[other[0]])}" for name, each in zip(names, (first, second), strict=True)
         )
         raise ConfigError(
-            f"{len(other)} of {_problems(len(shared))} with the same id are not the same. The first is {other[0]}: "
+            f"{len(other)} of {_problems(len(shared))} with the same id differ. The first is {other[0]}: "
             f"{said}. Compare evaluations of the same data."
         )
 
@@ -182,7 +182,7 @@ def _mcnemar(differences: Sequence[float]) -> McNemar:
 
 def _mean(problem: str, scores: Sequence[float]) -> float:
     if not len(scores):
-        raise DataError(f"{problem!r} has no scores; leave problems out that were not attempted.")
+        raise DataError(f"{problem!r} has no scores; leave out problems that were not attempted.")
     wrong = [score for score in scores if not 0 <= score <= 1]
     if wrong:
         raise DataError(f"{problem!r} has a score of {wrong[0]}; scores are from 0 to 1.")

@@ -53,7 +53,9 @@ def load_problems(benchmark: Benchmark, data_dir: str | Path | None = None, limi
     for where, row in _rows_of_hub(benchmark) if path is None else _rows_of_file(benchmark, path):
         problem = _read_problem(row, where, benchmark, default=f"{stem}/{len(problems)}")
         if problem.id in places:
-            raise DataError(f"{where}: the id {problem.id!r} was already at {places[problem.id]}; each needs its own.")
+            raise DataError(
+                f"{where}: the id {problem.id!r} was already used at {places[problem.id]}; ids must be unique."
+            )
         places[problem.id] = where
         problems.append(problem)
     if not problems:
@@ -111,7 +113,7 @@ def _rows_of_file(benchmark: Benchmark, path: Path) -> Rows:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"{where}: this is not JSON ({error}). Each line holds one JSON object.") from None
+            raise DataError(f"{where}: this is not valid JSON ({error}). Each line holds one JSON object.") from None
         if not isinstance(row, dict):
             raise DataError(f"{where}: each line holds one JSON object, but this is a {type(row).__name__}.")
         yield where, _in_our_keys(benchmark, row)
@@ -126,7 +128,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             with path.open(encoding="utf-8-sig") as lines:
                 yield from enumerate(lines, start=1)
     except DAMAGED as error:
-        raise DataError(f"{path}: the file is damaged, or no UTF-8 text ({error}).") from None
+        raise DataError(f"{path}: the file is damaged, or not UTF-8 text ({error}).") from None
 
 
 def _in_our_keys(benchmark: Benchmark, row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -184,7 +186,7 @@ def _question(row: Mapping[str, Any], where: str) -> str:
         raise DataError(f"{where}: there is no `question`; the keys are {sorted(row)}.")
     question = row["question"]
     if not isinstance(question, str) or not question.strip():
-        raise DataError(f"{where}: `question` must be a text, but is {question!r}.")
+        raise DataError(f"{where}: `question` must be a string, but is {question!r}.")
     return _encodable(question, "question", where)
 
 
@@ -193,7 +195,7 @@ def _encodable(text: str, key: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: `{key}` is no valid text ({error}).") from None
+        raise DataError(f"{where}: `{key}` is not valid text ({error}).") from None
     return text
 
 
@@ -202,7 +204,7 @@ def _text_or_none(row: Mapping[str, Any], key: str, where: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
-        raise DataError(f"{where}: `{key}` must be a text or a whole number, but is {value!r}.")
+        raise DataError(f"{where}: `{key}` must be a string or a whole number, but is {value!r}.")
     return _encodable(str(value).strip(), key, where)
 
 
@@ -217,9 +219,11 @@ def _read_answers(row: Mapping[str, Any], where: str, ladder: Ladder) -> tuple[t
     if mode is not None and mode not in get_args(AnswersMode):
         raise DataError(f"{where}: `answers_mode` must be one of {', '.join(get_args(AnswersMode))}, but is {mode!r}.")
     if several is not None and (not isinstance(several, list) or not several):
-        raise DataError(f"{where}: `answers` must be a list with something in it, but is {several!r}.")
+        raise DataError(f"{where}: `answers` must be a list that is not empty, but is {several!r}.")
     if several is not None and len(several) > 1 and mode is None:
-        raise DataError(f'{where}: {len(several)} answers need `answers_mode`: "all" of them are wanted, or "any".')
+        raise DataError(
+            f'{where}: {len(several)} answers need `answers_mode`: "all" if all are required, "any" if one is enough.'
+        )
     if several is not None and (mode in ("all", "any") or (len(several) == 1 and "answer" not in row)):
         return tuple(_gold(answer, where, ladder) for answer in several), mode or "last"
     if "answer" not in row:
@@ -233,7 +237,7 @@ def _gold(answer: object, where: str, ladder: Ladder) -> str:
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
         raise DataError(
-            f"{where}: the answer must be a text or a number, but is {answer!r}. Correct or remove the row."
+            f"{where}: the answer must be a string or a number, but is {answer!r}. Correct or remove the row."
         )
     _encodable(answer, "answer", where)
     boxed = last_box(answer)

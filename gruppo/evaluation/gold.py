@@ -67,7 +67,9 @@ class GoldReport:
             f"{self.rejected_shuffled} of {self.shuffled} answers of other problems rejected."
         ]
         if self.shuffled < self.problems:
-            lines.append(f"For {self.problems - self.shuffled} problems no other had a different answer to try.")
+            lines.append(
+                f"For {self.problems - self.shuffled} problems no other problem with a different answer was found."
+            )
         for failure in self.failures[:SHOWN]:
             lines.append(
                 f"  {failure.problem}: {failure.kind} ({failure.rung}): gold {failure.gold!r}, "

@@ -129,7 +129,7 @@ class Graders:
 
     def __init__(self, processes: int | None = None):
         if processes is not None and processes < 1:
-            raise ConfigError(f"Graders(processes={processes}): it takes at least 1; None is one for each core.")
+            raise ConfigError(f"Graders(processes={processes}): must be at least 1; None starts one per core.")
         self.processes = processes if processes is not None else min(cores(), MOST)
         self._workers: list[_Worker] = []
         self._closed = False
@@ -156,7 +156,7 @@ class Graders:
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """Run the calls and return their outcomes, in order. An exception in a worker is raised here."""
         if self._closed:
-            raise RuntimeError("These graders are closed; make new ones.")
+            raise RuntimeError("These graders are closed; create new ones.")
         with self._lock:
             try:
                 return self._run(calls)

@@ -106,7 +106,9 @@ def grade_attempts(
 
 def _problem_of(attempt: Attempt, problems: Mapping[str, Problem]) -> Problem:
     if attempt.problem not in problems:
-        raise DataError(f"There is an attempt at {attempt.problem!r}, which is none of the {len(problems)} problems.")
+        raise DataError(
+            f"There is an attempt at {attempt.problem!r}, which is not one of the {len(problems)} problems."
+        )
     return problems[attempt.problem]
 
 

@@ -63,7 +63,9 @@ def load_subject(
         if tokenizer is None:
             raise ConfigError("A model that is passed as an object needs its tokenizer: evaluate(model, tokenizer=…).")
         if (dtype, device, trust_remote_code) != ("auto", None, False):
-            raise ConfigError("dtype, device and trust_remote_code say how a model is loaded; an object has been.")
+            raise ConfigError(
+                "dtype, device and trust_remote_code are for loading a model; leave them out for an object."
+            )
         name = Path(loading.model_name(inner_model(model))).name or type(model).__name__
         return Subject(name, "", model, _checked(copy.deepcopy(tokenizer), model), _dtype_of(model))
     source = find_weights(model)
@@ -76,7 +78,7 @@ def load_subject(
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(_tokenizer_source(source), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        what = "could not be loaded" if Path(source).is_dir() else "is no folder, and could not be loaded by name"
+        what = "could not be loaded" if Path(source).is_dir() else "is not a folder, and could not be loaded by name"
         raise ConfigError(f"{str(model)!r} {what}: {error}") from error
     return Subject(_short_name(model, source), str(source), loaded, _checked(tokenizer, loaded), _dtype_of(loaded))
 

@@ -134,8 +134,8 @@ def _token_ids(prompt: str | list[dict[str, str]], tokenizer: "PreTrainedTokeniz
 def _require_chat(tokenizer: "PreTrainedTokenizerBase", shots: int) -> None:
     if shots:
         raise ConfigError(
-            f'rendering="chat" does not go with shots={shots}: few-shot prompts are texts that a base model '
-            'continues. Use rendering="plain" or "auto", or shots=0.'
+            f'rendering="chat" cannot be combined with shots={shots}: few-shot prompts are plain text for a '
+            'base model to continue. Use rendering="plain" or "auto", or shots=0.'
         )
     if not tokenizer.chat_template:
         raise ConfigError('rendering="chat": the tokenizer has no chat template. Use rendering="plain" or "auto".')
@@ -168,11 +168,11 @@ def _exemplar(line: str, where: str) -> Exemplar:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: this is not JSON ({error}). Each line holds one solved problem.") from None
+        raise DataError(f"{where}: this is not valid JSON ({error}). Each line holds one solved problem.") from None
     keys = ("question", "cot", "tir")
     if not isinstance(row, dict) or not all(isinstance(row.get(key), str) and row[key].strip() for key in keys):
         raise DataError(
-            f"{where}: a solved problem is an object with the texts {', '.join(keys)}, but this is {row!r}."
+            f"{where}: a solved problem is an object with the strings {', '.join(keys)}, but this is {row!r}."
         )
     return Exemplar(**{key: row[key] for key in keys})
 
@@ -193,8 +193,8 @@ def _few_shot_text(problem: Problem, name: str, few_shot: FewShot, mode: Mode, s
     exemplars = load_exemplars(few_shot.file)
     if few_shot.shots > len(exemplars):
         raise ConfigError(
-            f"{name}: FewShot(shots={few_shot.shots}) says more than the {len(exemplars)} solved problems that "
-            f"{few_shot.file} has."
+            f"{name}: FewShot(shots={few_shot.shots}) is more than the {len(exemplars)} solved problems "
+            f"in {few_shot.file}."
         )
     if not 0 < shots <= few_shot.shots:
         raise ConfigError(

@@ -106,7 +106,7 @@ def evaluate(
     wanted = Settings.of(settings)
     asking = wanted.asking(allow_unconfined)
     if restart and output_dir is None:
-        raise ConfigError("restart=True forgets what is in output_dir: name that folder.")
+        raise ConfigError("restart=True deletes the attempts and results in output_dir: set output_dir.")
     tasks = load_tasks(benchmarks, data_dir)
     require([task.benchmark.ladder for task in tasks], wanted.paper)
     folder = None if output_dir is None else EvaluationFolder(output_dir)
@@ -200,8 +200,8 @@ def warn_of_long_prompts(asked: Sequence["Attempts"], model: Any, new_tokens: in
         long = sum(len(prompt.ids) + new_tokens > limit for prompt in attempts.prompts.values())
         if long:
             logger.warning(
-                f"{attempts.benchmark.name}: {long} of {len(attempts.prompts)} prompts are, with {new_tokens} new "
-                f"tokens, longer than the {limit} positions that the model was made for."
+                f"{attempts.benchmark.name}: {long} of {len(attempts.prompts)} prompts with {new_tokens} new "
+                f"tokens are longer than the {limit} positions that the model was made for."
             )
 
 

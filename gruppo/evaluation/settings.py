@@ -36,9 +36,11 @@ class Asking:
         if self.shots < 0 or self.samples < 0:
             raise ConfigError(f"shots={self.shots} and samples={self.samples} must not be negative.")
         if self.mode != "tir" and (self.rounds is not None or self.max_total_tokens is not None):
-            raise ConfigError("rounds and max_total_tokens are settings of programs: they need mode='tir'.")
+            raise ConfigError("rounds and max_total_tokens are settings for programs: they need mode='tir'.")
         if not self.samples and (self.temperature, self.top_p, self.seed) != (None, None, None):
-            raise ConfigError("temperature, top_p and seed are settings of samples: set how many, as in samples=8.")
+            raise ConfigError(
+                "temperature, top_p and seed are settings for samples: set their number, as in samples=8."
+            )
         if self.samples and self.temperature == 0:
             raise ConfigError("temperature=0 makes all samples the same: leave samples out for a greedy attempt.")
         self.passes()  # raises for invalid numbers, as does `tir`
@@ -64,7 +66,7 @@ class Asking:
         """How programs run; None without them."""
         if self.mode != "tir":
             if allow_unconfined:
-                raise ConfigError("allow_unconfined is a setting of programs: it needs mode='tir'.")
+                raise ConfigError("allow_unconfined is a setting for programs: it needs mode='tir'.")
             return None
         given = {"rounds": self.rounds, "max_total_tokens": self.max_total_tokens}
         own: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -100,7 +102,7 @@ class Settings(Asking):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.greedy and not self.samples:
-            raise ConfigError("greedy=False needs samples: there would be nothing to do.")
+            raise ConfigError("greedy=False needs samples: otherwise there is nothing to do.")
         if any(not 1 <= k <= self.samples for k in self.ks):
             raise ConfigError(f"ks={self.ks} must be between 1 and samples={self.samples}.")
 

@@ -53,7 +53,7 @@ def wilson(correct: int, total: int, confidence: float = CONFIDENCE) -> tuple[fl
         wilson(8, 10) == (0.4902, 0.9433)  # rounded
     """
     if total < 1 or not 0 <= correct <= total:
-        raise ConfigError(f"wilson({correct}, {total}): give right answers out of a total of at least 1.")
+        raise ConfigError(f"wilson({correct}, {total}): correct must be from 0 to total, and total at least 1.")
     _check_confidence(confidence)
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     share = correct / total
@@ -73,7 +73,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         pass_at_k(4, 2, 2) == 5 / 6  # only one pair of the six has none
     """
     if not 0 <= c <= n:
-        raise ConfigError(f"pass_at_k(n={n}, c={c}): right samples are at least 0 and at most all of them.")
+        raise ConfigError(f"pass_at_k(n={n}, c={c}): c must be from 0 to n.")
     _check_k(k, n)
     every = math.comb(n, k)
     # Integer arithmetic up to the single division: no cancellation error, however large n is.
@@ -150,7 +150,7 @@ def mcnemar(b: int, c: int) -> float:
         mcnemar(1, 5) == 2 * (1 + 6) / 64
     """
     if b < 0 or c < 0:
-        raise ConfigError(f"mcnemar({b}, {c}): counts are at least 0.")
+        raise ConfigError(f"mcnemar({b}, {c}): counts must be at least 0.")
     total = b + c
     term, tail = 1, 0
     for i in range(min(b, c) + 1):

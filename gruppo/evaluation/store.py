@@ -71,7 +71,7 @@ class EvaluationFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"{self.path} is a file: name a folder for what the evaluation leaves.")
+            raise ConfigError(f"{self.path} is a file: name a folder for the results of the evaluation.")
 
     # ---- writing
 
@@ -115,7 +115,9 @@ class EvaluationFolder:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise DataError(f"{path} is no JSON ({error}). Remove it: it is made again from the attempts.") from error
+            raise DataError(
+                f"{path} is not valid JSON ({error}). Remove it: it is created again from the attempts."
+            ) from error
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise DataError(f"{path} is not of format {FORMAT}, which this version reads. Choose another folder.")
         return found
@@ -151,10 +153,10 @@ class EvaluationFolder:
             for name, problem in asked.items():
                 what = _difference(problem, problems.get(name, problem))  # problems not asked now are not checked
                 if what is not None:
-                    self._refuse(path, f"the data has another {what} under {name}")
+                    self._refuse(path, f"the data has another {what} for {name}")
             scored = [_scored(row) for row in table.to_pylist()]
             if other and regrade is not None:
-                logger.warning(f"{path}: {len(scored)} attempts are graded anew ({changes}).")
+                logger.warning(f"{path}: {len(scored)} attempts are graded again ({changes}).")
                 scored = regrade(asked, [each.attempt for each in scored])
                 _write(path, asked, scored, identity)
             kept += [each for each in scored if each.attempt.problem in problems]
@@ -162,9 +164,9 @@ class EvaluationFolder:
 
     def _refuse(self, path: Path, why: str) -> None:
         raise ConfigError(
-            f"{path.parent} holds attempts of something else ({why}). Choose another folder (--output-dir, "
-            "output_dir=…), or ask again from the beginning (--restart, restart=True), which deletes results.json "
-            f"and the attempts at all benchmarks in {self.path}."
+            f"{path.parent} holds attempts of another evaluation ({why}). Choose another folder (--output-dir, "
+            "output_dir=…), or start over (--restart, restart=True), which deletes the results and the attempts at "
+            f"all benchmarks in {self.path}."
         )
 
     def attempts(self, benchmark: str, decoding: str) -> list[GradedAttempt]:
@@ -206,7 +208,7 @@ def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
     try:
         return pq.read_table(path, columns=columns)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read ({error}). Remove it: its problems are asked again.") from error
+        raise DataError(f"{path} cannot be read ({error}). Remove it: its problems are attempted again.") from error
 
 
 def _identity_of(table: pa.Table) -> dict[str, Any]:

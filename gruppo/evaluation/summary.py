@@ -85,7 +85,7 @@ def problem_scores(scored: Sequence[GradedAttempt], metric: str = "accuracy") ->
         k, score = int(number), _pass_at if name == "pass" else _majority_at
         found = {problem: [score(rows, k)] for problem, rows in groups.items() if len(rows) >= k}
         if not found:
-            raise ConfigError(f"{metric!r} needs at least {k} attempts at a problem, and no problem has so many.")
+            raise ConfigError(f"{metric!r} needs at least {k} attempts at a problem, and no problem has that many.")
         return found
     if metric == "accuracy":
         return {problem: [float(row.correct) for row in rows] for problem, rows in groups.items()}
@@ -95,7 +95,7 @@ def problem_scores(scored: Sequence[GradedAttempt], metric: str = "accuracy") ->
         raise ConfigError(f"metric={metric!r} must be accuracy, paper, program, pass@k or maj@k (such as maj@8).")
     if any(row.paper is None for row in scored):
         raise ConfigError(
-            "metric='paper': these attempts were not graded by the paper's rules; ask for it and run again."
+            "metric='paper': these attempts were not graded by the paper's rules; run again with paper=True (--paper)."
         )
     return {problem: [float(row.paper is True) for row in rows] for problem, rows in groups.items()}
 
@@ -105,7 +105,7 @@ def problem_scores(scored: Sequence[GradedAttempt], metric: str = "accuracy") ->
 
 def _check_ks(ks: Sequence[int], decoding: Decoding) -> None:
     if ks and decoding.greedy:
-        raise ConfigError(f"ks={list(ks)}: pass@k and maj@k are of sampled passes; this one is greedy.")
+        raise ConfigError(f"ks={list(ks)}: pass@k and maj@k need samples; this pass is greedy.")
     wrong = [k for k in ks if not 1 <= k <= decoding.samples]
     if wrong:
         raise ConfigError(f"ks={wrong} must be at least 1 and at most the {decoding.samples} samples of each problem.")
@@ -120,11 +120,11 @@ def _grouped(
     found: dict[str, dict[int, GradedAttempt]] = {problem.id: {} for problem in problems}
     if len(found) < len(problems):
         repeated = Counter(problem.id for problem in problems).most_common(1)[0][0]
-        raise DataError(f"Problem {repeated!r} occurs more than once; each needs an id of its own.")
+        raise DataError(f"Problem {repeated!r} occurs more than once; ids must be unique.")
     for row in scored:
         problem, sample = row.attempt.problem, row.attempt.sample
         if problem not in found:
-            raise DataError(f"There is an attempt at {problem!r}, which is none of the {len(problems)} problems.")
+            raise DataError(f"There is an attempt at {problem!r}, which is not one of the {len(problems)} problems.")
         if not 0 <= sample < decoding.samples:
             raise DataError(f"{problem!r} has a sample {sample}; this pass has {decoding.samples}, numbered from 0.")
         if sample in found[problem]:
@@ -151,7 +151,7 @@ def _accuracy(outcomes: Sequence[Sequence[bool]], *, greedy: bool) -> Numbers:
 def _paper(groups: Groups, *, greedy: bool) -> Numbers:
     asked = {row.paper is not None for rows in groups.values() for row in rows}
     if asked == {True, False}:
-        raise DataError("Some attempts were graded by the paper's rules and some were not; grade them all alike.")
+        raise DataError("Some attempts were graded by the paper's rules and some were not; grade all in the same way.")
     if True not in asked:
         return {}
     return {"paper": _accuracy([[row.paper is True for row in rows] for rows in groups.values()], greedy=greedy)}

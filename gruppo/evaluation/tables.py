@@ -64,7 +64,7 @@ def rows_of(results: Mapping[str, Any]) -> list[TableRow]:
             if summary.get("paper")
         }
     except KeyError as error:
-        raise DataError(f"The results have no {error}; give the contents of a results.json.") from None
+        raise DataError(f"The results have no {error}; pass the contents of a results.json.") from None
     size = results.get("size")
     rows = [TableRow(model, size, mode, ours)]
     if papers:

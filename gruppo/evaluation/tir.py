@@ -174,7 +174,7 @@ def _check(
         raise ConfigError(f"There are {len(prompts)} prompts but {len(noise_keys)} noise_keys; give one for each.")
     if OUTPUT_STOP not in stop_strings(backend.config):
         raise ConfigError(
-            f"The backend does not stop at {OUTPUT_STOP!r}, so that the model would invent what its programs print. "
+            f"The backend does not stop at {OUTPUT_STOP!r}, so the model would invent what its programs print. "
             f"Add it to the stop_strings of the backend's config, which are {stop_strings(backend.config)!r}."
         )
 

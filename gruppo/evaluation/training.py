@@ -68,8 +68,8 @@ class TrainingBenchmarks:
         settings = self.settings
         if (settings.shots or settings.mode == "tir") and backend.name == ContinuousBatchingBackend.name:
             raise ConfigError(
-                f"shots={settings.shots} and mode={settings.mode!r}: such completions end at certain strings, which "
-                "transformers' continuous batching does not know. Use shots=0 and mode='cot', or set "
+                f"shots={settings.shots} and mode={settings.mode!r}: such completions end at stop strings, which "
+                "transformers' continuous batching does not support. Use shots=0 and mode='cot', or set "
                 "use_transformers_continuous_batching=False."
             )
         self._evaluator = Evaluator(backend, tokenizer, **settings.asking())
@@ -104,7 +104,7 @@ class TrainingBenchmarks:
         self, backend: RolloutBackend, benchmark: Benchmark, problems: Sequence[Problem], processes: int
     ) -> list[GradedAttempt]:
         evaluator = self._evaluator
-        assert evaluator is not None, "bind comes first"
+        assert evaluator is not None, "call bind first"
         evaluator.backend = backend  # the trainer's backend may have been replaced since
         with ExitStack() as stack:
             if not benchmark.ladder.literal:  # the processes share the CPU cores for their workers

@@ -109,7 +109,9 @@ class Benchmark:
 
     def __post_init__(self) -> None:
         if not self.name.replace("_", "").replace("-", "").isalnum():
-            raise ConfigError(f"Benchmark(name={self.name!r}): use letters, digits, - and _ only; files get its name.")
+            raise ConfigError(
+                f"Benchmark(name={self.name!r}): use letters, digits, - and _ only; file names contain it."
+            )
 
 
 # ---- sampling

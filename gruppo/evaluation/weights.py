@@ -44,8 +44,10 @@ def find_weights(model: str | Path) -> str:
             logger.warning(f"{outdated} {choice.path.name} is evaluated instead.")
         return str(choice.path)
     found = "; ".join(f"{path.name}: {reasons[0]}" for path, reasons in choice.rejected) or "there is none"
-    said = f"No checkpoint of {folder} is whole and of its run: {found}."
-    raise ConfigError(said if outdated is None else f"{outdated} {said} To evaluate that model, copy it elsewhere.")
+    said = f"{folder} has no intact checkpoint of its run: {found}."
+    raise ConfigError(
+        said if outdated is None else f"{outdated} {said} To evaluate that model, copy it to another folder."
+    )
 
 
 def _outdated(folder: Path, final: list[Path]) -> str | None:
@@ -59,14 +61,14 @@ def _outdated(folder: Path, final: list[Path]) -> str | None:
     saved = max(path.stat().st_mtime for path in final)
     began = _time(read_json(folder / "run.json").get("started"))
     if began is not None and saved < began:
-        return f"The model in {folder} is older than the run whose record is there: it is of another one."
+        return f"The model in {folder} is older than the run that is recorded there: it belongs to another run."
     listed = read_json(folder / "environment.json").get("starts")
     entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     starts = [_time(entry.get("time")) for entry in entries]
     manifests = [path for each in checkpoints(folder) if (path := each / MANIFEST).exists()]
     resumed = any(start is not None and saved < start for start in starts)
     if resumed and any(saved < path.stat().st_mtime for path in manifests):
-        return f"The run in {folder} went on after its model was saved, and has newer checkpoints."
+        return f"The run in {folder} was resumed after its model was saved, and has newer checkpoints."
     return None
 
 

@@ -29,16 +29,16 @@ def advantages_of(generation: RecordedGeneration, settings: Settings, rewards_NR
     """
     if generation.has_steps:
         raise DataError(
-            f"Rewards of generation {generation.number} judged steps, which are not recorded: its advantages can be "
-            "taken as they are, and not computed again."
+            f"Rewards of generation {generation.number} scored steps, which are not recorded: its advantages can be "
+            "used as recorded, but not recomputed."
         )
     penalty_N = None
     if settings.recipe.kl == "reward":
         penalty_N = generation.kl_penalty()
         if penalty_N is None:
             raise ConfigError(
-                f"beta={settings.config.beta} of RLOO costs reward by the KL to a reference, and this run had none. "
-                "Set beta=0 as well."
+                f"beta={settings.config.beta} in RLOO subtracts the KL to a reference from the reward, and this run "
+                "had no reference. Set beta=0 as well."
             )
         if "beta" in settings.changes:
             penalty_N = penalty_N * (settings.config.beta / settings.recorded["beta"])

@@ -106,8 +106,8 @@ class Recording:
         count = len(table)
         if table["row"].to_pylist() != list(range(count)) or count % self.group_size or not count:
             raise DataError(
-                f"Generation {number} of {self.run.folder} is not whole: it has {count} rows. A table of a process is "
-                "missing, or the record was not kept."
+                f"Generation {number} of {self.run.folder} is incomplete: it has {count} rows. The table of a process "
+                "is missing, or the record was not kept."
             )
         names = [name.removeprefix(REWARD) for name in table.column_names if name.startswith(REWARD)]
         rewards = [table[REWARD + name].to_numpy() for name in names]
@@ -133,7 +133,7 @@ class Recording:
         known = known or self._kl_of_tokens(number, updates)
         if known and len(known) < count:
             raise DataError(
-                f"The KL of {count - len(known)} of the {count} rows of generation {number} is not known: the run has "
+                f"The KL of {count - len(known)} of the {count} rows of generation {number} is not known: the run "
                 "ended before they were trained on."
             )
         costs = torch.tensor([known[row] for row in range(count)], dtype=torch.float32) if known else None
@@ -170,7 +170,7 @@ class Recording:
         first = table.slice(0, 1).to_pylist()[0]
         if len(table) != first["update_rows"]:
             raise DataError(
-                f"Update {number} of {self.run.folder} is not whole: {len(table)} of its {first['update_rows']} rows "
+                f"Update {number} of {self.run.folder} is incomplete: {len(table)} of its {first['update_rows']} rows "
                 "are recorded. The table of a process is missing."
             )
         micro_batches, losses = [], []

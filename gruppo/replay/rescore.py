@@ -19,7 +19,7 @@ from gruppo.runs.rollouts import REWARD_KIND, prompt_id
 
 __all__ = ["Rescorer", "places_of"]
 
-NO_COLUMNS = "The record has no columns of the dataset: give the dataset of the run as well (--dataset)."
+NO_COLUMNS = "The record has no columns of the dataset: pass the dataset of the run as well (--dataset)."
 
 Rewards = Callable[..., Any] | Sequence[Any] | Mapping[str, Any]
 
@@ -36,14 +36,16 @@ def places_of(rewards: Rewards, recorded: Sequence[str]) -> dict[str, Any]:
         listed = listed_rewards(rewards)
         named = {function_name(reward): reward for reward in listed}
         if len(named) < len(listed):
-            raise ConfigError("Two rewards have the same name; say whose place each takes: recorded_name=reward.")
+            raise ConfigError(
+                "Two rewards have the same name; name the recorded one that each replaces: recorded_name=reward."
+            )
         if len(listed) == len(recorded) == 1:
             named = {recorded[0]: listed[0]}
     for name in named:
         if name not in recorded:
             raise ConfigError(
-                f"The run has no reward `{name}`, but {', '.join(recorded)}.{nearest(name, recorded)} Say whose place "
-                f"it takes: {recorded[0] if recorded else 'recorded_name'}={name}."
+                f"The run has no reward `{name}`; it has {', '.join(recorded)}.{nearest(name, recorded)} Name the one "
+                f"that it replaces: {recorded[0] if recorded else 'recorded_name'}={name}."
             )
     return named
 
@@ -84,7 +86,7 @@ class Rescorer:
         if failed_N.all():
             raise DataError(self._all_failed(generation, runner.latest_failures))
         if scores.steps is not None:
-            raise DataError("A reward judged steps, which a replay cannot compare: return their sum.")
+            raise DataError("A reward scored steps, which a replay cannot compare: return their sum.")
         rewards_NR = generation.rewards_NR.clone()
         for i, name in enumerate(self._places):
             rewards_NR[:, generation.names.index(name)] = scores.values_BR[:, i]
@@ -143,7 +145,7 @@ class Rescorer:
         columns = self.dataset.column_names
         if "prompt" not in columns:
             raise DataError(
-                f"The dataset has no column `prompt`, by which its rows are found, but {', '.join(columns)}."
+                f"The dataset has no column `prompt`, by which its rows are found; it has {', '.join(columns)}."
                 f"{nearest('prompt', columns)}"
             )
         if index is not None and index < len(self.dataset) and prompt_id(self.dataset[index]["prompt"]) == wanted:
@@ -153,7 +155,7 @@ class Rescorer:
         if wanted not in self._by_prompt:
             raise DataError(
                 f"The dataset has no row with the prompt {row['prompt'][:200]!r}: it is not the one that the run was "
-                "trained on, or its prompts were made from it."
+                "trained on, or the run's prompts were built from it."
             )
         return _further(self.dataset[self._by_prompt[wanted]])
 

@@ -88,7 +88,7 @@ def replay(
     work = _Work(Recording(run, own.group_size, own.config.beta), own, pair, rescorer, keep_rows)
     if changes and not asked.changes and against is None:
         said = ", ".join(f"{name}={value}" for name, value in changes.items())
-        work.result.notes.append(f"{said} is what the run was trained with: nothing is changed by it.")
+        work.result.notes.append(f"The run was already trained with {said}: this changes nothing.")
     work.result.notes += [note for side in pair if (note := side.settings.warning)]
     policy = None if model is None else Policy.of(model, config, groups)
     try:
@@ -183,8 +183,8 @@ class _Work:
             was = "not recorded" if update.loss is None else f"{update.loss:.6g}"
             self.result.notes.append(
                 f"{NOT_AGAIN} in update {update.number}: with the settings of the run the loss is {own.loss:.6g}, and "
-                f"it was {was}; advantages differ by up to {worst:.2g}. A subclass or a hook has computed them in "
-                "another way."
+                f"it was {was}; advantages differ by up to {worst:.2g}. A subclass or a hook computed them "
+                "differently."
             )
         return {"loss_difference": off, "advantage_difference": worst}
 
@@ -198,7 +198,7 @@ class _Work:
             raise DataError("\n".join(["No update could be replayed.", *result.notes]))
         if assumed := sum(update["rows_assumed"] for update in result.updates):
             result.notes.append(
-                f"{assumed} rows have log-probs of the sampler: the run left them out of its updates, or has recorded "
+                f"{assumed} rows use log-probs of the sampler: the run left them out of its updates, or recorded "
                 "only the sums that it needed."
             )
         if self.rescorer is not None:
@@ -213,7 +213,9 @@ def _nothing(run: Run) -> str:
         return f"None of these updates is in {run.folder}: it has {known[0]} to {known[-1]}."
     kept = run.config.get("record")
     why = (
-        f"it was trained with record={kept!r}" if kept != "all" else "an older version wrote it, or no update is done"
+        f"it was trained with record={kept!r}"
+        if kept != "all"
+        else "an older version wrote it, or no update was finished"
     )
     return f"{run.folder} has no log-probs of updates: {why}. Runs with record='all' can be replayed."
 

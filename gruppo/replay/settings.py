@@ -67,7 +67,7 @@ class Settings:
                 raise ConfigError(_refusal(name, takes, config_class))
         group = recorded.get("num_generations")
         if not isinstance(group, int) or group < 1:
-            raise DataError(f"The run's config.yaml has num_generations={group!r}: its groups cannot be known.")
+            raise DataError(f"The run's config.yaml has num_generations={group!r}: its groups are unknown.")
         values = {name: recorded[name] for name in takes if name in recorded} | asked
         if recorded.get("use_vllm") or recorded.get("rollout_backend") == "vllm":
             values["use_vllm"] = True
@@ -166,10 +166,10 @@ def _listed(settings: Mapping[str, Any]) -> str:
 def _refusal(name: str, takes: set[str], config_class: Any) -> str:
     if name in {f.name for f in fields(config_class)}:
         return (
-            f"`{name}` made the rollouts, or the steps between them, what they are: a replay cannot change it. It can "
+            f"`{name}` affected the rollouts or the steps between them: a replay cannot change it. It can "
             f"change recipe, trainer, {', '.join(sorted(takes))}."
         )
     others = [kind for kind, other in TRAINERS.items() if name in {f.name for f in fields(other)} & CHANGEABLE]
     if others:
-        return f"`{name}` is a setting of trainer={others[0]}; set that, too."
+        return f"`{name}` is a setting of trainer={others[0]}; set that too."
     return f"There is no setting `{name}`.{nearest(name, [*takes, 'recipe', 'trainer'])}"

@@ -35,14 +35,14 @@ def _parts(found: Replay) -> Iterator[RenderableType]:
 
 
 def _rescored(said: dict[str, Any]) -> Table:
-    table = Table("the rewards, before and now", "")
+    table = Table("rewards, before and now", "")
     tau = said["rank_correlation"]
     rows = [
         ("mean reward", f"{said['mean_before']:.4f} → {said['mean_after']:.4f}"),
         ("completions with the same reward", f"{said['agreement']:.1%} of {said['rows']:,}"),
-        ("completions that only one of them has a number for", f"{said['rows_without_a_number']:,}"),
-        ("groups that come to have spread", f"{said['spread_appears']:,} of {said['groups']:,}"),
-        ("groups that lose it", f"{said['spread_disappears']:,} of {said['groups']:,}"),
+        ("completions that have a number in only one of them", f"{said['rows_without_a_number']:,}"),
+        ("groups that gain spread", f"{said['spread_appears']:,} of {said['groups']:,}"),
+        ("groups that lose spread", f"{said['spread_disappears']:,} of {said['groups']:,}"),
         (f"rank correlation within groups (τ-b, {said['groups_correlated']:,} groups)", _number(tau, ".3f")),
         ("mean change of the advantage", f"{said['mean_advantage_change']:.4f}"),
         ("advantages that change sign", f"{said['advantage_sign_flips']:,}"),
@@ -77,7 +77,7 @@ def _updates(found: Replay) -> Table:
             cells += [_number(update["recorded_loss"]), _number(update["loss"])]
             cells += [_number(update["loss_difference"], ".1e"), _number(clipped, ".2%")]
         rows.append(cells)
-    alone, two = ("loss then", "loss again", "difference", "clipped"), ("cosine", "norm ratio", "signs apart")
+    alone, two = ("recorded loss", "replayed loss", "difference", "clipped"), ("cosine", "norm ratio", "signs differ")
     return _of_numbers(["update", "rows", *(("first loss", "second loss", *two) if compared else alone)], rows)
 
 

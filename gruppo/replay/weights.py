@@ -43,8 +43,8 @@ class Policy:
             loaded = load_policy(str(model), wanted)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"The model {str(model)!r} cannot be loaded: {error}\nAn adapter alone is no model: load it onto its "
-                "own in Python, and give that to gruppo.replay.replay."
+                f"The model {str(model)!r} cannot be loaded: {error}\nAn adapter alone is not a model: load it onto "
+                "its base model in Python, and pass that to gruppo.replay.replay."
             ) from error
         return cls(loaded.eval(), float(config.get("temperature") or 1.0), groups)
 

@@ -153,17 +153,17 @@ def _settle(run: Path, name: str) -> list[str]:
     done = []
     if staged.is_dir() and (staged / MANIFEST).exists() and not problems(staged):
         _put_in_place(staged)
-        done.append(f"{name} had been saved completely, but did not have its name yet: it has it now.")
+        done.append(f"{name} had been saved completely, but not renamed yet: it has its final name now.")
     elif os.path.lexists(staged):
         if not final.exists() and old.is_dir() and not problems(old):
             os.rename(old, final)
             fsync_folder(run)
-            done.append(f"{name} had been moved aside for a save that was not finished: it is back.")
+            done.append(f"{name} had been moved aside for a save that was not finished: it was moved back.")
         _remove(staged)
-        done.append(f"A save of {name} was interrupted: what there was of it is removed.")
+        done.append(f"A save of {name} was interrupted: its incomplete files were removed.")
     if os.path.lexists(old):
         _remove(old)
-        done.append(f"The removal of {name} was interrupted: it is finished now.")
+        done.append(f"The removal of {name} was interrupted: it was completed.")
     return done
 
 
@@ -228,8 +228,8 @@ def _stranger(checkpoint: Path, run_id: str | None, known: Collection[tuple[str 
     if run_id in (None, owner) or (owner, checkpoint.name) in known:
         return []
     if owner is None:
-        return ["it has no manifest that names its run, as this run's have: name the checkpoint if you trust it"]
-    return [f"it is of another run ({owner}), this one is {run_id}"]
+        return ["it has no manifest that names its run, unlike those of this run: to use it, name it explicitly"]
+    return [f"it belongs to another run ({owner}); this run is {run_id}"]
 
 
 def problems(checkpoint: Path, *, thorough: bool = True) -> list[str]:

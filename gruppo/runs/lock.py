@@ -108,7 +108,7 @@ class RunLock:
     def acquire(self) -> str | None:
         """Take the lock; returns a sentence if a killed process had left it behind, otherwise None."""
         if self._content is not None:
-            raise RunLockedError(f"This lock of {self.folder} is held already.")
+            raise RunLockedError(f"This lock of {self.folder} is already held.")
         self.folder.mkdir(parents=True, exist_ok=True)
         content = json.dumps(asdict(Owner.here())).encode()
         with_flock = fcntl is not None
@@ -124,7 +124,9 @@ class RunLock:
             raise self._refusal(None)
         self._content = content
         _held.add(self)
-        return f"The lock of {_named(found)} was left by a process that is gone: it is taken over." if found else None
+        return (
+            f"The lock of {_named(found)} was left by a process that has ended: it is taken over." if found else None
+        )
 
     def release(self) -> None:
         """Release the lock; does nothing if it is not held."""
@@ -181,7 +183,7 @@ class RunLock:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            logger.warning(f"No room on the disk of {self.folder}: the lock is held, but does not say by whom.")
+            logger.warning(f"No space on the disk of {self.folder}: the lock is held, but does not name its owner.")
 
     def _take_without_flock(self, content: bytes) -> bytes | None:
         """One attempt without flock: creating a hard link fails if the name exists, so only one process wins."""
@@ -259,11 +261,11 @@ class RunLock:
 
     def _refusal(self, content: bytes | None) -> RunLockedError:
         owner = Owner.read(content) if content else None
-        advice = "Give this run an output_dir of its own, or stop that process first."
+        advice = "Give this run another output_dir, or stop that process first."
         if owner is not None and (owner.pid, owner.host) == (os.getpid(), platform.node()):
-            advice = "That is this very process: give each of its trainers an output_dir of its own."
+            advice = "That is this same process: give each of its trainers a separate output_dir."
         elif owner is not None and owner.host != platform.node():
-            advice += f" If it is surely gone, remove {self._path}."
+            advice += f" If you are sure that it has ended, remove {self._path}."
         return RunLockedError(
             f"{self.folder} is in use by {owner or 'another process,'} which writes into it. {advice}"
         )

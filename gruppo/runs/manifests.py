@@ -83,7 +83,7 @@ def _files(folder: Path) -> Iterator[Path]:
         elif entry.is_file(follow_symlinks=False):
             yield Path(entry)
         else:
-            raise CheckpointError(f"{entry.path} is a link or a device: a checkpoint holds files of its own only.")
+            raise CheckpointError(f"{entry.path} is a link or a device: a checkpoint may hold regular files only.")
 
 
 def _hash_and_sync(path: Path) -> FileEntry:
@@ -125,7 +125,7 @@ def manifest(checkpoint: Path) -> Manifest | None:
         )
     body = {key: value for key, value in content.items() if key != "sha256"}
     if content.get("sha256") != _checksum(body):
-        raise CheckpointError(f"{MANIFEST} does not have the checksum that it names: it was changed")
+        raise CheckpointError(f"{MANIFEST} does not match its own checksum: it was changed")
     return _parsed(body)
 
 
@@ -138,7 +138,7 @@ def _parsed(body: Mapping[str, Any]) -> Manifest:
     except (KeyError, TypeError, AttributeError):
         sound = False
     if not sound or not isinstance(about, dict):
-        raise CheckpointError(f"{MANIFEST} lacks what a manifest says: about, and files with size and sha256")
+        raise CheckpointError(f"{MANIFEST} lacks required entries: about, and files with size and sha256")
     return Manifest(about, entries)
 
 

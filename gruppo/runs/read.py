@@ -120,7 +120,7 @@ class Run:
         kinds = update_tables.COLUMNS | update_tables.FURTHER
         names = list(kinds) if columns is None else list(columns)
         if unknown := [name for name in names if name not in kinds]:
-            raise DataError(f"The updates of a run have no columns {unknown}, but {', '.join(kinds)}")
+            raise DataError(f"The updates of a run have no columns {unknown}; there are {', '.join(kinds)}")
         tables = [pa.schema([(name, kinds[name]) for name in names]).empty_table()]
         for file in self._files("updates"):
             if updates is None or file.number in updates:
@@ -177,7 +177,7 @@ class Run:
             if isinstance(line, dict):
                 lines.append(line)
             else:
-                logger.warning("Line %d of %s is skipped: it is no JSON object", number, self.folder / name)
+                logger.warning("Line %d of %s is skipped: it is not a JSON object", number, self.folder / name)
         return lines
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -186,9 +186,9 @@ class Run:
         except (ValueError, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError(f"{self.folder / name} is not JSON: {error}") from error
+            raise DataError(f"{self.folder / name} is not valid JSON: {error}") from error
         if not isinstance(value, dict):
-            raise DataError(f"{self.folder / name} holds no JSON object")
+            raise DataError(f"{self.folder / name} is not a JSON object")
         return value
 
     def _text(self, name: str) -> str:
@@ -196,7 +196,7 @@ class Run:
             with self._open(name) as file:
                 data = file.read(_LARGEST + 1)
         except FileNotFoundError as error:
-            raise DataError(f"{self.folder} is no run folder: it has no {name}") from error
+            raise DataError(f"{self.folder} is not a run folder: it has no {name}") from error
         if len(data) > _LARGEST:
             raise DataError(f"{self.folder / name} is larger than {_LARGEST:,} bytes")
         return data.decode("utf-8")
@@ -214,7 +214,7 @@ class Run:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb")
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
-            raise DataError(f"{self.folder / name} is no regular file")
+            raise DataError(f"{self.folder / name} is not a regular file")
         return file
 
 
@@ -224,10 +224,10 @@ class _NewerFormatError(DataError):
 
 def _check_format(found: Any, known: int, what: str) -> None:
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise DataError(f"Nobody knows the format of {what}: its number is {found!r}")
+        raise DataError(f"The format of {what} is unknown: its number is {found!r}")
     if found > known:
         raise _NewerFormatError(
-            f"The format of {what} is {found}; this version of gruppo reads formats up to {known}. Use a newer one"
+            f"The format of {what} is {found}; this version of gruppo reads formats up to {known}. Use a newer version"
         )
 
 
@@ -258,7 +258,7 @@ def _kinds(
         raise DataError("two of its columns have the same name")
     wrong = [name for name, kind in needed.items() if kinds.get(name) != kind]
     if wrong:
-        raise DataError(f"it is no table of {table}: its columns {wrong} are missing or of another type")
+        raise DataError(f"it is not a table of {table}: its columns {wrong} are missing or of another type")
     return kinds
 
 

@@ -233,7 +233,7 @@ class RunRecorder:
         """Create a folder for the data recorded after the checkpoint that the run returns to, with a note about it."""
         if self.archive is None:
             self.archive = new_place(self.folder)
-        why = "The run went on from an older checkpoint. This is what it had done after that one."
+        why = "The run was resumed from an older checkpoint. This is what it had recorded after that checkpoint."
         note = {"time": now(), "run_id": self.run_id, "checkpoint": checkpoint, "why": why}
         self._files.put_json(f"{self._archive_name()}/note.json", note)
         self._files.write()
@@ -305,7 +305,7 @@ def _earlier_starts(folder: Path) -> list[Any]:
 
 def _why_new(position: Mapping[str, Any] | None, found: str | None) -> str:
     if position is None:
-        return "the checkpoint says nothing about a record"
+        return "the checkpoint does not mention a record"
     if found is None:
         return "there was no record in the folder"
     return "the record in the folder was of another run"

@@ -75,7 +75,7 @@ class RecordFiles:
             "rollouts_dropped": self.tables.dropped,
             "updates_dropped": self.updates.dropped,
         }
-        logger.warning("There is room on the disk again; the record goes on in %s (%s)", self.folder, dropped)
+        logger.warning("There is space on the disk again; recording continues in %s (%s)", self.folder, dropped)
         self.tables_written -= self.tables.dropped
         self.metrics.dropped = self.events.dropped = self.tables.dropped = self.updates.dropped = 0
         self.event("disk_full", None, {"since": since, **dropped})
@@ -111,6 +111,6 @@ class RecordFiles:
         if self._full_since is None:
             self._full_since = now()
             logger.warning(
-                "No room on the disk for the record in %s: it waits in memory, and the run goes on. Make room",
+                "No space on the disk for the record in %s: it is kept in memory, and the run continues. Free space",
                 self.folder,
             )

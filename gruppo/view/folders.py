@@ -28,7 +28,7 @@ def find_folders(paths: Sequence[Path]) -> Folders:
     evaluations: dict[Path, None] = {}
     for path in paths:
         if not path.is_dir():
-            raise DataError(f"{path} is no folder.{_nearest(path)}")
+            raise DataError(f"{path} is not a folder.{_nearest(path)}")
         found = list(_search(path, DEPTH))
         if not found:
             raise DataError(

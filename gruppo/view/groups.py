@@ -21,8 +21,8 @@ EVEN = 1e-9  # a group whose rewards differ by no more than this has no spread
 
 # For each filter, the condition that a group must meet.
 FILTERS: dict[str, str] = {
-    "zero_spread": "all completions have the same reward, so that nothing is learned from them",
-    "truncated": "a completion did not come to its own end",
+    "zero_spread": "all completions have the same reward, so nothing is learned from them",
+    "truncated": "a completion was cut off before its end",
     "tool_failures": "a tool call failed",
     "reward_failures": "a reward failed or ran out of time",
     "disagreement": "two rewards order the completions in opposite ways",

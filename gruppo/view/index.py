@@ -156,11 +156,13 @@ class Index:
             own = [row for row in rows if files[row] == file]
             table = read_rollouts(self.run, frame.stamps[file].file, columns)
             if len(table) <= max(places[row] for row in own):
-                raise DataError(f"{frame.stamps[file].file.path} was cut: the run was resumed. Look again")
+                raise DataError(f"{frame.stamps[file].file.path} was shortened because the run was resumed. Try again")
             try:
                 lines = table.take([int(places[row]) for row in own]).to_pylist()
             except UnicodeDecodeError as error:
-                raise DataError(f"{frame.stamps[file].file.path} has texts that are no Unicode: {error}") from error
+                raise DataError(
+                    f"{frame.stamps[file].file.path} has text that is not valid Unicode: {error}"
+                ) from error
             found |= dict(zip(own, lines, strict=True))
         return [found[row] for row in rows]
 

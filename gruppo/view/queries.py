@@ -56,19 +56,19 @@ class Question:
         try:
             return int(text)
         except ValueError as error:
-            raise DataError(f"{name}={text!r} is no whole number.") from error
+            raise DataError(f"{name}={text!r} is not a whole number.") from error
 
     def page(self) -> dict[str, int]:
         first, count = self.number("first", 0), self.number("count", 50)
         if first < 0 or not 0 < count <= MOST:
-            raise DataError(f"first={first}, count={count}: ask for 1 to {MOST} from 0 on.")
+            raise DataError(f"first={first}, count={count}: first must be at least 0, and count 1 to {MOST}.")
         return {"first": first, "count": count}
 
     def passing(self) -> Passing:
         try:
             at = float(self.text("pass_at", "0.5"))
         except ValueError as error:
-            raise DataError(f"pass_at={self.text('pass_at')!r} is no number.") from error
+            raise DataError(f"pass_at={self.text('pass_at')!r} is not a number.") from error
         if not math.isfinite(at):
             raise DataError(f"pass_at={at} is not finite.")
         return Passing(self.text("pass_reward", "reward"), at)

@@ -75,7 +75,7 @@ class Guard:
 
         hosts = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"host"]
         if scope["method"] not in METHODS:
-            refusal = PlainTextResponse("This page can only be read.", 405, {"Allow": "GET, HEAD"})
+            refusal = PlainTextResponse("This page is read-only.", 405, {"Allow": "GET, HEAD"})
             await refusal(scope, receive, with_headers)
         elif len(hosts) != 1 or host_name(hosts[0]) not in OWN_NAMES:
             refusal = PlainTextResponse("Open this page as 127.0.0.1 or localhost.", 421)

@@ -22,7 +22,7 @@ Decoder = Callable[[Sequence[int]], str]
 COLOURINGS = {
     "logp": "log-probability of the token when it was sampled",
     "entropy": "entropy of the distribution that it was sampled from, in nats",
-    "ratio": "its probability in the update, over that when it was sampled",
+    "ratio": "its probability in the update, divided by that when it was sampled",
     "contribution": "advantage × ratio: what the token adds to the objective before clipping and averaging",
 }
 FILES = ("tokenizer/tokenizer.json", "tokenizer.json")

@@ -51,12 +51,12 @@ def test_a_run_that_works(recipe: Any, capsys: pytest.CaptureFixture[str]) -> No
     rows = [line.split(maxsplit=2)[:2] for line in out.splitlines()[:-1]]
     ok = [what for level, what in rows if level == "ok"]
     assert ok == ["fields", "dataset", "reward", "model", "lengths", "parity", "plan", "folder"]
-    assert "GRPOConfig: 2 prompts × 2 completions a generation, up to 4 tokens each" in out
+    assert "GRPOConfig: 2 prompts × 2 completions per generation, up to 4 tokens each" in out
     assert "8 rows with prompt, answer; prompts are plain text" in out
     assert "brevity: scores -" in out
-    assert "prompts of 3 to 3 tokens, half of them up to 3; completions of up to 4; the context is 128" in out
+    assert "prompts of 3 to 3 tokens (median 3); completions of up to 4; the context is 128" in out
     assert "warning  template   the prompts are plain text, so the chat template is not used" in out
-    assert out.splitlines()[-1].endswith(f"Go on with: gruppo train {path}")
+    assert out.splitlines()[-1].endswith(f"Start it with: gruppo train {path}")
 
 
 def test_everything_else_is_still_checked_without_the_model(recipe: Any) -> None:
@@ -78,7 +78,7 @@ def test_everything_else_is_still_checked_with_a_wrong_field(recipe: Any, home: 
 @pytest.mark.usefixtures("tries_rewards")
 def test_rewards_without_rows_are_only_named(recipe: Any) -> None:
     findings = check([str(recipe(dataset="no-one/nothing"))])
-    assert said(findings, "reward", "warning") == "brevity: there, but not tried, as there are no rows."
+    assert said(findings, "reward", "warning") == "brevity: loaded, but not tried: there are no rows."
     assert levels(findings)["model"] == {"ok"}
 
 
@@ -141,7 +141,7 @@ def test_what_is_wrong(changes: dict[str, Any], what: str, message: str, recipe:
     ("changes", "what", "message"),
     [
         ({"max_prompt_length": 2}, "lengths", "max_prompt_length=2 cuts 8 of 8 prompts"),
-        ({"max_completion_length": 126}, "lengths", "129 together, more than the context of 128"),
+        ({"max_completion_length": 126}, "lengths", "129 tokens, more than the context of 128"),
         ({"loss_type": "dr_grpo"}, "fields", "is not Dr. GRPO"),
         ({"use_vllm": True}, "fields", "use_vllm needs vllm, which is not installed here: pip install 'gruppo[vllm]'"),
         (
@@ -191,12 +191,14 @@ def test_a_model_that_cannot_be_packed_is_named(recipe: Any, monkeypatch: pytest
 def test_a_model_that_is_too_large_is_not_loaded(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gruppo.plan.free_memory", lambda device: 1000)
     findings = check([str(recipe())])
-    assert "of which 0 are free here. The run does it before its first update" in said(findings, "parity", "warning")
+    assert "but 0 are free here. The run makes this check before its first update" in said(
+        findings, "parity", "warning"
+    )
 
 
 def test_batches_are_those_of_all_processes(recipe: Any) -> None:
     path = recipe(per_device_train_batch_size=1, num_generations=4, num_processes=4)
-    assert "1 prompts × 4 completions a generation on 4 processes" in said(check([str(path)]), "fields", "ok")
+    assert "1 prompts × 4 completions per generation on 4 processes" in said(check([str(path)]), "fields", "ok")
 
 
 def test_an_earlier_run_in_the_folder_is_named(recipe: Any, tmp_path: Path) -> None:
@@ -218,7 +220,7 @@ def test_the_plan_is_that_of_the_device_that_is_here(recipe: Any, monkeypatch: p
     monkeypatch.setattr("gruppo.cli.plan.cpu", lambda: Device("CPU", 0.1, 0.1, 0.02, memory=0.1, kind="cpu"))
     assert planned()[0] == "error", "it does not fit"
     if not torch.cuda.is_available():
-        assert "there is no GPU here; `gruppo plan` with --device says" in planned(use_cpu=False, bf16=None)[1]
+        assert "there is no GPU here; `gruppo plan` with --device estimates" in planned(use_cpu=False, bf16=None)[1]
 
 
 def test_warnings_of_the_library_become_lines() -> None:
@@ -244,13 +246,13 @@ def test_help_has_examples(asked: list[str], capsys: pytest.CaptureFixture[str])
 
 def test_a_value_that_looks_like_a_request_for_help(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", str(recipe()), "--run_name", "-h"]) == 0
-    command = capsys.readouterr().out.rpartition("Go on with: gruppo train ")[2]
+    command = capsys.readouterr().out.rpartition("Start it with: gruppo train ")[2]
     assert Run.read(shlex.split(command)).config.run_name == "-h"
 
 
 def test_what_it_prints_at_the_end_is_a_run(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", str(recipe()), "--answer_template", "A: {}", "--beta", "0.1"]) == 0
-    command = capsys.readouterr().out.rpartition("Go on with: gruppo train ")[2]
+    command = capsys.readouterr().out.rpartition("Start it with: gruppo train ")[2]
     assert Run.read(shlex.split(command)).config.beta == 0.1
 
 

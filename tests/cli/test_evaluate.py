@@ -56,8 +56,8 @@ def test_a_model_and_a_comparison(place: Path, capsys: pytest.CaptureFixture[str
     assert main(["eval", "--compare", str(first), str(second)]) == 0
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if line.startswith("demo, ")] == [
-        *("demo, greedy: asked in the same way", "demo, top-1"),
-        "demo, sampled: asked in different ways: temperature 0.7 and 2.0",
+        *("demo, greedy: same settings", "demo, top-1"),
+        "demo, sampled: settings differ: temperature 0.7 and 2.0",
         *("demo, avg@2", "demo, pass@2", "demo, maj@2"),
     ]
     assert "first" in shown
@@ -77,11 +77,11 @@ def test_other_problems_under_the_same_ids_are_not_compared(
         assert run_eval(place, "--data-dir", str(tmp_path / name), "--output-dir", str(tmp_path / f"eval-{name}")) == 0
     capsys.readouterr()
     assert main(["eval", "--compare", str(tmp_path / "sums"), str(tmp_path / "eval-same")]) == 0
-    assert "asked in the same way" in capsys.readouterr().out
+    assert "same settings" in capsys.readouterr().out
     assert main(["eval", "--compare", str(tmp_path / "sums"), str(tmp_path / "eval-other")]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert "1 of 12 problems with the same id are not the same. The first is demo/demo/3: sums has " in said.err
+    assert "1 of 12 problems with the same id differ. The first is demo/demo/3: sums has " in said.err
 
 
 def test_samples_alone_have_a_number_in_the_table(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,9 +115,7 @@ def test_checkpoints_of_two_runs_have_folders_of_their_own(
     assert main(["eval", "runs/b/checkpoint-40", *asked, *there]) == 2
     said = capsys.readouterr().err
     assert "(--output-dir, output_dir=…)" in said
-    deletes = (
-        "(--restart, restart=True), which deletes results.json and the attempts at all benchmarks in evaluations/"
-    )
+    deletes = "(--restart, restart=True), which deletes the results and the attempts at all benchmarks in evaluations/"
     assert f"{deletes}runs--a--checkpoint-40-cot." in said
 
 
@@ -154,7 +152,7 @@ def test_mistakes_are_one_line(place: Path, capsys: pytest.CaptureFixture[str]) 
     errors = capsys.readouterr().err.splitlines()
     said = [line for line in errors if line.startswith("gruppo eval: ")]
     assert len(said) == 4
-    assert said[0].endswith("there would be nothing to do.")
+    assert said[0].endswith("otherwise there is nothing to do.")
     assert not any("Traceback" in line for line in errors)
     with pytest.raises(SystemExit, match="2"):
         main(["eval"])

@@ -96,11 +96,15 @@ def test_an_end_of_the_processes_is_told(
     monkeypatch.setattr(launching, "run_command", lambda started, patience: 1)
     path = recipe()
     assert cli.main(["train", str(path), "--launch", "ddp", "--nproc", "2"]) == 1
-    assert capsys.readouterr().err.endswith("the launcher with code 1; their lines say why. There is no checkpoint.\n")
+    assert capsys.readouterr().err.endswith(
+        "The launcher ended with code 1; the output of its processes says why. There is no checkpoint.\n"
+    )
     (path.parent / "run" / "checkpoint-1").mkdir(parents=True)
     assert cli.main(["train", str(path), "--launch", "ddp", "--nproc", "2"]) == 1
     again = f"gruppo train {path} --launch ddp --nproc 2 --resume"
-    assert capsys.readouterr().err.endswith(f"the launcher with code 1; their lines say why. Go on with: {again}\n")
+    assert capsys.readouterr().err.endswith(
+        f"The launcher ended with code 1; the output of its processes says why. Resume with: {again}\n"
+    )
 
 
 def test_the_words_of_the_first_that_failed_are_repeated(
@@ -119,7 +123,7 @@ def test_the_words_of_the_first_that_failed_are_repeated(
     monkeypatch.setattr(launching, "run_command", processes)
     assert cli.main(["train", str(recipe(dataset="none.jsonl")), "--launch", "ddp", "--nproc", "2"]) == 1
     err = capsys.readouterr().err
-    assert "the launcher with code 1: There is no file none.jsonl.\nThere is no checkpoint.\n" in err
+    assert "The launcher ended with code 1: There is no file none.jsonl.\nThere is no checkpoint.\n" in err
     assert "Stopped while loading" not in err
     assert launching.WORDS not in os.environ
 
@@ -134,7 +138,7 @@ def test_the_words_of_the_first_that_failed_are_repeated(
         (["--num_processes"], "--num_processes must be a whole number of at least 1"),
         (["--launch", "fsdp1", "--nproc", "2"], "FSDP1 is not supported: use fsdp2"),
         (["--launch", "zero4", "--nproc", "2"], "not one of ddp, fsdp2"),
-        (["--launch", "ddp", "--accelerate_config", "fsdp2"], "both say how to launch"),
+        (["--launch", "ddp", "--accelerate_config", "fsdp2"], "both set how to launch"),
         (["--launch", "fsdp2", "--nproc", "2"], "--launch fsdp2 needs GPUs"),
         (["--launch", "ddp", "--nproc", "2", "--num_machines", "2"], "accelerate's launcher is not used with use_cpu"),
     ],

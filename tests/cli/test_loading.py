@@ -41,13 +41,13 @@ def test_rewards_by_name(home: Path) -> None:
     ("entry", "message"),
     [
         ("acuracy_reward", "no shipped reward 'acuracy_reward'. Did you mean `accuracy_reward`"),
-        ("get_length_reward", "makes a reward: give it arguments"),
-        ({"get_length_reward": {"lenght": 3}}, "get_length_reward cannot be made: .*lenght"),
+        ("get_length_reward", "creates a reward: give it arguments"),
+        ({"get_length_reward": {"lenght": 3}}, "get_length_reward cannot be created: .*lenght"),
         ("own.py:brevty", "has no `brevty`. Did you mean `brevity`"),
         ("gruppo.nowhere:x", "cannot be imported"),
         ("none.py:x", "There is no file"),
         ('{"a": ', "is not JSON"),
-        (3, "say `module:name`"),
+        (3, "write `module:name`"),
     ],
 )
 def test_rewards_that_are_not_there(entry: Any, message: str, home: Path) -> None:
@@ -234,7 +234,7 @@ def test_splits_of_files(files: Path, recipe: Any) -> None:
         return load_datasets(Run.read(recipe(dataset=str(files / "rows.jsonl"), **changes)))[0]["n"][:]
 
     assert rows(dataset_train_split="train[1:]") == [2]
-    with pytest.raises(ConfigError, match=r"rows\.jsonl has no split 'validation': all rows of files are `train`"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl has no split 'validation': files have the split `train` only"):
         rows(dataset_train_split="validation")
     evaluated = {"eval_dataset": str(files / "rows.csv"), "eval_strategy": "steps", "eval_steps": 1}
     run = Run.read(recipe(dataset=str(files / "rows.jsonl"), dataset_test_split="test[:1]", **evaluated))

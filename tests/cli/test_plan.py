@@ -104,7 +104,7 @@ def test_a_missing_device_is_told_before_anything_large_is_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "False", "False"]
-    assert "say which one to plan for with --device" in done.stderr
+    assert "name the one to plan for with --device" in done.stderr
 
 
 def test_fields_of_the_config_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +142,7 @@ def test_a_file_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "adapter" in names
     (weights,) = [term for term in found["phases"]["loading"]["terms"] if term["name"] == "weights"]
     assert weights["bytes"] == 2 * found["weights"]
-    assert found["warnings"] == ["prompts of 256 tokens are assumed: --prompt-tokens says how long they are"]
+    assert found["warnings"] == ["prompts of 256 tokens are assumed: set their length with --prompt-tokens"]
     assert numbers(capsys, path, "--device", "L4", "--model", "qwen2-0.5b")["model"] == "qwen2-0.5b"
     on_cpu = numbers(capsys, recipe(tmp_path, use_cpu=True, bf16=False), "--threads", "2")
     assert on_cpu["device"]["kind"] == "cpu"
@@ -151,7 +151,7 @@ def test_a_file_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "Say what to plan"),
+        ([], "Name what to plan"),
         (["--model", "qwen2-1.6b", "--device", "H200"], "Did you mean"),
         (["--model", "qwen2-1.5b", "--device", "H299"], "--tflops, --bandwidth (TB/s) and --memory (GiB)"),
         (["--model", "qwen2-1.5b", "--device", "H200", "--num-generation", "8"], "num_generations"),
@@ -165,13 +165,13 @@ def test_a_file_of_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             "--prompt-tokens -3 must be positive",
         ),
         (["nowhere.yaml", "--device", "H200"], "nowhere.yaml"),
-        ([*LARGE, "--lora-targets", "q_proj"], "--lora-targets needs an adapter: say its rank with --lora-r"),
+        ([*LARGE, "--lora-targets", "q_proj"], "--lora-targets needs an adapter: set its rank with --lora-r"),
         ([*LARGE, "--mean-completion-length", "513"], "513 is more than max_completion_length, 512"),
         ([*LARGE, "--gradient_checkpointing", "maybe"], "got maybe"),
         ([*LARGE, "--beta", "[1"], "invalid float value: '[1'"),
         ([*LARGE, "--prompt_token", "3"], "Did you mean `--prompt_tokens`?"),
         ([*LARGE, "--max_new_tokens", "3"], "Use `max_completion_length`"),
-        ([*LARGE, "more.yaml"], "the file comes first"),
+        ([*LARGE, "more.yaml"], "the file must be the first argument"),
     ],
 )
 def test_mistakes_are_explained(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +211,7 @@ def test_dashes_and_underscores_are_the_same(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_number_of_processes_that_nobody_says_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--gpus says how many" in numbers(capsys, *LARGE, "--launch", "fsdp2")["warnings"][0]
+    assert "set the number with --gpus" in numbers(capsys, *LARGE, "--launch", "fsdp2")["warnings"][0]
     assert numbers(capsys, *LARGE, "--launch", "fsdp2", "--gpus", "1")["warnings"] == []
     assert numbers(capsys, *LARGE, "--launch", "ddp")["warnings"] == []
 
@@ -233,7 +233,7 @@ def test_a_few_lines_for_a_check(tmp_path: Path) -> None:
     forecast = forecast_on(DEVICES["L4"], run, prompt_tokens=40)
     lines, weights = forecast.lines(), forecast.job.model.weights
     assert 0 < weights < 1e9
-    assert f"({weights / 1e6:.1f}M weights), 16 completions a generation and device, prompts of 40" in lines[0]
+    assert f"({weights / 1e6:.1f}M weights), 16 completions per generation and device, prompts of 40" in lines[0]
     assert "GiB of 22.0 (L4): fits; largest phase: " in lines[1]
     assert "s for a generation and its updates" in lines[-1]
     assert len(lines) == 5
@@ -241,7 +241,7 @@ def test_a_few_lines_for_a_check(tmp_path: Path) -> None:
     assert "does not fit" in nothing[1]
     assert len(nothing) == 4, "nor does it take any time"
     strange = Run.of_another_machine([recipe(tmp_path, optim="galore_adamw", optim_target_modules=["attn"])])
-    assert "is not known here" in forecast_on(DEVICES["L4"], strange).lines()[-1]
+    assert "is unknown" in forecast_on(DEVICES["L4"], strange).lines()[-1]
     here = forecast_here(Run.of_another_machine([recipe(tmp_path, use_cpu=True)]))
     assert here is not None
     assert here.job.on_cpu

@@ -67,12 +67,16 @@ def test_the_line_wins_over_the_file(recipe: Any) -> None:
         ([*LEAST, "--loss_type", "grpo"], "rloo", "Unknown argument `loss_type`"),
         ([*LEAST, "--learning", "3"], "grpo", "Unknown argument `learning`"),  # no abbreviations
         ([*LEAST, "--max_steps", "many"], "grpo", "--max-steps: invalid int value: 'many'"),
-        ([*LEAST, "--beta", "0", "stray"], "grpo", "Unexpected argument 'stray'; the file comes first"),
+        ([*LEAST, "--beta", "0", "stray"], "grpo", "Unexpected argument 'stray'; the file must be the first argument"),
         (LEAST[2:], "grpo", "The run has no model"),
         ([*LEAST[:2], *LEAST[4:]], "grpo", "The run has no dataset"),
         ([*LEAST[:4], *LEAST[6:]], "grpo", "The run has no reward"),
         ([*LEAST, "--trainer", "ppo"], "train", "trainer='ppo' is not one of grpo, rloo"),
-        ([*LEAST, "--trainer", "rloo"], "grpo", "The line says --trainer rloo, which is .*Use `gruppo train`"),
+        (
+            [*LEAST, "--trainer", "rloo"],
+            "grpo",
+            "The command line sets --trainer rloo, which does .*Use `gruppo train`",
+        ),
         ([*LEAST, "--trainer"], "train", "--trainer needs one of grpo, rloo"),
         ([*LEAST, "--trainer", "--beta", "0"], "train", "--trainer needs one of grpo, rloo"),
         ([*LEAST, "--qwrtzuiop", "1"], "grpo", "Unknown argument `qwrtzuiop`.$"),
@@ -86,8 +90,8 @@ def test_the_line_wins_over_the_file(recipe: Any) -> None:
         ([*LEAST, "--rollout_func", "a:b"], "rloo", "rollout_func works with GRPO only"),
         ([*LEAST, "--save_strategy", "steps", "--load_best_model_at_end"], "grpo", "load_best_model_at_end"),
         (["none.yaml"], "train", "^none.yaml: there is no such file"),
-        (["a.yaml", "--config", "b.yaml"], "train", "There are two files"),
-        ([*LEAST, "--reward", "other"], "grpo", "--rewards is given more than once: name all values after one"),
+        (["a.yaml", "--config", "b.yaml"], "train", "Two files are given"),
+        ([*LEAST, "--reward", "other"], "grpo", "--rewards is given more than once: give it once, with all values"),
     ],
 )
 def test_what_cannot_be_meant(argv: list[str], command: str, message: str) -> None:
@@ -117,7 +121,7 @@ def test_a_wrong_value_names_the_field_and_the_file(recipe: Any) -> None:
 def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "latin.yaml"
     path.write_bytes("model: Modèle".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"latin\.yaml is not a text in UTF-8"):
+    with pytest.raises(ConfigError, match=r"latin\.yaml is not UTF-8 text"):
         Run.read(path)
 
 
@@ -150,7 +154,7 @@ def test_adapter_settings_without_an_adapter_are_named(recipe: Any, caplog: pyte
 def test_loading_by_keywords_wins_as_in_trl(recipe: Any, caplog: pytest.LogCaptureFixture) -> None:
     run = Run.read(recipe(dtype="bfloat16", model_init_kwargs={"dtype": "auto", "revision": "x"}))
     assert run.config.model_init_kwargs == {"dtype": "auto", "revision": "x"}
-    assert "model_init_kwargs says dtype='auto', so dtype='bfloat16' is not used" in caplog.text
+    assert "model_init_kwargs sets dtype='auto', so dtype='bfloat16' is not used" in caplog.text
 
 
 def test_the_config_of_one_process_among_several() -> None:

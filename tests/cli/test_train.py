@@ -134,9 +134,9 @@ class FakeTrainer:
 @pytest.mark.parametrize(
     ("ends", "code", "words"),
     [
-        (SystemExit(75), 75, ["Stopped after update 7, which is saved. Go on with: gruppo train", "--resume"]),
+        (SystemExit(75), 75, ["Stopped after update 7, which is saved. Resume with: gruppo train", "--resume"]),
         (SystemExit(74), 74, ["could NOT be saved"]),
-        (KeyboardInterrupt(), 130, ["Interrupted, and nothing was saved. The same command begins again"]),
+        (KeyboardInterrupt(), 130, ["Interrupted, and nothing was saved. To start again"]),
         (AuditError("A loss is not finite."), 1, ["A loss is not finite.\nFailed after update 7", "no checkpoint"]),
         (ZeroDivisionError("x / 0"), 1, ["Traceback", "ZeroDivisionError: x / 0\nFailed after update 7"]),
     ],
@@ -158,7 +158,7 @@ def test_every_end_says_how_to_go_on(
 def test_a_failure_names_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-5").mkdir()
     said = train.failed(FakeTrainer(ValueError(), str(tmp_path)), ValueError("bad"), "gruppo train r.yaml --resume")
-    assert f"Go on from {tmp_path / 'checkpoint-5'} with: gruppo train r.yaml --resume" in said
+    assert f"Resume from {tmp_path / 'checkpoint-5'} with: gruppo train r.yaml --resume" in said
 
 
 def test_an_interrupt_while_things_are_loaded(
@@ -169,7 +169,7 @@ def test_an_interrupt_while_things_are_loaded(
 
     monkeypatch.setattr(train, "make_trainer", interrupted)
     assert cli.main(["train", str(recipe())]) == 130
-    assert "nothing was trained. The same command begins again" in capsys.readouterr().err
+    assert "nothing was trained. To start again" in capsys.readouterr().err
 
 
 STOPS = """
@@ -192,8 +192,8 @@ def test_a_run_that_is_stopped_goes_on_as_it_says(
     path = recipe(rewards=["stops.py:stops"], max_steps=4, save_strategy="steps", save_steps=1000)
     assert cli.main(["train", str(path)]) == 75
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last == f"gruppo train: Stopped after update 2, which is saved. Go on with: gruppo train {path} --resume"
-    assert cli.main(last.partition("Go on with: gruppo ")[2].split()) == 0
+    assert last == f"gruppo train: Stopped after update 2, which is saved. Resume with: gruppo train {path} --resume"
+    assert cli.main(last.partition("Resume with: gruppo ")[2].split()) == 0
     out = capsys.readouterr().out
     assert [line[:10] for line in out.splitlines() if line.startswith("update")] == ["update 3/4", "update 4/4"]
 
@@ -227,7 +227,7 @@ def test_a_signal_while_things_are_loaded(
 def test_nothing_to_go_on_from(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", str(recipe()), "--resume"]) == 2
     assert (
-        f"There is no checkpoint in {tmp_path / 'run'} to go on from: leave out --resume." in capsys.readouterr().err
+        f"There is no checkpoint in {tmp_path / 'run'} to resume from: leave out --resume." in capsys.readouterr().err
     )
 
 
@@ -245,7 +245,7 @@ def test_a_finished_run_and_an_earlier_one_are_told(
     assert "earlier run" not in capsys.readouterr().out
     assert cli.main(["train", path, "--resume"]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[-1].startswith("Nothing was left to do: the run had made its 1 updates before. Model and")
+    assert out.splitlines()[-1].startswith("Nothing was left to do: the run had already made its 1 updates. Model")
     monkeypatched = FakeTrainer(KeyboardInterrupt())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "make_trainer", lambda run, callbacks: monkeypatched)

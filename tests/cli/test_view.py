@@ -27,7 +27,7 @@ def test_it_says_where_it_answers_and_ends_when_it_is_told_to(
         try:
             assert process.stdout is not None
             said = process.stdout.readline()
-            found = re.fullmatch(r"1 run and 0 evaluations at (http://127\.0\.0\.1:\d+/) +\(Ctrl-C ends it\)\n", said)
+            found = re.fullmatch(r"1 run and 0 evaluations at (http://127\.0\.0\.1:\d+/) +\(Ctrl-C to stop\)\n", said)
             assert found is not None, said
             with urllib.request.urlopen(found[1], timeout=20) as page:
                 assert b"<title>gruppo view</title>" in page.read()
@@ -35,7 +35,7 @@ def test_it_says_where_it_answers_and_ends_when_it_is_told_to(
             assert main(["view", str(folder), "--port", port]) == 2
             assert f"Port {port} cannot be used" in capsys.readouterr().err
             process.send_signal(signal.SIGINT)
-            assert process.stdout.readline() == "Ended. Nothing in the folders was changed.\n"
+            assert process.stdout.readline() == "Stopped. Nothing in the folders was changed.\n"
             assert process.wait(30) == 0
         finally:
             process.kill()
@@ -55,7 +55,7 @@ def test_a_report(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (["--prot", "1"], "unknown option --prot. Did you mean `--port`?"),
         (["--port", "70000"], "a port is a number from 1 to 65535"),
-        (["--export", "x.html", "--open"], "--export writes a file and ends"),
+        (["--export", "x.html", "--open"], "--export only writes a file"),
     ],
 )
 def test_mistakes(folder: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def test_fewer_than_six_changes_prove_nothing(changes, significant):
     )
     assert twice.mcnemar is None
     assert twice.significant is significant
-    assert ("fewer than 6 cannot tell" in twice.describe()) is not significant
+    assert ("at least 6 are needed to tell" in twice.describe()) is not significant
 
 
 def test_the_exact_test_has_a_say_too():
@@ -104,8 +104,8 @@ def test_only_problems_that_both_have():
     assert (result.problems, result.only_first, result.only_second) == (2, 2, 1)
     assert result.accuracies == (1.0, 0.5)
     text = result.describe()
-    assert "Left out: 2 problems with scores of first only." in text
-    assert "Left out: 1 problem with scores of second only." in text
+    assert "Left out: 2 problems that only first has scores for." in text
+    assert "Left out: 1 problem that only second has scores for." in text
 
 
 def test_false_alarms_are_rare():
@@ -181,7 +181,7 @@ def test_one_id_for_two_problems_is_refused(change, said):
     first = {name: Problem(name, f"{name} + {name} = ?", (str(2 * int(name)),)) for name in "123"}
     check_same_problems(first, {"1": first["1"], "9": Problem("9", "?", ("1",))})
     second = first | {"2": replace(first["2"], **change)}
-    message = r"1 of 3 problems with the same id are not the same\. The first is 2: "
+    message = r"1 of 3 problems with the same id differ\. The first is 2: "
     message += rf"a has '2 \+ 2 = \?', answer '4'; {said}"
     with pytest.raises(ConfigError, match=message):
         check_same_problems(first, second, names=("a", "b"))

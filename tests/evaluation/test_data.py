@@ -199,20 +199,20 @@ def test_a_file_saved_from_the_hub_as_it_is(tmp_path: Path) -> None:
 
 BAD_ROWS = [
     ({"answer": "1"}, r"no `question`; the keys are \['answer'\]"),
-    ({"question": None, "answer": "1"}, "`question` must be a text, but is None"),
-    ({"question": "  ", "answer": "1"}, "`question` must be a text, but is '  '"),
-    ({"question": ["q"], "answer": "1"}, r"`question` must be a text, but is \['q'\]"),
+    ({"question": None, "answer": "1"}, "`question` must be a string, but is None"),
+    ({"question": "  ", "answer": "1"}, "`question` must be a string, but is '  '"),
+    ({"question": ["q"], "answer": "1"}, r"`question` must be a string, but is \['q'\]"),
     ({"question": "q"}, r"no `answer`; the keys are \['question'\]"),
     ({"question": "q", "answer": None}, "but is None. Correct or remove the row"),
-    ({"question": "q", "answer": ""}, "the answer must be a text or a number, but is ''"),
+    ({"question": "q", "answer": ""}, "the answer must be a string or a number, but is ''"),
     ({"question": "q", "answer": True}, "but is True"),
     ({"question": "q", "answer": ["1"]}, r"but is \['1'\]"),
     ({"question": "q", "answer": "x + 1"}, r"against the answer 'x \+ 1'; it must be a literal number"),
     ({"question": "q", "answer": "no number here\n#### none"}, "nothing can be graded"),
-    ({"question": "q", "answer": "1", "level": True}, "`level` must be a text or a whole number, but is True"),
-    ({"question": "q", "answer": "1", "subject": ["a"]}, "`subject` must be a text"),
-    ({"question": "q", "answer": "1", "id": ""}, "`id` must be a text"),
-    ({"question": "q", "answers": []}, "`answers` must be a list with something in it"),
+    ({"question": "q", "answer": "1", "level": True}, "`level` must be a string or a whole number, but is True"),
+    ({"question": "q", "answer": "1", "subject": ["a"]}, "`subject` must be a string"),
+    ({"question": "q", "answer": "1", "id": ""}, "`id` must be a string"),
+    ({"question": "q", "answers": []}, "`answers` must be a list that is not empty"),
     ({"question": "q", "answers": "1"}, "`answers` must be a list"),
     ({"question": "q", "answers": ["1", None], "answers_mode": "all"}, "but is None"),
     ({"question": "q", "answers": ["1", "2"]}, "2 answers need `answers_mode`"),
@@ -221,7 +221,10 @@ BAD_ROWS = [
     ({"question": "q", "answer": "1", "answers_mode": "some"}, "one of last, same, all, any, but is 'some'"),
     (["q", "1"], "each line holds one JSON object, but this is a list"),
     ("q", "but this is a str"),
-    ({"id": "gsm8k/test/0", "question": "q", "answer": "1"}, r"was already at .*test\.jsonl:1; each needs its own"),
+    (
+        {"id": "gsm8k/test/0", "question": "q", "answer": "1"},
+        r"was already used at .*test\.jsonl:1; ids must be unique",
+    ),
 ]
 
 
@@ -248,7 +251,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: object, messag
 def test_text_that_is_no_text(tmp_path: Path, benchmark: Benchmark, key: str, change: dict[str, Any]) -> None:
     row = {"question": "q", "answer": "1"} | change
     (tmp_path / "one.jsonl").write_text(json.dumps(row))
-    with pytest.raises(DataError, match=rf"one\.jsonl:1: `{key}` is no valid text"):
+    with pytest.raises(DataError, match=rf"one\.jsonl:1: `{key}` is not valid text"):
         load_problems(benchmark, tmp_path / "one.jsonl")
 
 
@@ -305,8 +308,8 @@ def test_a_packed_file_is_found_and_a_plain_one_comes_first(tmp_path: Path) -> N
     [
         ("a.jsonl", b"", "there are no problems in .*a.jsonl"),
         ("a.jsonl", b"\n\n", "there are no problems"),
-        ("a.jsonl", b'{"question": "q", "answer": "1"}\n{"question": ', r"a\.jsonl:2: this is not JSON"),
-        ("a.jsonl", b'{"question": "\xff", "answer": "1"}', "damaged, or no UTF-8 text"),
+        ("a.jsonl", b'{"question": "q", "answer": "1"}\n{"question": ', r"a\.jsonl:2: this is not valid JSON"),
+        ("a.jsonl", b'{"question": "\xff", "answer": "1"}', "damaged, or not UTF-8 text"),
         ("a.jsonl.gz", gzip.compress(b'{"question": "q", "answer": "1"}\n[]\n'), r"a\.jsonl\.gz:2: each line holds"),
         ("a.jsonl.gz", b"no gzip", "damaged"),
         ("a.jsonl.gz", gzip.compress(b'{"question": "q", "answer": "1"}\n' * 100)[:-10], "damaged"),

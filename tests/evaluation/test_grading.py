@@ -106,7 +106,7 @@ def test_problems_with_several_answers(text, answers, mode, correct, graders):
 
 
 def test_an_attempt_at_an_unknown_problem_is_named():
-    with pytest.raises(DataError, match="'q', which is none of the 1 problems"):
+    with pytest.raises(DataError, match="'q', which is not one of the 1 problems"):
         grade_attempts({"p": Problem("p", "?", ("1",))}, [attempt("1", problem="q")], GSM8K)
 
 

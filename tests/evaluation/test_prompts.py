@@ -113,10 +113,10 @@ def test_the_rendering_is_chosen_by_the_tokenizer(requested: Any, tokenizer: Any
     ("call", "message"),
     [
         (lambda: choose_rendering("chat", BASE), "the tokenizer has no chat template"),
-        (lambda: choose_rendering("chat", CHAT, shots=8), "does not go with shots=8"),
+        (lambda: choose_rendering("chat", CHAT, shots=8), "cannot be combined with shots=8"),
         (lambda: choose_rendering("prose", CHAT), "rendering='prose' must be one of auto, chat, plain"),  # type: ignore[arg-type]
         (lambda: rendered(rendering="chat"), "the tokenizer has no chat template"),
-        (lambda: rendered(rendering="chat", shots=1, tokenizer=CHAT), "does not go with shots=1"),
+        (lambda: rendered(rendering="chat", shots=1, tokenizer=CHAT), "cannot be combined with shots=1"),
         (lambda: rendered(rendering="auto"), "rendering='auto' must be one of chat, plain"),
         (lambda: rendered(mode="pot"), "mode='pot' must be one of cot, tir"),
         (lambda: rendered(shots=9), "shots=9: gsm8k has 8 solved problems"),
@@ -190,7 +190,7 @@ def own(**layout: Any) -> Benchmark:
         (own(answer="A: {} {}"), "must hold one {} each"),
         (own(stop="\nQ:"), "must be a tuple of strings"),
         (own(stop=("",)), "none of them empty"),
-        (own(shots=9), r"own: FewShot\(shots=9\) says more than the 8 solved problems that gsm8k.jsonl has"),
+        (own(shots=9), r"own: FewShot\(shots=9\) is more than the 8 solved problems in gsm8k.jsonl"),
         (own(file="nowhere.jsonl"), "no such file, and the library has cmath.jsonl, gsm8k.jsonl"),
     ],
 )

@@ -232,7 +232,7 @@ def test_other_wanted_answers_are_not_mixed(demo: Any, tmp_path: Path) -> None:
     for mode, refused in (("all", False), ("any", True)):
         row = {"question": "Leo has 14 pens. Leo sells 5.", "answers": ["9", "28"], "answers_mode": mode}
         (tmp_path / "demo.jsonl").write_text(json.dumps(row))
-        with pytest.raises(ConfigError, match="another answers_mode under demo/demo/0") if refused else nullcontext():
+        with pytest.raises(ConfigError, match="another answers_mode for demo/demo/0") if refused else nullcontext():
             evaluate(demo, tmp_path, output_dir=tmp_path / "out", max_new_tokens=8)
 
 
@@ -299,14 +299,14 @@ def test_the_backend_gets_its_settings_back(demo: Any, data: Path) -> None:
         ({"ks": (1,)}, "between 1 and samples=0"),
         ({"samples": 2, "temperature": 0.0}, "makes all samples the same"),
         ({"samples": 1, "temperature": 0.0}, "makes all samples the same"),
-        ({"temperature": 0.5}, "settings of samples"),
-        ({"top_p": 0.5}, "settings of samples"),
-        ({"seed": 1}, "settings of samples"),
+        ({"temperature": 0.5}, "settings for samples"),
+        ({"top_p": 0.5}, "settings for samples"),
+        ({"seed": 1}, "settings for samples"),
         ({"allow_unconfined": ["network"]}, "needs mode='tir'"),
-        ({"restart": True}, "name that folder"),
-        ({"dtype": "bfloat16"}, "an object has been"),
-        ({"device": "cpu"}, "an object has been"),
-        ({"trust_remote_code": True}, "an object has been"),
+        ({"restart": True}, "set output_dir"),
+        ({"dtype": "bfloat16"}, "leave them out for an object"),
+        ({"device": "cpu"}, "leave them out for an object"),
+        ({"trust_remote_code": True}, "leave them out for an object"),
         ({"samples": 2, "top_p": 7.0}, "at most 1"),
         ({"rounds": 2}, "they need mode='tir'"),
         ({"max_total_tokens": 9}, "they need mode='tir'"),

@@ -158,4 +158,4 @@ def test_prompts_that_are_too_long_are_told(
 ) -> None:
     monkeypatch.setattr(run, "context_length", lambda model: 50)
     evaluate(model(), data)
-    assert f"demo: {COUNT} of {COUNT} prompts are, with 40 new tokens, longer than the 50 positions" in caplog.text
+    assert f"demo: {COUNT} of {COUNT} prompts with 40 new tokens are longer than the 50 positions" in caplog.text

@@ -62,7 +62,7 @@ def test_wilson_covers_95_percent():
 
 @pytest.mark.parametrize(("correct", "total"), [(0, 0), (-1, 3), (4, 3)])
 def test_wilson_refuses_impossible_counts(correct, total):
-    with pytest.raises(ConfigError, match="out of a total"):
+    with pytest.raises(ConfigError, match="correct must be from 0 to total"):
         wilson(correct, total)
 
 

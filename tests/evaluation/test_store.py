@@ -65,8 +65,8 @@ def test_the_files_say_what_they_are_of(tmp_path: Path) -> None:
         ({**IDENTITY, "temperature": 0.7}, PROBLEMS, r"temperature: 0.0, now 0.7"),
         ({**IDENTITY, "shots": 8}, PROBLEMS, r"shots: None, now 8"),
         ({**IDENTITY, "grader": "gruppo 9"}, PROBLEMS, r"grader: None, now 'gruppo 9'"),
-        (IDENTITY, {"set/0": Problem("set/0", "1 + 1 = ?", ("3",))}, "another question or answer under set/0"),
-        (IDENTITY, {"set/0": replace(PROBLEMS["set/0"], answers_mode="any")}, "another answers_mode under set/0"),
+        (IDENTITY, {"set/0": Problem("set/0", "1 + 1 = ?", ("3",))}, "another question or answer for set/0"),
+        (IDENTITY, {"set/0": replace(PROBLEMS["set/0"], answers_mode="any")}, "another answers_mode for set/0"),
     ],
     ids=["other settings", "a further one", "another grader", "other data", "other answers"],
 )
@@ -90,7 +90,7 @@ def test_another_version_of_the_grader_grades_anew(tmp_path: Path, caplog: pytes
     some, now = {"set/0": PROBLEMS["set/0"]}, {**IDENTITY, "grader": "gruppo 2"}
     assert folder.kept("set", "greedy", some, now, regrade) == [scored("set/0", correct=False)]
     assert given == list(PROBLEMS.values()), "those of a larger set too: a folder has one grader"
-    assert "graded anew (grader: 'gruppo 1', now 'gruppo 2')" in caplog.text
+    assert "graded again (grader: 'gruppo 1', now 'gruppo 2')" in caplog.text
     assert folder.scores("set", "greedy") == {"set/0": [False], "set/1": [False]}
     assert folder.identity("set", "greedy")["grader"] == "gruppo 2"
     assert len(folder.kept("set", "greedy", PROBLEMS, now, regrade)) == len(given) == 2, "once"
@@ -151,5 +151,5 @@ def test_results_are_read_back(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not of format 1"):
         folder.results()
     (tmp_path / "results.json").write_text("{")
-    with pytest.raises(DataError, match="is no JSON"):
+    with pytest.raises(DataError, match="is not valid JSON"):
         folder.results()

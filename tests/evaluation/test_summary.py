@@ -269,7 +269,7 @@ def test_a_summary_is_json():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([*one_each("1101"), scored("q", True)], "'q', which is none of the 4 problems"),
+        ([*one_each("1101"), scored("q", True)], "'q', which is not one of the 4 problems"),
         ([*one_each("1101"), scored("p1", True)], "'p1' has sample 0 twice"),
         ([*one_each("1101"), scored("p1", True, sample=1)], "'p1' has a sample 1; this pass has 1"),
         ([replace(row, paper=True if i else None) for i, row in enumerate(one_each("1101"))], "paper's rules"),

@@ -448,7 +448,7 @@ def test_the_size_is_taken_if_it_is_there():
 @pytest.mark.parametrize("key", ["model", "mode", "benchmarks"])
 def test_results_without_what_a_row_needs(key):
     broken = {name: value for name, value in results().items() if name != key}
-    with pytest.raises(DataError, match=f"no '{key}'; give the contents of a results.json"):
+    with pytest.raises(DataError, match=f"no '{key}'; pass the contents of a results.json"):
         rows_of(broken)
 
 

@@ -33,7 +33,7 @@ def test_a_run_is_its_newest_whole_checkpoint(tmp_path: Path) -> None:
     assert load_subject(run).name == "run/checkpoint-2"
     (old / "model.safetensors").unlink()
     with pytest.raises(
-        ConfigError, match=r"No checkpoint of .*run is whole and of its run: checkpoint-10: .*; checkpoint-2: "
+        ConfigError, match=r"run has no intact checkpoint of its run: checkpoint-10: .*; checkpoint-2: "
     ):
         find_weights(run)
 
@@ -69,11 +69,14 @@ def test_the_final_model_of_an_earlier_run_is_passed_over(tmp_path: Path, caplog
     checkpoint(run, "checkpoint-9", old)
     finish(run, hours_ago=1)
     new = record(run)
-    with pytest.raises(ConfigError, match=r"older than the run .* checkpoint-9: it is of another run .* copy it"):
+    with pytest.raises(ConfigError, match=r"older than the run .* checkpoint-9: it belongs to another run .* copy it"):
         find_weights(run)
     mine = checkpoint(run, "checkpoint-3", new)
     assert find_weights(run) == str(mine), "nor the checkpoint with the highest number, which is of that run too"
-    assert "older than the run whose record is there: it is of another one. checkpoint-3 is evaluated" in caplog.text
+    assert (
+        "older than the run that is recorded there: it belongs to another run. checkpoint-3 is evaluated"
+        in caplog.text
+    )
     assert load_subject(run).name == "run/checkpoint-3"
     assert (run / "model.safetensors").exists()
     caplog.clear()
@@ -87,7 +90,7 @@ def test_the_checkpoints_of_an_earlier_run_are_passed_over(tmp_path: Path) -> No
     run.mkdir()
     checkpoint(run, "checkpoint-9", record(run))
     new = record(run)
-    with pytest.raises(ConfigError, match="checkpoint-9: it is of another run"):
+    with pytest.raises(ConfigError, match="checkpoint-9: it belongs to another run"):
         find_weights(run)
     assert find_weights(run / "checkpoint-9") == str(run / "checkpoint-9"), "by its name it can be had"
     mine = checkpoint(run, "checkpoint-3", new)
@@ -119,7 +122,7 @@ def test_a_run_that_went_on_after_its_model_was_saved(tmp_path: Path, caplog: py
     time.sleep(0.01)
     newer = checkpoint(run, "checkpoint-4", run_id)
     assert find_weights(run) == str(newer)
-    assert "went on after its model was saved, and has newer checkpoints. checkpoint-4 is evaluated" in caplog.text
+    assert "was resumed after its model was saved, and has newer checkpoints. checkpoint-4 is evaluated" in caplog.text
 
 
 def test_a_copy_in_which_a_checkpoint_came_last(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_command_with_a_reward(
         (["--set", "loss_type"], "field=value"),
         (["--set", "loss_typ=grpo"], "Did you mean `loss_type`"),
         (["--reward", "nowhere.py:f"], "There is no file"),
-        (["--dataset", "x.jsonl"], "say which with --reward"),
+        (["--dataset", "x.jsonl"], "name one with --reward"),
         (["--dataset", "x.csv", "--reward", "gruppo.demo:exact_match"], "no file x.csv"),
         (["--json", "no/such/folder.json"], "no folder no/such"),
         (["--json", "."], ". is a folder"),
@@ -85,5 +85,5 @@ def test_numbers_are_whole_on_a_narrow_terminal(
     assert command(folder, "--set", "recipe=gspo", "--against", "recipe=gspo", "beta=0") == 0
     printed = capsys.readouterr().out
     assert "…" not in printed
-    assert "loss then" not in printed
+    assert "replayed" not in printed
     assert "e-0" in printed, "a loss that is nearly 0, with all its digits"

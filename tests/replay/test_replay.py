@@ -115,7 +115,7 @@ def test_cispo_has_the_gradient_of_a_clip_where_nothing_is_clipped(folder: Path)
 def test_changes_that_change_nothing_are_said(folder: Path) -> None:
     found = replay(folder, changes={"epsilon": 0.2})
     assert found.second is None
-    assert found.notes == ["epsilon=0.2 is what the run was trained with: nothing is changed by it."]
+    assert found.notes == ["The run was already trained with epsilon=0.2: this changes nothing."]
     assert replay(folder).notes == []
 
 
@@ -123,7 +123,7 @@ def test_changes_that_change_nothing_are_said(folder: Path) -> None:
     ("changes", "said"),
     [
         ({"beta": 0.1}, "has not recorded"),
-        ({"recipe": "rloo", "beta": 0.1}, "this run had none"),
+        ({"recipe": "rloo", "beta": 0.1}, "this run had no reference"),
     ],
 )
 def test_what_the_record_does_not_have(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_rewards_take_the_place_of_one_of_several(tmp_path: Path) -> None:
     ]
     assert found.rescored is not None
     assert found.rescored["mean_after"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
-    with pytest.raises(ConfigError, match=r"no reward `letters`, but length_reward, none.*length_reward=letters"):
+    with pytest.raises(ConfigError, match=r"no reward `letters`; it has length_reward, none.*length_reward=letters"):
         replay(tmp_path, rewards=letters)
 
 
@@ -220,7 +220,7 @@ def test_rows_that_had_been_left_out_count_with_another_reward(tmp_path: Path) -
     assert found.rescored is not None
     assert found.rescored["spread_appears"] == 2
     assert found.updates[0]["rows_assumed"] == 3
-    assert "3 rows have log-probs of the sampler" in found.notes[0]
+    assert "3 rows use log-probs of the sampler" in found.notes[0]
     table = found.rows.table()
     assert all(any(gradient) for gradient in table["second_gradient"].to_pylist())
     assert not any(any(gradient) for gradient in table["gradient"].to_pylist())
@@ -247,13 +247,13 @@ def test_columns_of_the_dataset(folder: Path) -> None:
 
 
 def test_columns_that_are_missing(folder: Path) -> None:
-    with pytest.raises(DataError, match="give the dataset of the run as well"):
+    with pytest.raises(DataError, match="pass the dataset of the run as well"):
         replay(folder, rewards=wants_answer)
 
     def by_key(completions: list[str], **kwargs: Any) -> list[float]:
         return [float(right) for right in kwargs["answer"]]
 
-    with pytest.raises(DataError, match="give the dataset of the run as well"):
+    with pytest.raises(DataError, match="pass the dataset of the run as well"):
         replay(folder, rewards=by_key)
     with pytest.raises(DataError, match="no row with the prompt 'p"):
         replay(folder, rewards=wants_answer, dataset=Dataset.from_dict({"prompt": ["x"], "answer": ["y"]}))
@@ -273,7 +273,7 @@ def test_a_reward_that_always_fails(folder: Path) -> None:
 
 
 def test_a_dataset_without_prompts(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"no column `prompt`.*but prompts, answer\. Did you mean `prompts`"):
+    with pytest.raises(DataError, match=r"no column `prompt`.*it has prompts, answer\. Did you mean `prompts`"):
         replay(folder, rewards=wants_answer, dataset=Dataset.from_dict({"prompts": ["x"], "answer": ["y"]}))
 
 
@@ -366,7 +366,7 @@ def test_a_generation_that_is_not_whole(tmp_path: Path, folder: Path) -> None:
     (path,) = (tmp_path / "run" / "rollouts").glob("*.parquet")
     table = pq.read_table(path)
     pq.write_table(table.slice(0, 7), path)
-    with pytest.raises(DataError, match=r"Generation 0 .* is not whole: it has 7 rows"):
+    with pytest.raises(DataError, match=r"Generation 0 .* is incomplete: it has 7 rows"):
         replay(tmp_path / "run")
 
 

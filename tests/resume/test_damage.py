@@ -157,7 +157,7 @@ def test_two_runs_in_one_folder(straight: Straight, tmp_path: Path) -> None:
 def test_the_lock_of_a_killed_run_is_taken_over(killed: Path, tmp_path: Path) -> None:
     owner = json.loads((killed / "lock").read_text())["pid"]
     resumed = run("grpo", tmp_path, resume=True).checked()
-    assert re.search(rf"{owner}\b.* was left by a process that is gone", resumed.log)
+    assert re.search(rf"{owner}\b.* was left by a process that has ended", resumed.log)
     assert not (killed / "lock").exists()
 
 

@@ -179,7 +179,7 @@ def test_checkpoints_of_another_run_are_not_chosen(tmp_path):
     save(tmp_path, 6, run_id="other")
     choice = newest_good(tmp_path, run_id="mine")
     assert choice.path == tmp_path / "checkpoint-4"
-    assert choice.rejected == [(tmp_path / "checkpoint-6", ["it is of another run (other), this one is mine"])]
+    assert choice.rejected == [(tmp_path / "checkpoint-6", ["it belongs to another run (other); this run is mine"])]
     assert newest_good(tmp_path).path == tmp_path / "checkpoint-6"
     assert newest_good(tmp_path).path is not None
     assert "no manifest" in dict(newest_good(tmp_path, run_id="third").rejected)[plain][0]
@@ -250,7 +250,7 @@ def test_what_cannot_be_removed_now_is_removed_at_the_next_start(tmp_path, monke
         rotate(tmp_path, 1)
     assert "could not be removed" in caplog.text
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
-    assert clean_leftovers(tmp_path) == ["The removal of checkpoint-1 was interrupted: it is finished now."]
+    assert clean_leftovers(tmp_path) == ["The removal of checkpoint-1 was interrupted: it was completed."]
     assert names(tmp_path) == ["checkpoint-2"]
 
 
@@ -363,7 +363,7 @@ def aside(run: Path) -> tuple[Path, Path]:
 def test_between_the_renames_the_complete_one_goes_into_place(fresh):
     run = fresh()
     aside(run)
-    assert tidy(run) == ["checkpoint-2 had been saved completely, but did not have its name yet: it has it now."]
+    assert tidy(run) == ["checkpoint-2 had been saved completely, but not renamed yet: it has its final name now."]
     assert mark(run / "checkpoint-2") == "new"
 
 

@@ -102,9 +102,9 @@ def test_a_lock_can_be_taken_again_after_it_was_given_back(tmp_path, anywhere):
 
 def test_one_object_takes_it_once_and_another_is_refused(tmp_path, anywhere):
     with RunLock(tmp_path) as lock:
-        with pytest.raises(RunLockedError, match="held already"):
+        with pytest.raises(RunLockedError, match="already held"):
             lock.acquire()
-        with pytest.raises(RunLockedError, match="this very process"):
+        with pytest.raises(RunLockedError, match="this same process"):
             RunLock(tmp_path).acquire()
         assert owner(tmp_path).pid == os.getpid(), "the refused left it as it was"
     assert [path.name for path in tmp_path.iterdir()] == []
@@ -307,11 +307,11 @@ def test_who_may_still_run(tmp_path, monkeypatch, changes, stale):
     monkeypatch.setattr(fcntl, "flock", refuse(errno.ENOTSUP))
     (tmp_path / "lock").write_text(record(**changes))
     if stale:
-        assert "process that is gone" in (RunLock(tmp_path).acquire() or "")
+        assert "process that has ended" in (RunLock(tmp_path).acquire() or "")
     else:
         with pytest.raises(RunLockedError) as caught:
             RunLock(tmp_path).acquire()
-        assert ("surely gone, remove" in str(caught.value)) == ("host" in changes)
+        assert ("sure that it has ended, remove" in str(caught.value)) == ("host" in changes)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
@@ -329,7 +329,7 @@ def test_with_flock_the_kernel_decides_wherever_the_owner_was(tmp_path):
 def test_a_file_that_names_nobody_is_taken_over(tmp_path, anywhere, content):
     (tmp_path / "lock").write_text(content)
     assert RunLock(tmp_path).acquire() == (
-        "The lock of an unknown process was left by a process that is gone: it is taken over."
+        "The lock of an unknown process was left by a process that has ended: it is taken over."
     )
 
 
@@ -365,7 +365,7 @@ def test_on_a_full_disk_the_lock_is_held_without_a_name(tmp_path, monkeypatch, c
             assert (tmp_path / "lock").read_bytes() == b""
             with pytest.raises(RunLockedError, match="in use by another process"):
                 RunLock(tmp_path).acquire()
-    assert "No room on the disk" in caplog.text
+    assert "No space on the disk" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 

@@ -82,7 +82,7 @@ def test_unreadable_parts_are_skipped(run: Run, caplog: pytest.LogCaptureFixture
     for number in ("00000001", "00000008", "00000009"):
         assert f"{number}-0000.parquet is skipped" in caplog.text
     assert len(run.metrics()) == 4
-    assert caplog.text.count("it is no JSON object") == 3
+    assert caplog.text.count("it is not a JSON object") == 3
 
 
 def test_rewards_that_differ_between_files(run: Run) -> None:
@@ -108,7 +108,7 @@ def test_a_newer_format_says_so(run: Run) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "1"}', '{"format": true}', "[" * 100_000, "\udcff"])
 def test_a_folder_that_holds_no_run(tmp_path: Path, text: str) -> None:
-    with pytest.raises(DataError, match="no run folder"):
+    with pytest.raises(DataError, match="not a run folder"):
         Run(tmp_path)
     (tmp_path / "run.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(DataError):
@@ -162,7 +162,7 @@ def test_a_link_within_the_folder_and_to_it(run: Run, tmp_path: Path) -> None:
 def test_a_pipe_does_not_block(run: Run) -> None:
     (run.folder / "metrics.jsonl").unlink()
     os.mkfifo(run.folder / "metrics.jsonl")
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         run.metrics()
 
 

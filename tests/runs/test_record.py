@@ -277,7 +277,7 @@ def test_a_plain_checkpoint_begins_anew(tmp_path: Path) -> None:
     first = begun(tmp_path)
     first.close()
     RunRecorder(tmp_path).resume(config=CONFIG, environment={}, position=None)
-    assert "nothing about a record" in Run(tmp_path).events()[-1]["reason"]
+    assert "does not mention a record" in Run(tmp_path).events()[-1]["reason"]
     assert (tmp_path / "earlier" / "0001" / "run.json").exists()
 
 

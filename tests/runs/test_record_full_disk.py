@@ -38,7 +38,7 @@ def test_everything_is_there_when_there_is_room_again(
     assert run.rollouts()["generation"].to_pylist() == [n for n in range(5) for _ in range(2)]
     assert [event["event"] for event in run.events()] == ["started", "disk_full"]
     assert (run.events()[-1]["lines_dropped"], run.events()[-1]["rollouts_dropped"]) == (0, 0)
-    assert caplog.text.count("No room on the disk") == 1
+    assert caplog.text.count("No space on the disk") == 1
     # What waited counts in the position: after a resume from it, the first five updates are there, and no other.
     RunRecorder(recorder.folder).resume(config=CONFIG, environment={}, position=position)
     assert [line["update"] for line in Run(recorder.folder).metrics()] == [1, 2, 3, 4, 5]
@@ -67,7 +67,7 @@ def test_a_run_begins_on_a_full_disk(
     assert (start["gpus"], start["plan"]) == (1, {"packed": True})
     assert [line["update"] for line in run.metrics()] == [1, 2, 3]
     assert [event["event"] for event in run.events()] == ["started", "disk_full"]
-    assert caplog.text.count("No room on the disk") == 1
+    assert caplog.text.count("No space on the disk") == 1
 
 
 def test_a_run_goes_on_on_a_full_disk(recorder: RunRecorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,8 +165,8 @@ def test_tables_of_another_kind_are_skipped(tmp_path: Path, caplog: pytest.LogCa
     without = pa.table({"update": [2]}).replace_schema_metadata(table.schema.metadata)
     pq.write_table(without, tmp_path / "updates" / "00000002-0000.parquet")
     assert Run(tmp_path).update_logps()["update"].to_pylist() == [1, 1]
-    assert "no table of updates" in caplog.text
+    assert "not a table of updates" in caplog.text
     newer = table.replace_schema_metadata({b"gruppo.updates": b"2"})
     pq.write_table(newer, tmp_path / "updates" / "00000003-0000.parquet")
-    with pytest.raises(DataError, match="Use a newer one"):
+    with pytest.raises(DataError, match="Use a newer version"):
         Run(tmp_path).update_logps()

@@ -75,15 +75,15 @@ def test_a_long_completion_in_parts(page: Any, odd: Desk, served: Callable[[Desk
     ready(page, "tokens")
     caption, body = page.locator("#token-table caption"), page.locator("#token-table tbody tr")
     page.get_by_text("As a table").click()
-    assert caption.inner_text() == "Places 0 to 499 of 4,600 tokens"
+    assert caption.inner_text() == "Positions 0 to 499 of 4,600 tokens"
     page.get_by_role("navigation", name="Pages of the list").get_by_role("button", name="Next").click()
-    assert caption.inner_text() == "Places 500 to 999 of 4,600 tokens"
+    assert caption.inner_text() == "Positions 500 to 999 of 4,600 tokens"
     page.get_by_role("navigation", name="Parts of the completion").get_by_role("button", name="Next").click()
     page.get_by_text("Tokens 4,097 to 4,600 of 4,600").wait_for()
     page.get_by_text("As a table").click()
-    assert caption.inner_text() == "Places 4,096 to 4,595 of 4,600 tokens"
+    assert caption.inner_text() == "Positions 4,096 to 4,595 of 4,600 tokens"
     page.get_by_role("navigation", name="Pages of the list").get_by_role("button", name="Next").click()
-    assert (caption.inner_text(), body.count()) == ("Places 4,596 to 4,599 of 4,600 tokens", 4)
+    assert (caption.inner_text(), body.count()) == ("Positions 4,596 to 4,599 of 4,600 tokens", 4)
 
 
 def test_updates_on_the_axis_are_whole(page: Any, odd: Desk, served: Callable[[Desk], str]) -> None:

@@ -92,7 +92,7 @@ def test_curves_of_two_runs_that_go_on(
 
     # Groups follow the newest update; at first there is none.
     page.get_by_role("link", name="Groups").click()
-    page.get_by_text("No group is like that.").wait_for()
+    page.get_by_text("No group matches.").wait_for()
     for update in (0, 3):
         recorders[1].rollouts(runs.rows_of(update))
         page.get_by_text(f"newest ({update})").wait_for(state="attached")
@@ -236,7 +236,7 @@ def test_two_checkpoints_compared(page: Any, address: str) -> None:
     assert "The difference is significant at 95 %." in page.locator("#verdict").inner_text()
     assert rows(page, "results")[0][:4] == ["after", "demo", "greedy, top-1", "83.3 %"]
     assert len(rows(page, "problems")) == 8, "those that differ"
-    page.get_by_role("combobox", name="Problems").select_option("that the second gets worse")
+    page.get_by_role("combobox", name="Problems").select_option("worse in the second")
     page.get_by_text("0 of 12 problems").first.wait_for()
     page.get_by_role("combobox", name="Problems").select_option("that differ")
     page.get_by_role("link", name="demo/3").click()

@@ -39,7 +39,7 @@ def keys(answer: Any) -> list[tuple[int, int, int]]:
 def test_folders_are_found_by_what_is_in_them(run_folder: Path, evaluations: Path, tmp_path: Path) -> None:
     found = find_folders([run_folder.parent, evaluations / "before", run_folder])
     assert (found.runs, found.evaluations) == ([run_folder], [evaluations / "before"])
-    with pytest.raises(DataError, match=r"firts is no folder. Did you mean .*first\?"):
+    with pytest.raises(DataError, match=r"firts is not a folder. Did you mean .*first\?"):
         find_folders([run_folder.parent / "firts"])
     with pytest.raises(DataError, match=r"neither a run \(run.json\) nor an evaluation"):
         find_folders([tmp_path])
@@ -191,7 +191,7 @@ def test_lines_of_a_stranger_do_not_break_an_answer(run_folder: Path, tmp_path: 
     overview = ask(desk, "overview")
     assert overview["runs"][0]["state"]["status"] == "finished"
     assert [curve["values"][-1] for curve in ask(desk, "curves", name=["loss", "reward"])] == [None, None]
-    assert "is no JSON" in overview["evaluations"][0]["problem"]
+    assert "is not valid JSON" in overview["evaluations"][0]["problem"]
 
 
 # ---- groups
@@ -319,9 +319,7 @@ def test_two_checkpoints_on_the_same_problems(desk: Desk) -> None:
 
 def test_other_problems_under_the_same_ids_are_not_compared(tmp_path: Path) -> None:
     sides = [Evaluation(make_evaluation(tmp_path / name, 3, asked), name) for name, asked in (("a", "1"), ("b", "2"))]
-    with pytest.raises(
-        ConfigError, match=r"12 of 12 problems with the same id are not the same\. The first is demo/0"
-    ):
+    with pytest.raises(ConfigError, match=r"12 of 12 problems with the same id differ\. The first is demo/0"):
         compare_two(*sides, "demo", "greedy")
 
 
@@ -341,9 +339,9 @@ def test_an_evaluation_with_a_link_that_leads_out_is_refused(evaluations: Path, 
         ("grops", {}, "There is no question 'grops'. Did you mean 'groups'"),
         ("zzz", {}, "There is no question 'zzz'. There are overview, state, curves,"),
         ("groups", {"run": 7}, "There is no run 7; there are 1"),
-        ("groups", {"update": "x"}, "update='x' is no whole number"),
-        ("groups", {"count": 0}, "ask for 1 to 500"),
-        ("groups", {"count": 10_000}, "ask for 1 to 500"),
+        ("groups", {"update": "x"}, "update='x' is not a whole number"),
+        ("groups", {"count": 0}, "count 1 to 500"),
+        ("groups", {"count": 10_000}, "count 1 to 500"),
         ("groups", {"order": "luck"}, "cannot be sorted by 'luck'"),
         ("groups", {"filter": ["nice"]}, "There is no filter 'nice'"),
         ("groups", {"pass_at": "nan"}, "pass_at=nan is not finite"),

@@ -58,10 +58,10 @@ def _split_limit(spec: str) -> tuple[str, int | None]:
     name, colon, last = spec.rpartition(":")
     if colon and last.isascii() and last.isdecimal():
         if int(last) < 1:
-            raise ConfigError(f"{spec!r} asks for no problem; write the number of problems that you want.")
+            raise ConfigError(f"{spec!r} asks for 0 problems; the number must be at least 1.")
         return name, int(last)
     if name in BENCHMARKS:
-        raise ConfigError(f"{spec!r}: after the colon comes a number of problems, as in '{name}:200'.")
+        raise ConfigError(f"{spec!r}: a number of problems must follow the colon, as in '{name}:200'.")
     return spec, None
 
 
@@ -70,8 +70,8 @@ def _known(name: str) -> Benchmark:
         near = get_close_matches(name.lower().replace("-", "_"), BENCHMARKS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"There is no benchmark {name!r}; there are {', '.join(BENCHMARKS)}.{hint} One of your own is named by "
-            "its file and its name there, as in 'my_bench.py:BENCH'."
+            f"There is no benchmark {name!r}; there are {', '.join(BENCHMARKS)}.{hint} Your own benchmark is "
+            "given by its file and its name there, as in 'my_bench.py:BENCH'."
         )
     return BENCHMARKS[name]
 
@@ -82,7 +82,7 @@ def _own(place: str, constant: str) -> Benchmark:
     found = getattr(module, constant, None)
     if not isinstance(found, Benchmark):
         there = [name for name, value in vars(module).items() if isinstance(value, Benchmark)]
-        what = "has no such name" if found is None else f"has a {type(found).__name__} of that name, no Benchmark"
+        what = "has no such name" if found is None else f"has a {type(found).__name__} of that name, not a Benchmark"
         raise ConfigError(f"'{place}:{constant}': {place} {what}; its benchmarks are {', '.join(there) or 'none'}.")
     return found
 
@@ -91,8 +91,8 @@ def _not_reserved(benchmark: Benchmark) -> Benchmark:
     """Reject a user's benchmark under a built-in name: tables would put published numbers next to its results."""
     if benchmark != BENCHMARKS.get(benchmark.name, benchmark):
         raise ConfigError(
-            f"Benchmark(name={benchmark.name!r}, title={benchmark.title!r}): that name is of {benchmark.name} as the "
-            "library has it, and its published results would stand beside yours. Give yours another name, as in "
+            f"Benchmark(name={benchmark.name!r}, title={benchmark.title!r}): that name belongs to a built-in "
+            "benchmark, whose published results would be shown next to yours. Give yours another name, as in "
             f"'my_{benchmark.name}'."
         )
     return benchmark

@@ -23,7 +23,7 @@ export async function ask(question, values = {}, signal = undefined) {
     response = await fetch(`/api/${question}?${query(values)}`, { signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("The viewer does not answer. Is `gruppo view` still running?");
+    throw new Error("The viewer does not respond. Is `gruppo view` still running?");
   }
   const answer = await response.json().catch(() => ({})); // a failure of the viewer itself is told in its terminal
   if (!response.ok) throw new Error(answer.error ?? `The viewer answered ${response.status}.`);

@@ -11,7 +11,7 @@ export function show(page) {
     ["greedy", "sampled"].filter((pass) => found?.[pass]).map((pass) => ({ evaluation, benchmark, pass, numbers: found[pass] }))));
   const interval = ({ numbers }) => (Array.isArray(numbers.interval) ? numbers.interval.map(percent).join(" to ") : "–");
   const results = rows.length === 0
-    ? el("p", {}, "There is no evaluation among these folders. `gruppo eval` makes one; name its folder too: ", el("code", {}, "gruppo view RUN evaluations"))
+    ? el("p", {}, "There is no evaluation among these folders. `gruppo eval` creates one; name its folder too: ", el("code", {}, "gruppo view RUN evaluations"))
     : table("Results", [
       ["Evaluation", (row) => words(row.evaluation.name)], ["Benchmark", (row) => words(row.benchmark)],
       ["Pass", (row) => (row.pass === "greedy" ? "greedy, top-1" : `sampled, avg@${number(row.numbers.avg?.k ?? null)}`.replace("@–", "@k"))],
@@ -45,7 +45,7 @@ function compared(page, all) {
     fill(tools, field("First", choice(names, asked.first, (value) => changed({ first: Number(value) }))),
       field("Second", choice(names, asked.second, (value) => changed({ second: Number(value) }))),
       field("Benchmark", choice(both.map((each) => [keyOf(each), `${each.benchmark}, ${each.pass}`]), chosen && keyOf(chosen), (value) => changed({ what: value }))),
-      field("Problems", choice([["differ", "that differ"], ["lost", "that the second gets worse"], ["won", "that the second gets better"], ["all", "all"]], asked.which, (value) => changed({ which: value }))));
+      field("Problems", choice([["differ", "that differ"], ["lost", "worse in the second"], ["won", "better in the second"], ["all", "all"]], asked.which, (value) => changed({ which: value }))));
     if (chosen === undefined) return fill(body, el("p", {}, "These two have no benchmark in common."));
     const answer = await ask("compare", { first: asked.first, second: asked.second, benchmark: chosen.benchmark, pass: chosen.pass });
     return fill(body, verdict(answer), problems(page, asked, chosen, answer));
@@ -55,7 +55,7 @@ function compared(page, all) {
 
 function verdict(answer) {
   return el("div", { id: "verdict" },
-    answer.asked.length ? el("p", { class: "notice" }, "They were asked in different ways: ", words(answer.asked.join("; "))) : null,
+    answer.asked.length ? el("p", { class: "notice" }, "Their settings differ: ", words(answer.asked.join("; "))) : null,
     el("pre", {}, words(answer.said)));
 }
 

@@ -86,7 +86,7 @@ export function show(page) {
 const address = (asked) => ({ ...asked, update: asked.update || "all", descending: asked.descending ? "1" : "0", ...passing() });
 
 function listed(page, asked, answer) {
-  if (answer.total === 0) return el("p", {}, "No group is like that.");
+  if (answer.total === 0) return el("p", {}, "No group matches.");
   const flags = (group) => Object.entries(FILTERS).filter(([name]) => Number(group[name]) > 0)
     .map(([, title]) => el("span", { class: "flag" }, title));
   const from = query(address(asked)).toString();

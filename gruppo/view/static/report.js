@@ -23,7 +23,7 @@ export function reported(element) {
 }
 
 function looked(table, key) {
-  if (!Object.hasOwn(table, key)) throw new Error("This report does not hold that. `gruppo view` on the run folder shows it.");
+  if (!Object.hasOwn(table, key)) throw new Error("This report does not include that. Run `gruppo view` on the run folder to see it.");
   return table[key];
 }
 
@@ -42,7 +42,7 @@ function found(groups, asked, name) {
   const same = (group) => group.generation === Number(asked.generation) && group.round === Number(asked.round ?? 0)
     && group[name] === Number(asked[name]);
   const group = groups.find(same);
-  if (group === undefined) throw new Error("This report does not hold that group. `gruppo view` on the run folder shows it.");
+  if (group === undefined) throw new Error("This report does not include that group. Run `gruppo view` on the run folder to see it.");
   return group;
 }
 
@@ -52,7 +52,7 @@ function textOf(groups, asked) {
     const own = group.completions.find((each) => each.row === Number(asked.row));
     if (own !== undefined) return own.content;
   }
-  throw new Error("This report does not hold that completion.");
+  throw new Error("This report does not include that completion.");
 }
 
 function hits(group, search) {

@@ -34,7 +34,7 @@ export function show(page) {
     const legend = el("p", { class: "legend" });
     const paint = () => { shown.paint(colouring); fill(legend, ...legendOf(view, colouring)); };
     fill(body, around(page, at, view, from), choices(view, colouring, (name) => { colouring = name; paint(); }), legend,
-      view.texts === null ? el("p", { class: "notice" }, "The folder of this run has no tokenizer.json, so that tokens are shown by their numbers.") : null,
+      view.texts === null ? el("p", { class: "notice" }, "The folder of this run has no tokenizer.json, so tokens are shown by their ids.") : null,
       shown.readout, shown.node, pages(view), asTable(view));
     paint();
   };
@@ -144,14 +144,14 @@ function tokenList(view) {
 
 function asTable(view) {
   const columns = [
-    ["Place", (i) => number(view.first + i), "number"], ["Text", (i) => visible(JSON.stringify(textOf(view, i)))], ["Id", (i) => String(view.ids[i]), "number"],
+    ["Position", (i) => number(view.first + i), "number"], ["Text", (i) => visible(JSON.stringify(textOf(view, i)))], ["Id", (i) => String(view.ids[i]), "number"],
     ["Written by", (i) => (view.model[i] ? "the model" : "a tool")],
     ...Object.entries(NAMES).filter(([name]) => view[name]).map(([name, title]) => [title, (i) => number(view[name][i], 4), "number"]),
   ];
   const place = el("div");
   const draw = (from) => {
     const rows = view.ids.map((_, i) => i).slice(from, from + IN_TABLE);
-    const caption = `Places ${number(view.first + from)} to ${number(view.first + from + rows.length - 1)} of ${number(view.total)} tokens`;
+    const caption = `Positions ${number(view.first + from)} to ${number(view.first + from + rows.length - 1)} of ${number(view.total)} tokens`;
     fill(place, table(caption, columns, rows, { id: "token-table" }), pager(view.ids.length, from, IN_TABLE, draw));
   };
   const details = el("details", { ontoggle: () => details.open && view.ids.length > 0 && place.children.length === 0 && draw(0) },
