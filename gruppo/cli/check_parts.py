@@ -178,10 +178,13 @@ def reward_scores(parts: Parts, findings: Findings) -> None:
 
 
 def _judge(name: str, tried: Any, findings: Findings) -> None:
+    from gruppo.rewards.check import NO_SCORE
+
     scores = sorted({trial.score for trial in tried.trials if trial.score is not None})
     if not scores:
-        others = f" (and {len(tried.warnings) - 1} more like it)" if len(tried.warnings) > 1 else ""
-        findings.error("reward", f"{name}: never gives a score: {tried.warnings[0]}{others}")
+        reasons = [warning for warning in tried.warnings if warning != NO_SCORE] or ["returns None each time"]
+        others = f" (and {len(reasons) - 1} more like it)" if len(reasons) > 1 else ""
+        findings.error("reward", f"{name}: {NO_SCORE}: {reasons[0]}{others}")
         return
     span = f"{scores[0]:g}" if len(scores) == 1 else f"{scores[0]:g} to {scores[-1]:g}"
     rows = len({trial.row for trial in tried.trials})

@@ -247,10 +247,9 @@ def stopped(trainer: Any, code: Any, again: str) -> str:
     step, resume = trainer.state.global_step, with_resume(again)
     if code == STOPPED:
         return f"Stopped after update {step}, which is saved. Resume with: {resume}"
-    return (
-        f"Stopped after update {step}, which could NOT be saved. The newest checkpoint: "
-        f"{_newest(Path(trainer.args.output_dir))}. Resume with: {resume}"
-    )
+    newest = _newest(Path(trainer.args.output_dir))
+    left = "There is no checkpoint." if newest is None else f"Resume from {newest} with: {resume}"
+    return f"Stopped after update {step}, which could NOT be saved. {left}"
 
 
 def ended(code: int, words: str, newest: Path | None, again: str) -> str:

@@ -27,6 +27,7 @@ __all__ = ["Case", "RewardCheck", "Trial", "check_reward"]
 
 GOLD_COLUMNS = ("answer", "solution", "gold", "target", "label")
 MOST_TIMEOUTS = 3  # after this many, the remaining cases are skipped
+NO_SCORE = "never gives a score"
 SECONDS = "check_reward/seconds"  # the metric by which a worker reports the time
 
 
@@ -301,7 +302,7 @@ def _about_scores(report: RewardCheck, formless: bool) -> Iterator[str]:
     scored = [t for t in report.trials if t.score is not None]
     values = {t.score for t in scored}
     if not scored:
-        yield "never gives a score"
+        yield NO_SCORE
         return
     if len(values) == 1 and len(report.trials) > 1:
         form = "; if it requires the answer in a certain form, pass template='A: {}'" if formless else ""

@@ -172,6 +172,13 @@ def test_rewards_are_tried_on_real_rows(recipe: Any, home: Path) -> None:
     assert "some/reward-model: a reward model" in said(findings, "reward", "ok")
 
 
+@pytest.mark.usefixtures("tries_rewards")
+def test_a_reward_that_only_abstains(recipe: Any, home: Path) -> None:
+    (home / "silent.py").write_text("def silent(completions, **_):\n    return [None] * len(completions)\n")
+    findings = check([str(recipe(rewards=[f"{home / 'silent.py'}:silent"]))])
+    assert said(findings, "reward") == "silent: never gives a score: returns None each time"
+
+
 def test_a_chat_is_shown_and_its_tools_are_told(recipe: Any, home: Path, tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text('{"prompt": [{"role": "user", "content": "hello"}]}\n' * 8)
     findings = check([str(recipe(dataset="chats.jsonl"))])

@@ -135,7 +135,7 @@ class FakeTrainer:
     ("ends", "code", "words"),
     [
         (SystemExit(75), 75, ["Stopped after update 7, which is saved. Resume with: gruppo train", "--resume"]),
-        (SystemExit(74), 74, ["could NOT be saved"]),
+        (SystemExit(74), 74, ["could NOT be saved. There is no checkpoint."]),
         (KeyboardInterrupt(), 130, ["Interrupted, and nothing was saved. To start again"]),
         (AuditError("A loss is not finite."), 1, ["A loss is not finite.\nFailed after update 7", "no checkpoint"]),
         (ZeroDivisionError("x / 0"), 1, ["Traceback", "ZeroDivisionError: x / 0\nFailed after update 7"]),
@@ -157,8 +157,10 @@ def test_every_end_says_how_to_go_on(
 
 def test_a_failure_names_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-5").mkdir()
-    said = train.failed(FakeTrainer(ValueError(), str(tmp_path)), ValueError("bad"), "gruppo train r.yaml --resume")
-    assert f"Resume from {tmp_path / 'checkpoint-5'} with: gruppo train r.yaml --resume" in said
+    trainer = FakeTrainer(ValueError(), str(tmp_path))
+    resume = f"Resume from {tmp_path / 'checkpoint-5'} with: gruppo train r.yaml --resume"
+    assert resume in train.failed(trainer, ValueError("bad"), "gruppo train r.yaml --resume")
+    assert resume in train.stopped(trainer, 74, "gruppo train r.yaml --resume")
 
 
 def test_an_interrupt_while_things_are_loaded(
