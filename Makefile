@@ -67,7 +67,7 @@ INTO_517 := .venv-tf517/bin/pip install $(PIP_ARGS) -q --no-compile -c constrain
 COMPAT := cli config data demo engine evaluation/test_run.py policy rollout trainer rewards/test_models.py
 ALIKE := engine/test_kernels.py engine/test_sampling.py engine/test_turns.py trainer/test_audits.py
 test-compat: .venv-tf517/.ready
-	.venv-tf517/bin/pytest $(RERUN) -m "not slow and not medium" --thin 4 -n 2 -q $(COMPAT:%=tests/%) tests/test_*.py \
+	.venv-tf517/bin/pytest $(RERUN) -m "not slow and not medium" --thin 10 -n 2 -q $(COMPAT:%=tests/%) tests/test_*.py \
 		$(ALIKE:%=--ignore=tests/%)
 
 # What we measure ourselves against lives in its own environment and is never a dependency.

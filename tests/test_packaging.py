@@ -130,7 +130,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     assert re.findall(r"\]\((?!https?://)[^)]*\)", shown) == [], "a package page does not have these files"
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_wheel_works_where_the_sources_are_not(python: Path, tmp_path: Path) -> None:
     count, file, shown = run(python, "-c", ONE_UPDATE + EVERY_MODULE, folder=tmp_path).split()[-3:]
     assert int(count) > 100

@@ -51,7 +51,7 @@ def test_loading_does_not_count_the_imports_and_the_process_does(options: argpar
     assert (run["problems"], run["total_tokens"]) == (3, 12)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_ours_has_the_same_measures(options: argparse.Namespace, tmp_path: Path) -> None:
     ours, theirs = evaluation.run_ours(options, tmp_path / "ours"), evaluation.run_vllm(options, tmp_path / "vllm")
     assert set(theirs) <= set(ours)

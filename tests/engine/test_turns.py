@@ -155,14 +155,14 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=20, deadline=None)
 @given(PLANS, MANY_SETTINGS, OPTIONS)
 def test_whatever_the_room(plan: Any, settings: SamplingSettings, options: dict[str, Any]) -> None:
     check(engine(plan), settings, **options)
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=20, deadline=None)
 @given(PLANS, MANY_SETTINGS, OPTIONS)
 def test_the_same_where_the_host_runs_ahead(plan: Any, settings: SamplingSettings, options: dict[str, Any]) -> None:
     check(engine(plan), settings, **options)

@@ -170,7 +170,7 @@ def test_a_head_that_is_trained_in_full_is_cast_with_its_copies() -> None:
 
 def test_an_adapter_on_the_head_is_refused(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM")
-    with pytest.raises(ConfigError, match=r"cast_lm_head_to_fp32=True needs .* Linear of peft.*target_modules"):
+    with pytest.raises(ConfigError, match=r"cast_lm_head_to_fp32=True needs .* Linear from peft.*target_modules"):
         make(tmp_path, peft_config=config, cast_lm_head_to_fp32=True)
 
 

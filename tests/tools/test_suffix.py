@@ -109,6 +109,7 @@ def in_rounds(messages: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, 
     return rounds
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pieces_joined_by_suffixes_are_the_whole(name: str, ended: bool) -> None:

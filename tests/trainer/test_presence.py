@@ -238,6 +238,7 @@ def test_an_error_of_a_reward_is_raised_by_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.medium
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_run_that_cannot_stop_in_time_ends(victim: int, tmp_path: Path) -> None:
     """One process has the signal, and hangs in a reward; the other waits for it."""
@@ -302,7 +303,7 @@ def test_slow_is_not_dead(tmp_path: Path) -> None:
     assert "Waiting for process 1 (asking the rewards in update 2" in said[0]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_one_that_holds_the_interpreter_here_is_waited_for(tmp_path: Path) -> None:
     codes, said, _ = run(tmp_path, "rewards", "hold", 1, seconds=8.0, patience=5.5)
     assert codes == (0, 0), said

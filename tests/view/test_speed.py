@@ -11,7 +11,7 @@ from benchmarks.view import BOUNDS, FILTERS, RESULTS, make_run, page_times
 LOOSER = 20  # a busy machine is several times slower
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_hundred_thousand_completions(browser: Any, tmp_path: Path) -> None:
     assert make_run(tmp_path / "run", distinct=4) > 100_000
     found = page_times(browser, tmp_path / "run", repeats=1)

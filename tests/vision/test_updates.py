@@ -35,6 +35,7 @@ def adapter_of(name: str) -> LoraConfig:
 WAYS = {"asked": (True, False), "asked, reentrant": (True, True), "by memory, reentrant": (None, True)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_adapters_that_see_are_trained_under_checkpointing(
