@@ -64,10 +64,12 @@ INTO_517 := .venv-tf517/bin/pip install $(PIP_ARGS) -q --no-compile -c constrain
 	touch $@
 
 # What does not touch transformers need not run twice, nor every case of what does.
-COMPAT := cli config data demo engine evaluation/test_run.py policy rollout trainer rewards/test_models.py
-ALIKE := engine/test_kernels.py engine/test_sampling.py engine/test_turns.py trainer/test_audits.py
+COMPAT := config data demo engine policy trainer rollout/test_hf.py rollout/test_continuous.py rewards/test_models.py \
+	cli/test_train.py test_public_api.py
+ALIKE := $(addprefix engine/test_,kernels.py sampling.py turns.py) \
+	$(addprefix trainer/test_,async.py audits.py requests.py reward_failures.py vllm.py)
 test-compat: .venv-tf517/.ready
-	.venv-tf517/bin/pytest $(RERUN) -m "not slow and not medium" --thin 10 -n 2 -q $(COMPAT:%=tests/%) tests/test_*.py \
+	.venv-tf517/bin/pytest $(RERUN) -m "not slow and not medium" --thin 10 -n 2 -q $(COMPAT:%=tests/%) \
 		$(ALIKE:%=--ignore=tests/%)
 
 # What we measure ourselves against lives in its own environment and is never a dependency.
