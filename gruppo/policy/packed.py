@@ -37,9 +37,8 @@ class PackedPolicy:
         self.fused_head = fused_head
         self.fused_layers = fused_layers
         self.autocast_dtype = autocast_dtype
-        self._fused: dict[
-            int, tuple[Any, list[Swap]]
-        ] = {}  # by model: its parameters, and its layers in fewer kernels
+        # By id of the model: its parameters, and the swaps that run its layers in fewer kernels.
+        self._fused: dict[int, tuple[Any, list[Swap]]] = {}
 
     @contextmanager
     def active(self, model: nn.Module) -> Iterator[None]:

@@ -25,7 +25,7 @@ def drawn_stop(case: str, seed: int, straight: Outcome) -> Stop:
     return Stop(moment, draw.choice(places[moment, rank]), rank=rank)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "seed",

@@ -68,6 +68,7 @@ FORKING = """
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["sync", "async"])
 def test_a_fork_in_this_process_does_not_become_a_second_run(how):
     command = [sys.executable, "-c", textwrap.dedent(FORKING), how]
