@@ -148,7 +148,7 @@ def watch(trainer: Any, probe: Probe, clock: Clock) -> None:
         setattr(owner, method, watched)
 
     wrap(trainer.backend, "sample", "sampling", pool_bytes)
-    wrap(trainer, "_check_parity", "parity")
+    wrap(trainer.parity, "check", "parity")
     wrap(trainer, "add_logps", "scoring")
 
 
