@@ -309,8 +309,9 @@ class Collecting(Sampling):
 
     def _log_lengths(self, lengths_NC: Tensor) -> None:
         lengths, _, unfinished, cut = lengths_NC.unbind(1)
-        metrics, rows, ended = length_metrics(lengths, unfinished), len(lengths), len(lengths) - int(unfinished.sum())
-        self.metrics.add(self.mode, metrics, {key: ended if "terminated" in key else rows for key in metrics})
+        metrics, rows = length_metrics(lengths, unfinished), len(lengths)
+        ended = {"completions/mean_terminated_length": rows - int(unfinished.sum())}
+        self.metrics.add(self.mode, metrics, dict.fromkeys(metrics, rows) | ended)
         if self.args.max_prompt_length is not None:
             self.metrics.add(self.mode, {"prompts/truncated_ratio": cut.float().mean().item()}, of=rows)
         self.metrics.set(self.mode, {"num_tokens": self.state.num_input_tokens_seen})
