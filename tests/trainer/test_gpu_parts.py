@@ -19,7 +19,7 @@ from tests.helpers import tiny_model
 from tests.policy.methods import METHODS
 from tests.replay.worlds import RUNS, trained
 from tests.tools.scripted import random_caller
-from tests.trainer import zero_run
+from tests.trainer import sharded_run, zero_run
 from tests.trainer.runs import SaveAt, logs, make, run
 from tests.trainer.test_tools import add
 from tests.vision.families import FAMILIES
@@ -118,7 +118,7 @@ def test_a_whole_run_is_that_on_a_cpu(tmp_path: Path) -> None:
     there = zero_run.trainer_of(tmp_path / "there", 1, **THERE)  # only now: accelerate has one device at a time
     there.train()
     assert there.accelerator.device.type == ON
-    found, expected = zero_run.seen(there), zero_run.seen(here)
+    found, expected = sharded_run.seen(there), sharded_run.seen(here)
     assert found["completions"] == expected["completions"]
     for name, weight in expected["weights"].items():
         assert torch.allclose(found["weights"][name].cpu(), weight, atol=1e-3), name

@@ -8,7 +8,8 @@ import torch
 
 from tests import zero
 from tests.processes import free_port
-from tests.trainer.zero_run import STEPS, same, seen, trainer_of
+from tests.trainer.sharded_run import seen
+from tests.trainer.zero_run import STEPS, same, trainer_of
 
 
 def as_launched() -> None:

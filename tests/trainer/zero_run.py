@@ -22,7 +22,7 @@ from tests.helpers import base_args, prompts, tiny_model, tiny_tokenizer
 from tests.rewards.test_models import classifier
 from tests.sharded import weights_of
 from tests.trainer.scripted import lora
-from tests.trainer.sharded_run import settings_of_a_run, some_equal
+from tests.trainer.sharded_run import seen, settings_of_a_run, some_equal
 from tests.trainer.test_bad_updates import events
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -44,15 +44,6 @@ def trainer_of(folder: Path, processes: int, stage: int | None = None, **kw: Any
         processing_class=tiny_tokenizer(),
         **parts,
     )
-
-
-def seen(trainer: Any) -> dict[str, Any]:
-    """Completions, rewards and weights, which must not depend on the number of processes."""
-    return {
-        "logs": trainer.state.log_history,
-        "weights": {name: weight.clone() for name, weight in weights_of(trainer.model).items()},
-        "completions": list(trainer.completion_logs["train"].columns["completion"]),
-    }
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 0.0) -> None:
