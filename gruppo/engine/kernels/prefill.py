@@ -5,11 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gruppo.kernels.gpu.blocks import Blocks, launch_fitting
 from gruppo.kernels.gpu.softmax import INF, accumulate, padded, scores_of, start_of
 
 __all__ = ["prefill_attention"]
 
-# Padded head size -> queries per block, keys per block, warps, stages.
+# Padded head size -> queries per block, keys per block, warps, stages: the most that is tried.
 PREFILL_HALF = {
     16: (128, 64, 4, 3),
     32: (128, 64, 4, 3),
@@ -100,16 +101,20 @@ def prefill_attention(
     (tokens, heads, size), (_, kv_heads, size_v) = query.shape, pool_v.shape
     block_d, block_dv = padded(size), padded(size_v)
     table = PREFILL_FLOAT if pool_k.dtype == torch.float32 else PREFILL_HALF
-    block_m, block_n, warps, stages = table[max(block_d, block_dv)]
+    most = Blocks(*table[max(block_d, block_dv)])
     if max_query <= 16:  # a short chunk after a long past: as in decoding, most of a larger block would be padding
-        block_m, warps = 16, 4
+        most = most._replace(queries=16, warps=4)
     out = query.new_empty(tokens, heads, size_v)
-    _prefill_kernel[(triton.cdiv(max_query, block_m), len(starts), heads)](
-        query, pool_k, pool_v, starts, past, cu_query, sinks, out, scale, softcap or 1.0, window or 0,
-        *query.stride()[:2], *pool_k.stride()[:2], *pool_v.stride()[:2], heads,
-        D=size, DV=size_v, GROUP=heads // kv_heads,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_DV=block_dv,
+    shape = dict(
+        D=size, DV=size_v, GROUP=heads // kv_heads, BLOCK_D=block_d, BLOCK_DV=block_dv,
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
-        num_warps=warps, num_stages=stages,
     )  # fmt: skip
+
+    def launch(blocks: Blocks) -> None:
+        _prefill_kernel[(triton.cdiv(max_query, blocks.queries), len(starts), heads)](
+            query, pool_k, pool_v, starts, past, cu_query, sinks, out, scale, softcap or 1.0, window or 0,
+            *query.stride()[:2], *pool_k.stride()[:2], *pool_v.stride()[:2], heads, **shape, **blocks.options,
+        )  # fmt: skip
+
+    launch_fitting(launch, most, ("prefill", query.device, pool_k.dtype, *shape.values()))
     return out

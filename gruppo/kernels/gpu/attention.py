@@ -10,15 +10,16 @@ from torch.autograd.function import once_differentiable
 
 from gruppo.kernels.attention import Segments
 from gruppo.kernels.gpu import attention_kernels as kernels
+from gruppo.kernels.gpu.blocks import Blocks, launch_fitting
 from gruppo.kernels.gpu.softmax import padded
 from gruppo.kernels.gpu.tensors import with_rows
 
 __all__ = ["packed_attention"]
 
-Blocks = dict[int, tuple[int, int, int, int]]
+Table = dict[int, tuple[int, int, int, int]]
 
-# Padded head size -> queries per block, keys per block, warps, stages. For the forward pass:
-FORWARD_HALF: Blocks = {
+# Padded head size -> queries per block, keys per block, warps, stages: the most that is tried. For the forward pass:
+FORWARD_HALF: Table = {
     16: (128, 64, 4, 3),
     32: (128, 64, 4, 3),
     64: (128, 64, 4, 3),
@@ -26,7 +27,7 @@ FORWARD_HALF: Blocks = {
     256: (128, 32, 8, 2),
     512: (64, 32, 8, 1),
 }
-FORWARD_FLOAT: Blocks = {
+FORWARD_FLOAT: Table = {
     16: (32, 32, 4, 1),
     32: (32, 32, 4, 1),
     64: (32, 32, 8, 1),
@@ -35,7 +36,7 @@ FORWARD_FLOAT: Blocks = {
     512: (16, 16, 8, 1),
 }
 # For the gradient of the queries:
-QUERIES_HALF: Blocks = {
+QUERIES_HALF: Table = {
     16: (128, 64, 4, 3),
     32: (128, 64, 4, 3),
     64: (128, 64, 8, 3),
@@ -43,9 +44,9 @@ QUERIES_HALF: Blocks = {
     256: (128, 32, 8, 2),
     512: (32, 32, 8, 1),
 }
-QUERIES_FLOAT: Blocks = {**FORWARD_FLOAT, 256: (16, 16, 8, 1)}
+QUERIES_FLOAT: Table = {**FORWARD_FLOAT, 256: (16, 16, 8, 1)}
 # For the gradient of keys and values:
-KEYS_HALF: Blocks = {
+KEYS_HALF: Table = {
     16: (64, 128, 4, 3),
     32: (64, 128, 4, 3),
     64: (64, 128, 8, 3),
@@ -53,7 +54,7 @@ KEYS_HALF: Blocks = {
     256: (32, 64, 8, 2),
     512: (32, 32, 8, 1),
 }
-KEYS_FLOAT: Blocks = {**FORWARD_FLOAT, 128: (16, 32, 8, 1), 256: (16, 32, 8, 1)}
+KEYS_FLOAT: Table = {**FORWARD_FLOAT, 128: (16, 32, 8, 1), 256: (16, 32, 8, 1)}
 _ADD_UP = 1024  # numbers per program
 
 
@@ -94,14 +95,17 @@ class _PackedAttention(torch.autograd.Function):
         )  # fmt: skip
         # `inner`, the factor inside the tanh of a softcap; `unit`, which scales scores to units of log 2; the window.
         numbers = (scale / (softcap or scale), (softcap or scale) * math.log2(math.e), window or 0)
-        blocks = _blocks(query, shape, FORWARD_HALF, FORWARD_FLOAT)
-        tiles = segments.query_tiles(blocks["BLOCK_M"])
         out = query.new_empty(tokens, heads, size_v)
         lse = _per_query(query, shape)
-        kernels.forward_kernel[(len(tiles) * heads,)](
-            query, key, value, sinks, tiles, out, lse, tokens, *numbers, *_strides(query, key, value),
-            **shape, **blocks, HAS_SINKS=sinks is not None,
-        )  # fmt: skip
+
+        def launch(blocks: Blocks) -> None:
+            tiles = segments.query_tiles(blocks.queries)
+            kernels.forward_kernel[(len(tiles) * heads,)](
+                query, key, value, sinks, tiles, out, lse, tokens, *numbers, *_strides(query, key, value),
+                **shape, **blocks.options, HAS_SINKS=sinks is not None,
+            )  # fmt: skip
+
+        launch_fitting(launch, _blocks(query, shape, FORWARD_HALF, FORWARD_FLOAT), _kind("forward", query, shape))
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.rest = (segments, shape, (scale, *numbers))
         return out
@@ -134,13 +138,16 @@ def _query_gradient(
 ) -> tuple[Tensor, Tensor]:
     """The gradient (N, H, D) of the queries, and output times its gradient, summed over a head (see `_per_query`)."""
     tokens, heads, _ = query.shape
-    blocks = _blocks(query, shape, QUERIES_HALF, QUERIES_FLOAT)
-    tiles = segments.query_tiles(blocks["BLOCK_M"])
     grad_query, delta = torch.empty(query.shape, dtype=query.dtype, device=query.device), torch.empty_like(lse)
-    kernels.query_gradient_kernel[(len(tiles) * heads,)](
-        query, key, value, out, grad_out, tiles, lse, delta, grad_query, tokens, *numbers,
-        *_strides(query, key, value, grad_out), **shape, **blocks,
-    )  # fmt: skip
+
+    def launch(blocks: Blocks) -> None:
+        tiles = segments.query_tiles(blocks.queries)
+        kernels.query_gradient_kernel[(len(tiles) * heads,)](
+            query, key, value, out, grad_out, tiles, lse, delta, grad_query, tokens, *numbers,
+            *_strides(query, key, value, grad_out), **shape, **blocks.options,
+        )  # fmt: skip
+
+    launch_fitting(launch, _blocks(query, shape, QUERIES_HALF, QUERIES_FLOAT), _kind("queries", query, shape))
     return grad_query, delta
 
 
@@ -157,14 +164,17 @@ def _key_gradient(
 ) -> tuple[Tensor, Tensor]:
     """The gradients (N, Hkv, D) of the keys and (N, Hkv, Dv) of the values."""
     tokens, kv_heads, _ = key.shape
-    blocks = _blocks(query, shape, KEYS_HALF, KEYS_FLOAT)
-    tiles = segments.key_tiles(blocks["BLOCK_N"])
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value)]
     sums = [grad.new_empty(segments.sum_rows, *grad.shape[1:], dtype=torch.float32) for grad in grads]
-    kernels.key_gradient_kernel[(len(tiles) * kv_heads,)](
-        query, key, value, grad_out, lse, delta, segments.positions(), tiles, *grads, *sums, tokens, *numbers,
-        *_strides(query, key, value, grad_out), **shape, **blocks,
-    )  # fmt: skip
+
+    def launch(blocks: Blocks) -> None:
+        tiles = segments.key_tiles(blocks.keys)
+        kernels.key_gradient_kernel[(len(tiles) * kv_heads,)](
+            query, key, value, grad_out, lse, delta, segments.positions(), tiles, *grads, *sums, tokens, *numbers,
+            *_strides(query, key, value, grad_out), **shape, **blocks.options,
+        )  # fmt: skip
+
+    launch_fitting(launch, _blocks(query, shape, KEYS_HALF, KEYS_FLOAT), _kind("keys", query, shape))
     if segments.shared:
         for grad, partial in zip(grads, sums, strict=True):
             width = grad.shape[1] * grad.shape[2]
@@ -173,15 +183,18 @@ def _key_gradient(
     return grads[0], grads[1]
 
 
-def _blocks(query: Tensor, shape: dict[str, Any], half: Blocks, full: Blocks) -> dict[str, int]:
+def _blocks(query: Tensor, shape: dict[str, Any], half: Table, full: Table) -> Blocks:
     table = full if query.dtype == torch.float32 else half
-    row = table[max(shape["BLOCK_D"], shape["BLOCK_DV"])]
-    return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), row, strict=True))
+    return Blocks(*table[max(shape["BLOCK_D"], shape["BLOCK_DV"])])
+
+
+def _kind(name: str, query: Tensor, shape: dict[str, Any]) -> tuple[Any, ...]:
+    return (name, query.device, query.dtype, *shape.values())
 
 
 def _per_query(query: Tensor, shape: dict[str, Any]) -> Tensor:
     """A buffer of one float32 per head and query, (H * N,), plus one block at the end, which is read but not used."""
-    past = _blocks(query, shape, KEYS_HALF, KEYS_FLOAT)["BLOCK_M"]
+    past = _blocks(query, shape, KEYS_HALF, KEYS_FLOAT).queries
     return query.new_empty(query.shape[0] * query.shape[1] + past, dtype=torch.float32)
 
 
