@@ -5,6 +5,7 @@ behaviour that the checks do not anticipate (a custom mask, state outside the ca
 batch) shows up as a difference.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -71,8 +72,14 @@ def _rope_types(config: Any) -> set[str]:
     return {str(part.get("rope_type", "default")) for part in [rope, *nested] if isinstance(part, dict)}
 
 
-# Exceptions that a model may raise in a trial.
-STUMBLES = (RuntimeError, LookupError, ValueError, TypeError, AttributeError)
+# Exceptions that a model, or the compiler of the kernels under it, may raise in a trial.
+STUMBLES: tuple[type[Exception], ...] = (
+    RuntimeError, LookupError, ValueError, TypeError, AttributeError, StopIteration,
+)  # fmt: skip
+with contextlib.suppress(ImportError):  # where there is no Triton, no kernel is compiled
+    from triton.errors import TritonError
+
+    STUMBLES = (*STUMBLES, TritonError)
 
 
 def trial_prompts(model: nn.Module, tokens: int) -> list[list[int]]:
@@ -141,7 +148,7 @@ def why_not_routed(model: nn.Module, policy: PackedPolicy) -> list[str]:
         try:
             with policy.active(model):
                 found = policy.score_routed(model, pack)[1].loss().item()
-        except (*STUMBLES, StopIteration) as error:
+        except STUMBLES as error:
             return [f"its router's logits are not available in packed rows: {type(error).__name__}: {error}"]
     if abs(found - expected) <= _TOLERANCE[arithmetic_dtype(model, policy.autocast_dtype)] * abs(expected):
         return []

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from triton import OutOfResources
 
 from gruppo.kernels import attention
 from gruppo.kernels.attention import Segments, packed_attention
 from gruppo.kernels.gpu import attention as gpu
+from gruppo.kernels.gpu.blocks import Blocks, launch_fitting
 from tests import interpreter
 
 interpreter.make_ready()
@@ -224,6 +226,29 @@ def test_float16_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert all(x.dtype == torch.float16 for x in got.values())
     near(got, expected, 5e-3)
+
+
+def test_on_a_gpu_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward refuse the blocks of the table, 32 × 32, and settle for smaller ones."""
+    launched: list[Blocks] = []
+
+    def tight(launch: Callable[[Blocks], None], blocks: Blocks, kind: Any) -> None:
+        def refuse(smaller: Blocks) -> None:
+            if smaller.queries * smaller.keys > 16 * 32:
+                raise OutOfResources(2, 1, "shared memory")
+            launched.append(smaller)
+            launch(smaller)
+
+        launch_fitting(refuse, blocks, (kind, refuse))
+
+    monkeypatch.setattr(gpu, "launch_fitting", tight)
+    case = CASES["all at once"]
+    tensors, segments = case.tensors(), case.segments(DEVICE)
+    expected = with_gradients(lambda **t: by_token(case=case, **t), tensors)
+    on_device = {name: x.float().to(DEVICE) for name, x in tensors.items()}
+    got = with_gradients(lambda **t: gpu.packed_attention(segments=segments, **case.options, **t), on_device)
+    assert launched == [Blocks(16, 32, 4, 1)] * 3
+    near(got, expected, 1e-5)
 
 
 def test_blocks_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

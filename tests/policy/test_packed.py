@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
+from triton import OutOfResources
 
 from gruppo.errors import PackingError
 from gruppo.kernels import layers
@@ -379,6 +380,16 @@ def test_a_trial_gives_a_reason_whatever_the_model_does(make: Callable[[], Any])
     failure = packed_trial(model, PackedPolicy())
     assert failure is not None
     assert failure.startswith(("a trial of it failed: ", "in a trial its log"))
+
+
+def test_a_kernel_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise OutOfResources(172_032, 101_376, "shared memory")
+
+    monkeypatch.setattr(PackedPolicy, "score", refuse)
+    (reason,) = why_not_packed(trainable("llama"), PackedPolicy())
+    assert reason.startswith("a trial of it failed: OutOfResources: ")
+    assert "172032" in reason
 
 
 # ---- every combination, in float64

@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gruppo.kernels.gpu.blocks import Blocks, launch_fitting
 from gruppo.kernels.gpu.softmax import INF, accumulate, join, padded, scores_of, start_of
 
 __all__ = ["decode_attention"]
 
-# Padded head size -> keys per block, warps, stages. The entries for 64 and 128 are the fastest of 15 tried on an H200.
+# Padded head size -> keys per block, warps, stages: the most that is tried. The entries for 64 and 128 are the fastest
+# of 15 on an H200.
 _DECODE_HALF = {16: (64, 2, 3), 32: (64, 2, 3), 64: (64, 2, 3), 128: (128, 4, 2), 256: (32, 4, 3), 512: (16, 4, 2)}
 _DECODE_FLOAT = {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 2), 128: (32, 4, 2), 256: (16, 4, 2), 512: (16, 4, 1)}
 # The same for prompts shared by several rows, with the queries per block in front.
@@ -212,16 +214,24 @@ def _read_prompts(
     """Attend to the prompts; returns the number of parts of the open softmax, and these parts."""
     batch, kv_heads = len(query), pool_k.shape[1]
     table = _PROMPT_FLOAT if pool_k.dtype == torch.float32 else _PROMPT_HALF
-    block_m, block_n, warps, stages = table[max(shape["BLOCK_D"], shape["BLOCK_DV"])]
+    most = Blocks(*table[max(shape["BLOCK_D"], shape["BLOCK_DV"])])
     block_g = triton.next_power_of_2(shape["GROUP"])
-    rows = max(block_m // block_g, 16 // block_g, 1)
-    tiles = triton.cdiv(batch, rows)
-    splits = 1 if kv_heads * tiles >= _ENOUGH_PROGRAMS else 4
+
+    def rows_of(blocks: Blocks) -> int:
+        return max(blocks.queries // block_g, 16 // block_g, 1)
+
+    splits = 1 if kv_heads * triton.cdiv(batch, rows_of(most)) >= _ENOUGH_PROGRAMS else 4
     parts = _open_softmax(query, splits, shape["DV"])
-    _prompt_kernel[(kv_heads, tiles, splits)](
-        query, pool_k, pool_v, prompt_start, prompt_len, tail_len, *parts, batch, *numbers,
-        **shape, ROWS=rows, BLOCK_G=block_g, BLOCK_N=block_n, SPLITS=splits, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+
+    def launch(blocks: Blocks) -> None:
+        rows = rows_of(blocks)
+        _prompt_kernel[(kv_heads, triton.cdiv(batch, rows), splits)](
+            query, pool_k, pool_v, prompt_start, prompt_len, tail_len, *parts, batch, *numbers, **shape,
+            ROWS=rows, BLOCK_G=block_g, BLOCK_N=blocks.keys, SPLITS=splits,
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+
+    launch_fitting(launch, most, ("prompts", query.device, pool_k.dtype, splits, *shape.values()))
     return splits, parts
 
 
@@ -249,7 +259,7 @@ def decode_attention(
     (batch, heads, size), (_, kv_heads, size_v) = query.shape, pool_v.shape
     block_d, block_dv = padded(size), padded(size_v)
     table = _DECODE_FLOAT if pool_k.dtype == torch.float32 else _DECODE_HALF
-    block_n, warps, stages = table[max(block_d, block_dv)]
+    most = Blocks(padded(heads // kv_heads), *table[max(block_d, block_dv)])
     numbers = (scale, softcap or 1.0, window or 0, *query.stride()[:2], *pool_k.stride()[:2], *pool_v.stride()[:2])
     shape = dict(D=size, DV=size_v, GROUP=heads // kv_heads, BLOCK_D=block_d, BLOCK_DV=block_dv)
     shape |= dict(HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None)
@@ -260,12 +270,16 @@ def decode_attention(
         )
     out = query.new_empty(batch, heads, size_v)
     parts = (out, None, None) if splits == 1 else _open_softmax(query, splits, size_v)
-    _decode_kernel[(kv_heads, batch, splits)](
-        query, pool_k, pool_v, prompt_start, prompt_len, tail_start, tail_len, sinks, *parts, *prompt_parts, *numbers,
-        **shape, BLOCK_G=padded(heads // kv_heads), BLOCK_N=block_n, SPLITS=splits,
-        PROMPT_SPLITS=prompt_splits, HAS_SINKS=sinks is not None,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    options = dict(SPLITS=splits, PROMPT_SPLITS=prompt_splits, HAS_SINKS=sinks is not None)
+
+    def launch(blocks: Blocks) -> None:
+        _decode_kernel[(kv_heads, batch, splits)](
+            query, pool_k, pool_v, prompt_start, prompt_len, tail_start, tail_len, sinks, *parts, *prompt_parts,
+            *numbers, **shape, **options, BLOCK_G=most.queries, BLOCK_N=blocks.keys,
+            num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+
+    launch_fitting(launch, most, ("decode", query.device, pool_k.dtype, *options.values(), *shape.values()))
     if splits > 1:
         _merge_kernel[(batch * heads,)](
             *parts, out, DV=size_v, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), BLOCK_DV=block_dv,

@@ -1,8 +1,8 @@
 """Block sizes of a launch that fit into the shared memory of the GPU at hand.
 
 The tables of the attention kernels were tuned on an H200, which has 227 KiB of shared memory per program. An A100 has
-163 KiB, GPUs for workstations and inference (RTX 3090 to 5090, A10, L4) have 99 KiB: there the kernels start from the
-same row of their table and go on to smaller blocks until one fits.
+163 KiB, GPUs for workstations and inference (RTX 3090 to 5090, A10, L4) have 99 KiB, a T4 has 64: there the kernels
+start from the same row of their table and go on to smaller blocks until one fits.
 """
 
 from collections.abc import Callable, Hashable
@@ -13,6 +13,11 @@ from triton import OutOfResources
 __all__ = ["Blocks", "launch_fitting"]
 
 _LEAST = 16  # rows and columns of the smallest matrix product
+_TOO_LARGE = (
+    "This model's attention heads are too large for this GPU: the smallest block needs {1} bytes of {0}, and there "
+    "are {2}. Train in half precision (bf16=True), which needs half as much, or without these kernels "
+    "(packed_update=False, rollout_backend='transformers')."
+)
 
 
 class Blocks(NamedTuple):
@@ -53,17 +58,18 @@ _fitting: dict[Hashable, Blocks] = {}  # what the first launch of a kind found
 def launch_fitting(launch: Callable[[Blocks], None], blocks: Blocks, kind: Hashable) -> None:
     """Call `launch` with these blocks, or with the largest smaller ones that fit into the device's shared memory.
 
-    `kind` identifies the compiled kernel and its device: what fits is tried once for each.
+    `kind` identifies the compiled kernel and its device: what fits is tried once for each. RuntimeError if nothing
+    fits, which happens with large heads in float32.
     """
     start = blocks
     blocks = _fitting.get((kind, start), start)
     while True:
         try:
             launch(blocks)
-        except OutOfResources:
+        except OutOfResources as error:
             fewer = blocks.smaller()
             if fewer is None:
-                raise
+                raise RuntimeError(_TOO_LARGE.format(error.name, error.required, error.limit)) from error
             blocks = fewer
             continue
         _fitting[kind, start] = blocks
