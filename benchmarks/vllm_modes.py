@@ -2,6 +2,7 @@
 
     python benchmarks/vllm_modes.py --model FOLDER --vllm-site SITE     (FOLDER: see benchmarks/prepare_smollm2.py)
     python benchmarks/vllm_modes.py --tiny                              (on a CPU against stand-ins, to try it)
+    python benchmarks/vllm_modes.py --tiny --vllm-site SITE             (on a CPU; SITE has vLLM's build for CPUs)
 
 All modes use the same model, prompts, seed and settings, and run in one process after another:
 
@@ -37,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from datasets import Dataset
 
+from benchmarks import vllm_without_cuda
 from benchmarks.common import provenance
 from benchmarks.vllm_processes import Runner, vllm_version
 
@@ -52,7 +54,8 @@ TINY: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "num_generations": 2,
     "max_completion_length": 6,
-    "learning_rate": 1e-3,
+    "learning_rate": 1e-2,
+    "beta": 1e-3,  # so that the KL divergence is logged, which shows how far the weights have moved
     "use_cpu": True,
     "bf16": False,
 }
@@ -60,6 +63,7 @@ KEPT = (
     "step_time",
     "reward",
     "entropy",
+    "kl",
     "completions/mean_length",
     "rollout/seconds",
     "rollout/sync_seconds",
@@ -173,6 +177,7 @@ def summary(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "staleness": mean("sampling/staleness"),
         "reward_first": mean_of(values("reward")[:5]),
         "reward_last": mean_of(values("reward")[-5:]),
+        "kl_last": next(iter(values("kl")[::-1]), None),
         "drift_mean": mean(f"{drift}/mean", 0),
         "drift_max": max(values(f"{drift}/max"), default=None),
         "ratio_min": min(values(f"{ratio}/min"), default=None),
@@ -209,17 +214,20 @@ def work(options: argparse.Namespace) -> None:
     faulthandler.dump_traceback_later(max(options.limit - 5, 1))
     if options.tiny:
         torch.set_num_threads(1)
-        use_stand_ins()
+        do_without_cuda(options)
     options.record.write_text(json.dumps(train(mode, options)))
 
 
-def use_stand_ins() -> None:
+def do_without_cuda(options: argparse.Namespace) -> None:
+    """Send bytes instead of handles to a GPU's memory; without a vLLM, use the tests' stand-ins for it."""
     from gruppo.rollout.vllm import transfer
-    from tests.rollout.vllm_doubles import share_bytes
-    from tests.rollout.vllm_package import install_fake_vllm
+    from tests.rollout import vllm_doubles, vllm_package
 
-    install_fake_vllm()
-    transfer.share = share_bytes
+    if options.vllm_site is None:
+        transfer.share = vllm_doubles.share_bytes
+        vllm_package.install_fake_vllm()
+    else:
+        transfer.share = vllm_without_cuda.share_bytes
 
 
 # ---- all modes
@@ -243,7 +251,7 @@ def measure(options: argparse.Namespace, result: dict[str, Any], folder: Path) -
 def begun(options: argparse.Namespace) -> dict[str, Any]:
     """The result before the modes run: a new one or, with `--add`, the existing one."""
     result: dict[str, Any] = {**provenance(), "steps": options.steps, "groups": options.groups}
-    result["versions"]["vllm"] = "a stand-in" if options.tiny else vllm_version(options)
+    result["versions"]["vllm"] = "a stand-in" if options.tiny and not options.vllm_site else vllm_version(options)
     result |= {"modes": {}, "failed": {}}
     if not options.add:
         return result
@@ -273,7 +281,7 @@ def main() -> None:
         if options.tiny and options.model is None:
             from tests.rollout.vllm_doubles import saved_model
 
-            options.model = saved_model(folder / "model")
+            options.model = saved_model(folder / "model", hidden_size=128)  # vLLM has no heads of less than 32
         if options.model is None:
             parser().error("--model is missing; benchmarks/prepare_smollm2.py makes one")
         measure(options, begun(options), folder)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks import rollout_vllm
+from benchmarks import rollout_vllm, vllm_without_cuda
 
 # Modes with vLLM in the trainer's process; server-nccl needs only vLLM's NCCL code there.
 WITH_VLLM = ("colocate", "sleep", "server-nccl")
@@ -96,7 +96,7 @@ class Runner:
         begun = time.monotonic()
         self._transfer = transfer
         self._server_log = self.options.out.with_suffix(f".{mode}.vllm-serve.log")
-        if self.options.tiny:
+        if self.options.tiny and self.options.vllm_site is None:
             from tests.rollout.vllm_doubles import serving
 
             self.options.port = self._servers.enter_context(serving(self.options.model)).port
@@ -110,6 +110,7 @@ class Runner:
 
         port = str(self.options.port)
         asked = [str(self.options.model), "--port", port, "--weight-transfer", str(self._transfer)]
+        asked += ["--enforce-eager", "--dtype", "float32"] if self.options.tiny else []
         command = server_command(parser().parse_args(asked))
         variables = environment("colocate", self.options) | command.environment
         # The server runs its engine in a separate process; this variable would put it into the API process.
@@ -117,6 +118,9 @@ class Runner:
         variables |= {**NCCL, "NCCL_HOSTID": "server"}
         variables.setdefault("VLLM_HOST_IP", "127.0.0.1")  # the only address of a machine without a network
         paths = [variables["PYTHONPATH"], str(self._place_of_ray(variables))]
+        if self.options.tiny:
+            release = vllm_version(self.options)
+            paths.append(str(vllm_without_cuda.make_plugin(self.folder / "plugin", release)))
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         process = self._servers.enter_context(started(command.arguments, variables, log))
 
@@ -170,12 +174,13 @@ def environment(mode: str, options: argparse.Namespace) -> dict[str, str]:
         return dict(os.environ)
     paths = [str(options.vllm_site or ""), os.environ.get("PYTHONPATH", "")]
     own = {**NCCL, "NCCL_HOSTID": "trainer"} if mode == "server-nccl" else {}
+    own |= vllm_without_cuda.ENVIRONMENT if options.tiny else {}
     return {**rollout_vllm.ENVIRONMENT, **os.environ, **own, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def vllm_version(options: argparse.Namespace) -> str:
     """The version of the vLLM package that the modes use; looked up in a separate process that can see it."""
-    code = "import importlib.metadata as m; print(m.version('vllm'))"
+    code = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
     variables = environment("colocate", options)
     found = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "none"

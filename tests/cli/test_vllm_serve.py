@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib import metadata
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +21,18 @@ def command(*arguments: str) -> Any:
 def flags(made: Any) -> dict[str, str]:
     words = made.arguments
     return {name: value for name, value in pairwise(words) if name.startswith("--")}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, release: str | None, *beside: str) -> None:
+    """A package `vllm` of that release, without metadata if None, and empty packages beside it."""
+
+    def version(name: str) -> str:
+        if release is None:
+            raise metadata.PackageNotFoundError(name)
+        return release
+
+    monkeypatch.setattr(serve, "find_spec", lambda name: object() if name in ("vllm", *beside) else None)
+    monkeypatch.setattr(serve.metadata, "version", version)
 
 
 def test_a_server_on_the_trainers_gpu() -> None:
@@ -98,7 +111,7 @@ def test_what_would_not_work_is_refused(arguments: list[str], message: str, caps
 def test_it_prints_the_command_and_becomes_it(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     become: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *program: become.append(program))
-    monkeypatch.setattr(serve, "find_spec", lambda name: object())
+    install(monkeypatch, "0.32.0", "ray")
     assert cli.main(["vllm-serve", "org/model", "--print"]) == 0
     assert become == []
     printed = capsys.readouterr().out
@@ -116,9 +129,23 @@ def test_an_environment_without_vllm(capsys: Any, monkeypatch: pytest.MonkeyPatc
     assert "not installed" in capsys.readouterr().err
 
 
-def test_ipc_needs_a_module_that_vllm_does_not_require(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "ray" else object())
+def test_ipc_needs_a_module_that_vllm_did_not_require(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execve", lambda *program: None)
+    install(monkeypatch, "0.26.0")
     assert cli.main(["vllm-serve", "org/model"]) == 2
-    assert "pip install ray" in capsys.readouterr().err
+    assert "The IPC transfer of vLLM 0.26 imports ray" in capsys.readouterr().err
     assert cli.main(["vllm-serve", "org/model", "--weight-transfer", "nccl"]) != 2
+    install(monkeypatch, "0.27.0")
+    assert cli.main(["vllm-serve", "org/model"]) != 2
+
+
+@pytest.mark.parametrize(
+    ("release", "said"),
+    [("0.23.1", "vLLM 0.23.1 of this environment"), (None, "vLLM of unknown release of this environment")],
+)
+def test_a_release_that_is_not_supported(
+    release: str | None, said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, release)
+    assert cli.main(["vllm-serve", "org/model"]) == 2
+    assert f"{said} is not supported" in capsys.readouterr().err

@@ -30,14 +30,14 @@ def client_of(double: Double, timeout: float = 5.0) -> VLLMClient:
 
 def test_what_a_server_says_of_itself(double: Double) -> None:
     facts = client_of(double).facts()
-    assert (facts.model, facts.root, facts.version) == ("org/model", "org/model", "0.24.0")
+    assert (facts.model, facts.root, facts.version) == ("org/model", "org/model", "0.32.0")
     assert (facts.context_length, facts.logprobs_mode, facts.transfer) == (128, "processed_logprobs", "ipc")
     assert (facts.unpickles, facts.workers, facts.instance) == (True, 1, double.instance)
 
 
 KNOWN = {"vllm_config": {"instance_id": "1", "model_config": {"logprobs_mode": "x"}}, "vllm_env": {}}
 ANSWERS: dict[str, Any] = {
-    "/version": {"version": "0.24.0"},
+    "/version": {"version": "0.32.0"},
     "/v1/models": {"data": [{"id": "m", "max_model_len": 8}]},
     "/get_world_size": {"world_size": 1},
     "/server_info?config_format=json": KNOWN,
@@ -48,8 +48,8 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         {"/version": {"version": "0.10.2"}, "/server_info?config_format=json": {}},
         "vLLM 0.10.2 of the server",
     ),
-    ({"/version": {"version": "0.31.0"}, "/v1/models": {}}, "vLLM 0.31.0 of the server at .* is not supported"),
-    ({"/v1/models": {}}, r"does not report its settings as vLLM 0.24 to 0.27 does \(KeyError: 'data'\)"),
+    ({"/version": {"version": "0.34.0"}, "/v1/models": {}}, "vLLM 0.34.0 of the server at .* is not supported"),
+    ({"/v1/models": {}}, r"does not report its settings as vLLM 0.24 to 0.33 does \(KeyError: 'data'\)"),
     ({"/v1/models": {"data": []}}, "does not report its settings .*IndexError"),
     ({"/get_world_size": {}}, "does not report its settings .*world_size"),
     ({"/server_info?config_format=json": {**KNOWN, "vllm_config": "a text"}}, "does not report its settings"),

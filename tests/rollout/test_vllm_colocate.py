@@ -180,8 +180,8 @@ def test_vllm_that_is_not_installed(model: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_release_that_is_not_known(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", fake_vllm("0.31.0")["vllm"])
-    with pytest.raises(ConfigError, match=r"vLLM 0\.31\.0 of this environment"):
+    monkeypatch.setitem(sys.modules, "vllm", fake_vllm("0.34.0")["vllm"])
+    with pytest.raises(ConfigError, match=r"vLLM 0\.34\.0 of this environment"):
         backend_of(model)
     assert FakeLLM.made == []
 

@@ -72,8 +72,10 @@ def assert_sampled_from(model: Any, found: list[Completion], temperature: float 
 # ---- samples
 
 
-def test_samples_are_those_of_the_policy() -> None:
+@pytest.mark.parametrize("version", ["0.24.0", "0.26.0", "0.27.0", "0.32.0"])  # formats changed in between
+def test_samples_are_those_of_the_policy(version: str) -> None:
     with serving("org/model") as double:
+        double.version = version
         model = tiny_model()
         backend = backend_of(double, model)
         found = backend.sample(REQUESTS)
@@ -205,6 +207,10 @@ def test_keys_that_cannot_go_are_an_error(double: Double) -> None:
     change(model)
     double.stuck = True
     with pytest.raises(RolloutError, match=r"status 500.*Failed to reset KV cache"):
+        backend.sample(REQUESTS)
+    assert backend.weights_version is None
+    double.stuck, double.keeps_old = False, True
+    with pytest.raises(RolloutError, match="did not drop its KV cache"):
         backend.sample(REQUESTS)
     assert backend.weights_version is None
 
@@ -505,7 +511,7 @@ def set_to(**values: Any) -> Callable[[Double], None]:
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (set_to(version="0.31.0"), "vLLM 0.31.0 of the server at .* is not supported"),
+        (set_to(version="0.34.0"), "vLLM 0.34.0 of the server at .* is not supported"),
         (set_to(dev_mode=False), "VLLM_SERVER_DEV_MODE=1"),
         (set_to(transfer=None), "does not accept weights.*--weight-transfer ipc"),
         (set_to(transfer="sparse"), "does not accept weights.*'sparse'"),

@@ -36,7 +36,6 @@ def test_what_the_server_is_told_of_a_part() -> None:
         "names": ["a", "b"],
         "dtype_names": ["float32", "float32"],
         "shapes": [[2, 3], []],
-        "packed": True,
     }
 
 
@@ -112,9 +111,12 @@ def test_another_process_reads_the_buffer() -> None:
             print(json.dumps(body["update_info"]), file=reader.stdin, flush=True)
             read.extend(json.loads(reader.stdout.readline()))
 
+        used = torch.cuda.memory_allocated()
         sender = IPCSender(types.SimpleNamespace(post_once=post_once), chunk_bytes=70)  # type: ignore[arg-type]
         for _ in range(2):
             sender.send(iter(weights))
+            sender.release()
+            assert torch.cuda.memory_allocated() == used
     assert read == 2 * [weight.double().flatten().tolist() for _, weight in weights]
 
 
@@ -139,19 +141,38 @@ class FakeEngine:
         return Group()
 
     @staticmethod
-    def trainer_send_weights(weights: Any, arguments: dict[str, Any]) -> None:
-        assert arguments["packed"]
-        arguments["group"].sent.append(dict(weights))
+    def broadcast(weights: Any, group: Group, src: int, post_iter_func: Any, **buffers: int) -> None:
+        assert (src, buffers) == (0, {"buffer_size_bytes": 1 << 30, "num_buffers": 2})
+        group.sent.append({pair[0]: post_iter_func(pair) for pair in weights})
+
+
+RELEASES = ["0.24.0", "0.27.1", "0.32.0"]
+
+
+def module_of_vllm(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
+    module = types.ModuleType(name)
+    vars(module).update(contents)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture(params=RELEASES)
+def release(request: pytest.FixtureRequest) -> str:
+    """Of the package and the server; tests that do not ask for it have the last one."""
+    return str(request.param)
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = types.ModuleType("vllm.distributed.weight_transfer.nccl_engine")
-    module.NCCLWeightTransferEngine = FakeEngine  # type: ignore[attr-defined]
-    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["vllm"].__version__ = "0.24.0"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+def engine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    release = request.getfixturevalue("release") if "release" in request.fixturenames else RELEASES[-1]
+    transfer_code = "vllm.distributed.weight_transfer"
+    module_of_vllm(monkeypatch, "vllm", __version__=release)
+    module_of_vllm(monkeypatch, "vllm.distributed")
+    module_of_vllm(monkeypatch, transfer_code)
+    module_of_vllm(monkeypatch, f"{transfer_code}.packed_tensor", packed_nccl_broadcast_producer=FakeEngine.broadcast)
+    if release == "0.24.0":
+        module_of_vllm(monkeypatch, f"{transfer_code}.nccl_engine", NCCLWeightTransferEngine=FakeEngine)
+    else:
+        module_of_vllm(monkeypatch, f"{transfer_code}.nccl_common", trainer_init=FakeEngine.trainer_init)
     monkeypatch.setattr(transfer, "_on_device", lambda own: own())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return FakeEngine
@@ -172,7 +193,8 @@ def sender_of(double: Double, timeout: float = 5.0) -> tuple[NCCLSender, VLLMCli
     return sender, client
 
 
-def test_trainer_and_workers_join_and_weights_go_in_parts(double: Double, engine: Any) -> None:
+def test_trainer_and_workers_join_and_weights_go_in_parts(double: Double, engine: Any, release: str) -> None:
+    double.version = release
     sender, client = sender_of(double)
     sender.chunk_bytes = 12
     weights = tensors(1, 2, 1)
@@ -180,11 +202,13 @@ def test_trainer_and_workers_join_and_weights_go_in_parts(double: Double, engine
         push(client, sender, client.facts(), iter(weights))
     own = {"master_address": "127.0.0.1", "master_port": 51216, "world_size": 5}
     assert engine.joined == own
-    assert double.calls("/init_weight_transfer_engine") == [{"init_info": own | {"rank_offset": 1}}], "once"
+    packing = {"packed": True, "packed_buffer_size_bytes": 1 << 30, "packed_num_buffers": 2}
+    once, each = (packing, {}) if release == "0.32.0" else ({}, packing)
+    assert double.calls("/init_weight_transfer_engine") == [{"init_info": own | {"rank_offset": 1} | once}], "once"
     assert [list(part) for part in sender.group.sent[:2]] == [["torch.float320", "torch.float321"], ["torch.float322"]]
     assert [body["update_info"] for body in double.calls("/update_weights")][:2] == [
-        described(weights[:2]),
-        described(weights[2:]),
+        described(weights[:2]) | each,
+        described(weights[2:]) | each,
     ]
     assert "/reset_prefix_cache" in {path for path, _ in double.log}
 
@@ -211,7 +235,7 @@ def test_a_refused_update_does_not_leave_the_trainer_waiting(
 ) -> None:
     sender, client = sender_of(double)
     sender.begin(client.facts())
-    monkeypatch.setattr(engine, "trainer_send_weights", staticmethod(lambda *_: time.sleep(30)))
+    monkeypatch.setattr(sender, "_broadcast", lambda *_, **__: time.sleep(30))
     double.broken["/update_weights"] = [500]
     start = time.monotonic()
     with pytest.raises(RolloutError, match="status 500"):
@@ -229,21 +253,21 @@ def test_a_broadcast_that_fails_or_hangs_is_an_error(
     sender, client = sender_of(double, timeout=0.3)
     sender.begin(client.facts())
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ValueError("unhandled cuda error")
 
-    monkeypatch.setattr(engine, "trainer_send_weights", staticmethod(fail))
+    monkeypatch.setattr(sender, "_broadcast", fail)
     with pytest.raises(RolloutError, match="NCCL failed during /update_weights: unhandled cuda error"):
         sender.send(iter(tensors(1)))
-    monkeypatch.setattr(engine, "trainer_send_weights", staticmethod(lambda *_: time.sleep(3)))
+    monkeypatch.setattr(sender, "_broadcast", lambda *_, **__: time.sleep(3))
     with pytest.raises(RolloutError, match=r"NCCL had not finished 0.3 s after /update_weights was called"):
         sender.send(iter(tensors(1)))
 
 
 def test_nccl_needs_a_release_that_is_known(double: Double, engine: Any) -> None:
-    sys.modules["vllm"].__version__ = "0.31.0"  # type: ignore[attr-defined]
+    sys.modules["vllm"].__version__ = "0.34.0"  # type: ignore[attr-defined]
     client = VLLMClient(double.url, request_timeout=1.0)
-    with pytest.raises(ConfigError, match=r"vLLM 0.31.0 of this environment is not supported"):
+    with pytest.raises(ConfigError, match=r"vLLM 0.34.0 of this environment is not supported"):
         transfer.make_sender(client, client.facts(), group_port=1)
 
 

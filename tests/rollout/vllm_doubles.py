@@ -24,6 +24,7 @@ from tests.helpers import tiny_model, tiny_tokenizer
 
 EOS = 1
 GPU = "GPU-of-the-test"
+PACKING = {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
 
 
 def saved_model(folder: Path, seed: int = 0, **settings: Any) -> Path:
@@ -123,14 +124,14 @@ class RefusalError(Exception):
 
 
 class Double:
-    """A vLLM server on its own port; its responses, including errors, have the form of those of vLLM 0.24.
+    """A vLLM server on its own port; its responses, including errors, have the form of those of its `version`.
 
     Tests change its attributes: `slow` and `broken` map paths to seconds and statuses; `log` contains every call.
     """
 
     def __init__(self, folder: str | Path = "", *, transfer: str | None = "ipc", **model: Any):
         self.folder, self.transfer, self.model = str(folder), transfer, model
-        self.version, self.dev_mode, self.mode = "0.24.0", True, "processed_logprobs"
+        self.version, self.dev_mode, self.mode = "0.32.0", True, "processed_logprobs"
         self.unpickles, self.workers, self.api_processes = True, 1, 1
         self.slow: dict[str, float] = {}
         self.broken: dict[str, list[int]] = {}
@@ -138,6 +139,7 @@ class Double:
         self.log: list[tuple[str, Any]] = []
         self.queries: list[tuple[str, str]] = []  # the path and the query string of each call
         self.busy = False  # another client's request is running
+        self.keeps_old = False  # the reset of the cache is answered with a failure
         self.stuck = False  # a request waits for KV cache entries of another machine and cannot be preempted
         self.connector: str | None = None
         self.outside: dict[tuple[int, ...], Tensor] = {}  # the cache of the KV connector
@@ -168,6 +170,7 @@ class Double:
     def restart(self) -> None:
         """Replace the instance between two calls, at the same address."""
         self.instance, self.active, self.sampler = str(time.time_ns()), False, Sampler(**self.model)
+        self.packed = False
 
     @property
     def url(self) -> str:
@@ -216,17 +219,22 @@ class Double:
             ("POST", "/reset_prefix_cache"): self._reset,
         }
 
+    def _since(self, minor: int) -> bool:
+        """Whether this is vLLM 0.`minor` or a later one."""
+        return int(self.version.split(".")[1]) >= minor
+
     def _reset(self) -> Any:
-        """The response does not report entries that were not dropped, except in one case."""
+        """Before vLLM 0.26 the response does not report entries that were not dropped, except in one case."""
         query = parse_qs(next(query for path, query in reversed(self.queries) if path == "/reset_prefix_cache"))
         begins_anew = query.get("reset_running_requests") == ["true"]
         if begins_anew and self.stuck:
             raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
-        if begins_anew or not (self.busy or self.stuck):
+        dropped = begins_anew or not (self.busy or self.stuck)
+        if dropped:
             self.sampler.prefixes.clear()
         if query.get("reset_external") == ["true"]:
             self.outside.clear()
-        return None
+        return {"success": dropped and not self.keeps_old} if self._since(26) else None
 
     def _models(self) -> Any:
         length = self.sampler.context_length
@@ -251,8 +259,9 @@ class Double:
 
     def _init(self, info: dict[str, Any]) -> Any:
         needed = {"master_address", "master_port", "rank_offset", "world_size"} if self.transfer == "nccl" else set()
-        if info.keys() != needed:
+        if not needed <= info.keys() <= needed | (PACKING if self._packing_is_said_once() else set()):
             raise RuntimeError(f"Invalid init_info: {info}")
+        self.packed = info.get("packed", False)
         return {"message": "Weight transfer initialized"}
 
     def _start(self, body: Any) -> Any:
@@ -274,10 +283,15 @@ class Double:
             raise
         return {"message": "Weights updated"}
 
+    def _packing_is_said_once(self) -> bool:
+        return self._since(27 if self.transfer == "ipc" else 28)
+
     def _unpacked(self, info: dict[str, Any]) -> dict[str, Tensor]:
         if not self.unpickles:
             raise RuntimeError("Refusing to deserialize `ipc_handles_pickled`")
-        assert info["packed"] is True
+        if self._packing_is_said_once() and "packed" in info:
+            raise RuntimeError("IPCWeightTransferUpdateInfo.__init__() got an unexpected keyword argument 'packed'")
+        assert self.packed if self._packing_is_said_once() else info["packed"]
         handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
         content, weights, at = handles[GPU], {}, 0
         for name, dtype, shape, size in zip(

@@ -82,7 +82,7 @@ def _output(index: int, one: dict[str, Any], with_logps: bool) -> Any:
     )
 
 
-def fake_vllm(version: str = "0.24.0") -> dict[str, types.ModuleType]:
+def fake_vllm(version: str = "0.32.0") -> dict[str, types.ModuleType]:
     """The modules that `import vllm` finds."""
     package, params = types.ModuleType("vllm"), types.ModuleType("vllm.sampling_params")
     package.__version__ = version  # type: ignore[attr-defined]
@@ -94,6 +94,6 @@ def fake_vllm(version: str = "0.24.0") -> dict[str, types.ModuleType]:
     return {"vllm": package, "vllm.sampling_params": params}
 
 
-def install_fake_vllm(version: str = "0.24.0") -> None:
+def install_fake_vllm(version: str = "0.32.0") -> None:
     """Install the stand-in for the rest of this process."""
     sys.modules.update(fake_vllm(version))

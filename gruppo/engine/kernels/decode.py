@@ -141,10 +141,9 @@ def _decode_kernel(
     pool_v += kv_head * stride_vh
     highest, total, mixed = start_of(sinks, head, is_head, split == 0, BLOCK_DV, HAS_SINKS)
     row_head = row.to(tl.int64) * (tl.num_programs(0) * GROUP) + head
-    adds_prompt = g < tl.where(split == 0, GROUP, 0)  # Triton's interpreter wants masks of one shape
+    adds = g < tl.where(split == 0, GROUP, 0)  # Triton's interpreter wants masks of one shape
     for part in tl.static_range(PROMPT_SPLITS):
-        at = row_head * PROMPT_SPLITS + part
-        found = _load_part(prompt_out, prompt_max, prompt_sum, at, adds_prompt, DV, BLOCK_DV)
+        found = _load_part(prompt_out, prompt_max, prompt_sum, row_head * PROMPT_SPLITS + part, adds, DV, BLOCK_DV)
         highest, total, mixed = join(highest, total, mixed, *found)
 
     for block in range(from_block, tl.minimum(from_block + per_split, blocks)):

@@ -8,9 +8,11 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 
 from gruppo.errors import ConfigError
+from gruppo.rollout.vllm.versions import IPC_WITHOUT_RAY, Release, check_version
 
 __all__ = ["Command", "main", "server_command"]
 
@@ -136,9 +138,20 @@ def main(argv: list[str]) -> int:
         return 0
     if find_spec("vllm") is None:
         raise ConfigError("vLLM is not installed in this environment: pip install vllm, or run the printed command.")
-    if options.weight_transfer == "ipc" and find_spec("ray") is None:
+    release = _installed()
+    if options.weight_transfer == "ipc" and release < IPC_WITHOUT_RAY and find_spec("ray") is None:
         raise ConfigError(
-            "vLLM's IPC transfer imports ray, which is not installed in this environment and is not a dependency of "
-            "vLLM: pip install ray. It is imported but not used, so an empty module ray.py also works."
+            f"The IPC transfer of vLLM {release[0]}.{release[1]} imports ray, which is not installed in this "
+            "environment and is not a dependency of vLLM: pip install ray. It is imported but not used, so an empty "
+            "module ray.py also works."
         )
     os.execve(command.arguments[0], command.arguments, {**os.environ, **command.environment})
+
+
+def _installed() -> Release:
+    """The release of vLLM in this environment; raises if it is not supported. Importing it would take seconds."""
+    try:
+        version = metadata.version("vllm")
+    except metadata.PackageNotFoundError:  # a build with another name, or a folder of sources
+        version = "of unknown release"
+    return check_version(version, "this environment")

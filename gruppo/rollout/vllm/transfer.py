@@ -5,7 +5,7 @@
 IPC: tensors are copied into one buffer on the GPU, and the server receives its CUDA IPC handle. The handle is pickled,
 and unpickling lets anyone who can reach the server's port run code there. Hence IPC is used only on loopback, and only
 if the server was started with VLLM_ALLOW_INSECURE_SERIALIZATION=1. The buffer is reused once the server has confirmed
-that it read it.
+that it read it, and freed at the end of the update.
 
 NCCL: trainer and workers join a process group once. The trainer broadcasts while an HTTP call tells the workers what
 to receive. This needs vLLM in the trainer's environment, for its code that packs tensors, and a GPU other than the
@@ -16,7 +16,7 @@ import base64
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import suppress
 from typing import Any
@@ -28,13 +28,15 @@ from gruppo.config.vllm import GROUP_PORT
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.rollout.vllm.client import ServerFacts, ServerRefusedError, VLLMClient
 from gruppo.rollout.vllm.threads import started
-from gruppo.rollout.vllm.versions import check_version
+from gruppo.rollout.vllm.versions import PACKING_SAID_ONCE, check_version, release_of
 
 __all__ = ["IPCSender", "NCCLSender", "Sender", "make_sender", "push"]
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 29
+# Of NCCL. Trainer and server must agree, and their releases of vLLM, whose defaults these are, may differ.
+PACKING: Mapping[str, Any] = {"packed": True, "packed_buffer_size_bytes": 1 << 30, "packed_num_buffers": 2}
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -55,6 +57,9 @@ class Sender:
         """Send all weights, in as many calls as needed."""
         raise NotImplementedError
 
+    def release(self) -> None:
+        """Free what the server could read until the update ended."""
+
 
 def push(client: VLLMClient, sender: Sender, facts: ServerFacts, weights: Weights) -> None:
     """One complete update of the server's weights; if it raises, their state is unknown."""
@@ -63,8 +68,11 @@ def push(client: VLLMClient, sender: Sender, facts: ServerFacts, weights: Weight
         _close(client)
     sender.whole_at = None
     client.post_once("/start_weight_update")
-    sender.send(weights)
-    client.post_once("/finish_weight_update")
+    try:
+        sender.send(weights)
+        client.post_once("/finish_weight_update")
+    finally:
+        sender.release()
     _drop_old_keys(client)
     sender.whole_at = facts.instance
 
@@ -73,9 +81,13 @@ def _drop_old_keys(client: VLLMClient) -> None:
     """Drop the KV cache of the old weights, including what a connector stores outside the engine.
 
     A request that is still running would silently prevent this. With `reset_running_requests` the server restarts such
-    requests, and either drops everything or returns an error.
+    requests, and either drops everything or returns an error; since vLLM 0.26 the answer says which it was.
     """
-    client.post_once("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+    answer = client.post_once("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+    if answer.get("success") is False:
+        raise RolloutError(
+            f"The vLLM server at {client.url} did not drop its KV cache, which was computed with the old weights."
+        )
 
 
 def _close(client: VLLMClient) -> None:
@@ -150,8 +162,19 @@ def described(chunk: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
         "names": [name for name, _ in chunk],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
         "shapes": [list(tensor.shape) for _, tensor in chunk],
-        "packed": True,
     }
+
+
+def announced(facts: ServerFacts, packing: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """How tensors are packed, in two parts: what a server is told at the beginning, and what with every chunk.
+
+    Example:
+        announced(facts of an IPC server of vLLM 0.26, {"packed": True}) -> {}, {"packed": True}
+        announced(facts of an IPC server of vLLM 0.27, {"packed": True}) -> {"packed": True}, {}
+    """
+    release = release_of(facts.version)
+    said_once = release is not None and facts.transfer is not None and release >= PACKING_SAID_ONCE[facts.transfer]
+    return (dict(packing), {}) if said_once else ({}, dict(packing))
 
 
 # ---- one GPU
@@ -174,11 +197,14 @@ class IPCSender(Sender):
     def __init__(self, client: VLLMClient, chunk_bytes: int = CHUNK_BYTES):
         self.client = client
         self.chunk_bytes = chunk_bytes
+        self._buffer: Tensor | None = None
         self._begun_with: str | None = None
+        self._said_with_each: dict[str, Any] = {}
 
     def begin(self, facts: ServerFacts) -> None:
         if self._begun_with != facts.instance:
-            self.client.post_once("/init_weight_transfer_engine", {"init_info": {}})
+            said_once, self._said_with_each = announced(facts, {"packed": True})
+            self.client.post_once("/init_weight_transfer_engine", {"init_info": said_once})
             self._begun_with = facts.instance
 
     def forget(self) -> None:
@@ -186,31 +212,36 @@ class IPCSender(Sender):
         self._begun_with = None
 
     def send(self, weights: Weights) -> None:
-        buffer: Tensor | None = None
         for chunk in chunks(weights, self.chunk_bytes):
             sizes = [tensor.nbytes for _, tensor in chunk]
-            if buffer is None or buffer.numel() < sum(sizes):
-                buffer = None  # freed before the new one is allocated
-                buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=chunk[0][1].device)
-            used = buffer[: sum(sizes)]
+            used = self._room(sum(sizes), chunk[0][1].device)
             for part, (_, tensor) in zip(used.split(sizes), chunk, strict=True):
                 part.copy_(tensor.contiguous().view(-1).view(torch.uint8))
             handle = base64.b64encode(pickle.dumps(share(used))).decode()
-            info = {**described(chunk), "tensor_sizes": sizes, "ipc_handles_pickled": handle}
+            info = {**described(chunk), **self._said_with_each, "tensor_sizes": sizes, "ipc_handles_pickled": handle}
             self.client.post_once("/update_weights", {"update_info": info})  # returns when the server has read it
-        if buffer is not None and buffer.is_cuda:
-            del buffer
+
+    def _room(self, size: int, device: torch.device) -> Tensor:
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = None  # freed before the new one is allocated
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._buffer[:size]
+
+    def release(self) -> None:
+        """Free the buffer. Since vLLM 0.28 the server holds it until the update ends: freed earlier, it would stay."""
+        self._buffer = None
+        if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
 
 
 # ---- several GPUs
 
 
-def _nccl_engine() -> Any:
-    """vLLM's own code for the trainer's side."""
+def _nccl_code() -> tuple[Callable[..., Any], Callable[..., None]]:
+    """vLLM's own code for the trainer's side: a function that joins the group, and one that broadcasts tensors."""
     try:
         import vllm
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
     except ImportError as error:
         raise ConfigError(
             "The server takes weights by NCCL, for which vLLM must be installed in the trainer's environment as well: "
@@ -219,7 +250,13 @@ def _nccl_engine() -> Any:
     if not torch.cuda.is_available():
         raise ConfigError("The server takes weights by NCCL, which needs a CUDA device in the trainer as well.")
     check_version(vllm.__version__, "this environment")
-    return NCCLWeightTransferEngine
+    try:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+    except ImportError:  # vLLM 0.24
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        trainer_init = NCCLWeightTransferEngine.trainer_init
+    return trainer_init, packed_nccl_broadcast_producer
 
 
 class NCCLSender(Sender):
@@ -228,9 +265,10 @@ class NCCLSender(Sender):
     def __init__(self, client: VLLMClient, group_port: int, chunk_bytes: int = CHUNK_BYTES):
         self.client = client
         self.group_port, self.chunk_bytes = group_port, chunk_bytes
-        self.engine = _nccl_engine()
+        self._join, self._broadcast = _nccl_code()
         self.group: Any = None
         self._group_of: str | None = None  # the server instance that the group was made with
+        self._said_with_each: dict[str, Any] = {}
 
     def begin(self, facts: ServerFacts) -> None:
         if self._group_of == facts.instance:
@@ -241,8 +279,9 @@ class NCCLSender(Sender):
             "master_port": self.group_port,
             "world_size": facts.workers + 1,
         }
-        init = {"init_info": {**own, "rank_offset": 1}}
-        self.group = self._together("/init_weight_transfer_engine", init, lambda: self.engine.trainer_init(own))
+        said_once, self._said_with_each = announced(facts, PACKING)
+        init = {"init_info": {**own, "rank_offset": 1, **said_once}}
+        self.group = self._together("/init_weight_transfer_engine", init, lambda: self._join(own))
         self._group_of = facts.instance
 
     def forget(self) -> None:
@@ -250,13 +289,19 @@ class NCCLSender(Sender):
         self.group = self._group_of = None  # also frees the port, which the other sender may listen on
 
     def send(self, weights: Weights) -> None:
-        arguments = {"group": self.group, "packed": True}
         instance, self._group_of = self._group_of, None  # after a partial broadcast the group's state is unknown
         for chunk in chunks(weights, self.chunk_bytes):
             self._together(
                 "/update_weights",
-                {"update_info": described(chunk)},
-                lambda chunk=chunk: self.engine.trainer_send_weights(iter(chunk), arguments),  # type: ignore[misc]
+                {"update_info": {**described(chunk), **self._said_with_each}},
+                lambda chunk=chunk: self._broadcast(  # type: ignore[misc]
+                    iter(chunk),
+                    self.group,
+                    src=0,
+                    post_iter_func=lambda pair: pair[1],
+                    buffer_size_bytes=PACKING["packed_buffer_size_bytes"],
+                    num_buffers=PACKING["packed_num_buffers"],
+                ),
             )
         self._group_of = instance
 
