@@ -6,7 +6,7 @@
 Each release makes a few updates of a small model in float32 with a large learning rate, by benchmarks/vllm_modes.py.
 All of vLLM is its own except the handles to a GPU's memory (benchmarks/vllm_without_cuda.py). `drift_max` is the
 largest difference between the sampler's log-probs and the trainer's; `kl_last` is how far the policy has moved from
-the weights that vLLM loaded from disk. A release passes if the drift is that of rounding although the policy has moved.
+the weights that vLLM loaded from disk. A release passes if the drift is that of rounding though the policy has moved.
 With async_rollouts=1 the sampler is one generation behind: there the drift must be larger than that.
 """
 
