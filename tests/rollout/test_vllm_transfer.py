@@ -89,7 +89,7 @@ for line in sys.stdin:
     described = zip(packed.split(info["tensor_sizes"]), info["dtype_names"], info["shapes"], strict=True)
     parts = [part.view(getattr(torch, dtype)).view(*shape).clone() for part, dtype, shape in described]
     torch.cuda.synchronize()
-    del packed
+    del packed, described  # zip keeps the last of the parts
     print(json.dumps([part.double().flatten().tolist() for part in parts]), flush=True)
 """
 
