@@ -43,7 +43,7 @@ def verdict(mode: str, found: dict[str, Any], steps: int) -> str:
 
 
 def run(site: Path, steps: int, limit: float) -> dict[str, Any]:
-    """The verdicts and numbers of one release, by mode."""
+    """The verdicts and numbers of one release, by mode, and the torch that it ran with."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable, str(SCRIPT), "--tiny", "--vllm-site", str(site), "--modes", ",".join(MODES)]
@@ -53,7 +53,7 @@ def run(site: Path, steps: int, limit: float) -> dict[str, Any]:
     modes: dict[str, Any] = {mode: {"verdict": why} for mode, why in result["failed"].items()}
     for mode, found in result["modes"].items():
         modes[mode] = {"verdict": verdict(mode, found, steps)} | {name: found[name] for name in KEPT}
-    return modes
+    return {"torch": result["versions"]["torch"], "modes": modes}
 
 
 def main() -> None:
@@ -62,13 +62,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="updates of each mode (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a release (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "vllm_releases.json")
+    parser.add_argument("--add", action="store_true", help="to the releases in the result file, with this commit")
     options = parser.parse_args()
     result: dict[str, Any] = {**provenance("datasets", "peft"), "steps": options.steps, "releases": {}}
-    numbers = {site: [int(part) for part in re.findall(r"\d+", site.name)] for site in options.sites.iterdir()}
-    for site in sorted(numbers, key=lambda site: numbers[site]):
-        result["releases"][site.name] = modes = run(site, options.steps, options.limit)
-        print(site.name, *(f"{mode}: {found['verdict'].splitlines()[0]}" for mode, found in modes.items()), sep="; ")
+    if options.add:
+        before = json.loads(options.out.read_text())
+        if (before["commit"], before["steps"]) != (result["commit"], options.steps):
+            raise SystemExit(f"--add: {options.out} was measured at another commit or with other steps.")
+        result["releases"] = before["releases"]
+    for site in sorted(options.sites.iterdir(), key=lambda site: numbers_of(site.name)):
+        found = result["releases"][site.name] = run(site, options.steps, options.limit)
+        said = [f"{mode}: {one['verdict'].splitlines()[0]}" for mode, one in found["modes"].items()]
+        print(site.name, *said, sep="; ")
+        result["releases"] = dict(sorted(result["releases"].items(), key=lambda item: numbers_of(item[0])))
         options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def numbers_of(release: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", release)]
 
 
 if __name__ == "__main__":
