@@ -69,7 +69,7 @@ def main() -> None:
         before = json.loads(options.out.read_text())
         if (before["commit"], before["steps"]) != (result["commit"], options.steps):
             raise SystemExit(f"--add: {options.out} was measured at another commit or with other steps.")
-        result["releases"] = before["releases"]
+        result = before | {"command": "; ".join([before["command"], result["command"]])}
     for site in sorted(options.sites.iterdir(), key=lambda site: numbers_of(site.name)):
         found = result["releases"][site.name] = run(site, options.steps, options.limit)
         said = [f"{mode}: {one['verdict'].splitlines()[0]}" for mode, one in found["modes"].items()]
