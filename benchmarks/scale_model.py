@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import provenance
 from gruppo.plan import ModelShape
 
@@ -40,7 +42,7 @@ class Measured:
     other: float  # whatever else the step took
     packs: int
     weights: int
-    bytes_per_weight: int = 2
+    bytes_per_weight: int  # also of a gradient under DDP
 
     @property
     def step(self) -> float:
@@ -51,6 +53,7 @@ class Measured:
 class Assumptions:
     """Values that were not measured."""
 
+    # The next two are taken to be the same for any number of GPUs, although the largest of more values is larger.
     straggler: float = 1.1  # the slowest process's sampling over the mean: `balance/seconds_max_over_mean`
     imbalance: float = 1.03  # of the update, after rows were exchanged: `balance/tokens_max_over_mean`
     hidden: float = 0.7  # share of FSDP2's communication that overlaps with computation
@@ -129,6 +132,7 @@ def read_measured(path: Path, pack_tokens: int) -> Measured:
         other=mean("step") - sum(phases.values()),
         packs=-(-tokens // pack_tokens),
         weights=model.layer_weights + embeddings,
+        bytes_per_weight=getattr(torch, result["weights"]).itemsize,
     )
 
 

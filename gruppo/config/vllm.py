@@ -82,7 +82,8 @@ REFUSED = {
     "prompt_logprobs": "only the sampled tokens are read",
     "detokenize": "only the sampled tokens are read",
 }
-ELSEWHERE = {"bad_words": "colocate", "extra_args": "colocate", "vllm_xargs": "server"}  # supported in one mode only
+# Supported in one mode only; servers before vLLM 0.26 ignore bad_words.
+ELSEWHERE = {"bad_words": "colocate", "extra_args": "colocate", "vllm_xargs": "server"}
 # Fields that only vLLM has and that change the sampling distribution.
 SHAPING = tuple(name for name in OWN if name not in ("ignore_eos", "repetition_detection", "extra_args", "vllm_xargs"))
 

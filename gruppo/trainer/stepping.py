@@ -105,7 +105,8 @@ class Stepping(Evaluating):
         if self.packed is None:
             if "completion_mask" in inputs:
                 self.planner.plan(TrainBatch.from_dict(inputs))  # may turn gradient checkpointing on
-            loss: Tensor = super().training_step(model, inputs, size)
+            with self.presence.during("updating"):
+                loss: Tensor = super().training_step(model, inputs, size)
             return loss
         if "update" in inputs:
             return self.run_update(model, inputs["update"])

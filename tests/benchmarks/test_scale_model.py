@@ -10,7 +10,7 @@ from benchmarks.scale_model import Assumptions, Links, Measured, predict, read_m
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LINKS = Links(inside_gb_s=100.0, between_gb_s=10.0, latency_us=0.0)
-ONE = Measured(generation=3.0, rewards=0.5, update=5.0, other=0.5, packs=10, weights=4_000_000_000)
+ONE = Measured(generation=3.0, rewards=0.5, update=5.0, other=0.5, packs=10, weights=4_000_000_000, bytes_per_weight=2)
 FAIR = Assumptions(straggler=1.0, imbalance=1.0, hidden=0.5, small_collectives=0, exchanged_mb=0.0)
 
 

@@ -97,6 +97,8 @@ def test_other_flags_go_through() -> None:
         (["--weight-transfer-config", "{}"], "would change what the trainer relies on"),
         (["--weight_transfer_config.backend=nccl"], "would change what the trainer relies on"),
         (["--api_server_count=2"], "would change what the trainer relies on"),
+        (["--generation-conf", "auto"], "would change what the trainer relies on"),
+        (["--override-generation-config", "{}"], "would change what the trainer relies on"),
         (["-asc", "2"], "would change what the trainer relies on"),
         (["-asc=2"], "would change what the trainer relies on"),
     ],

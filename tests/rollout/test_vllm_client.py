@@ -35,7 +35,8 @@ def test_what_a_server_says_of_itself(double: Double) -> None:
     assert (facts.unpickles, facts.workers, facts.instance) == (True, 1, double.instance)
 
 
-KNOWN = {"vllm_config": {"instance_id": "1", "model_config": {"logprobs_mode": "x"}}, "vllm_env": {}}
+MODEL = {"logprobs_mode": "x", "generation_config": "vllm", "override_generation_config": {}}
+KNOWN = {"vllm_config": {"instance_id": "1", "model_config": MODEL}, "vllm_env": {}}
 ANSWERS: dict[str, Any] = {
     "/version": {"version": "0.32.0"},
     "/v1/models": {"data": [{"id": "m", "max_model_len": 8}]},

@@ -115,6 +115,13 @@ def test_context_length_of_the_engine_bounds_completions(model: Any) -> None:
     assert none.stop is StopReason.NO_ROOM
 
 
+def test_a_minimum_is_lowered_where_there_is_less_room(model: Any) -> None:
+    backend = backend_of(model, {"min_new_tokens": 4}, context_length=12)
+    backend.sample([SampleRequest([9] * 10, 1, noise_key=1), SampleRequest([9], 1, noise_key=1)])
+    (made,) = FakeLLM.made
+    assert [(params.min_tokens, params.max_tokens) for _, params in made.asked] == [(2, 2), (4, 6)]
+
+
 def test_what_only_vllm_knows_reaches_it(model: Any) -> None:
     repetition = {"max_pattern_size": 4, "min_count": 3}
     extra = {

@@ -25,6 +25,7 @@ from gruppo.rollout.vllm.versions import check_version
 from gruppo.types import SampleRequest, StopReason
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 def config(**fields: Any) -> Any:

@@ -108,6 +108,15 @@ def test_no_requests_and_requests_without_room(double: Double) -> None:
     assert len(found.ids) <= 2
 
 
+def test_a_minimum_is_lowered_where_there_is_less_room(double: Double) -> None:
+    backend = backend_of(double)
+    backend.config.min_new_tokens = 4
+    backend.sample([SampleRequest([9] * 126, 1, noise_key=1), SampleRequest([9], 1, noise_key=1, max_new_tokens=3)])
+    backend.sample([SampleRequest([9], 1, noise_key=1)])
+    lengths = [(body["min_tokens"], body["max_tokens"]) for body in double.calls("/v1/completions")]
+    assert sorted(lengths) == [(2, 2), (3, 3), (4, 6)]
+
+
 def test_settings_are_read_at_each_call(double: Double) -> None:
     model = tiny_model()
     backend = backend_of(double, model)
@@ -518,6 +527,8 @@ def set_to(**values: Any) -> Callable[[Double], None]:
         (set_to(mode="raw_logprobs"), "'raw_logprobs'.*--logprobs-mode processed_logprobs"),
         (set_to(unpickles=False), "VLLM_ALLOW_INSECURE_SERIALIZATION=1"),
         (set_to(workers=2), "runs on 2 GPUs.*nccl"),
+        (set_to(generation_config="auto"), "takes sampling settings.*--generation-config vllm"),
+        (set_to(overrides={"max_new_tokens": 5}), "takes sampling settings.*--override-generation-config"),
         (set_to(api_processes=2), "has 2 API processes.*--api-server-count 1"),
         (set_to(transfer="nccl"), "vLLM must be installed in the trainer's environment"),
     ],
@@ -529,6 +540,8 @@ def set_to(**values: Any) -> Callable[[Double], None]:
         "logprobs",
         "unpickles",
         "gpus",
+        "generation-config",
+        "overrides",
         "api",
         "nccl-without-vllm",
     ],

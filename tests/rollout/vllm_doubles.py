@@ -67,6 +67,8 @@ class Sampler:
             raise ValueError(f"maximum context length is {self.context_length} tokens")
         if max(prompt) >= self.model.config.vocab_size:
             raise ValueError(f"Token id {max(prompt)} is out of vocabulary")
+        if words.get("min_tokens", 0) > words["max_tokens"]:
+            raise ValueError(f"min_tokens must be less than or equal to max_tokens={words['max_tokens']}")
         if words.get("temperature") == 0 and words.get("n", 1) > 1:
             raise ValueError(f"n must be 1 when using greedy sampling, got {words['n']}.")
         return [self._one(list(prompt), words, number) for number in range(words.get("n", 1))]
@@ -139,6 +141,7 @@ class Double:
         self.log: list[tuple[str, Any]] = []
         self.queries: list[tuple[str, str]] = []  # the path and the query string of each call
         self.busy = False  # another client's request is running
+        self.generation_config, self.overrides = "vllm", dict[str, Any]()
         self.keeps_old = False  # the reset of the cache is answered with a failure
         self.stuck = False  # a request waits for KV cache entries of another machine and cannot be preempted
         self.connector: str | None = None
@@ -245,6 +248,7 @@ class Double:
     def _info(self) -> Any:
         transfer = None if self.transfer is None else {"backend": self.transfer}
         config = {"logprobs_mode": self.mode, "model": self.folder}
+        config |= {"generation_config": self.generation_config, "override_generation_config": self.overrides}
         return {
             "vllm_config": {
                 "instance_id": self.instance,

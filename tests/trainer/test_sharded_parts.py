@@ -23,8 +23,13 @@ from tests.trainer.scripted import make_trainer
 from tests.trainer.test_parity import rows
 
 
-def accelerator(kind: DistributedType, **state: Any) -> Any:
-    return SimpleNamespace(distributed_type=kind, state=SimpleNamespace(**state), parallelism_config=None)
+def accelerator(kind: DistributedType, processes: int = 2, **state: Any) -> Any:
+    return SimpleNamespace(
+        distributed_type=kind, num_processes=processes, state=SimpleNamespace(**state), parallelism_config=None
+    )
+
+
+ARGS = {"ds3_gather_for_generation": True, "gradient_checkpointing": None, "gradient_checkpointing_kwargs": None}
 
 
 def trainer_on(processes: Any, model: Any = None, *, images: bool = False, **args: Any) -> Any:
@@ -32,7 +37,7 @@ def trainer_on(processes: Any, model: Any = None, *, images: bool = False, **arg
     return SimpleNamespace(
         accelerator=processes,
         model=model or tiny_model(),
-        args=SimpleNamespace(**{"ds3_gather_for_generation": True, **args}),
+        args=SimpleNamespace(**(ARGS | args)),
         prompt_encoder=SimpleNamespace(takes_images=images),
     )
 
@@ -149,6 +154,7 @@ def test_whole_weights_follow_the_model_and_can_be_given_back(tied: bool) -> Non
 
 
 FULLY = accelerator(DistributedType.FSDP, fsdp_plugin=SimpleNamespace(fsdp_version=2))
+STAGE_2 = accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespace(zero_stage=2))
 STAGE_3 = accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespace(zero_stage=3))
 
 
@@ -158,6 +164,10 @@ STAGE_3 = accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespac
         ({"cast"}, FULLY, "cast_lm_head_to_fp32=True is not available under FSDP2"),
         ({"quantised"}, STAGE_3, "A quantised model is not available under DeepSpeed ZeRO-3"),
         ({"images"}, FULLY, "Prompts with images are not available under FSDP2"),
+        ({"images"}, STAGE_2, "Prompts with images are not available under DeepSpeed with several processes"),
+        ({"images", "reentrant"}, accelerator(DistributedType.MULTI_GPU), "Use {'use_reentrant': False}"),
+        ({"reentrant"}, accelerator(DistributedType.MULTI_GPU), None),
+        ({"images", "reentrant"}, accelerator(DistributedType.NO, processes=1), None),
         ({"cast", "quantised", "images"}, accelerator(DistributedType.MULTI_GPU), None),
         (set(), FULLY, None),
     ],
@@ -165,7 +175,8 @@ STAGE_3 = accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespac
 def test_models_that_cannot_be_spread(has: set[str], processes: Any, named: str | None) -> None:
     model = tiny_model()
     model.is_quantized = "quantised" in has
-    trainer = trainer_on(processes, model, images="images" in has, cast_lm_head_to_fp32="cast" in has)
+    args = {"gradient_checkpointing_kwargs": {"use_reentrant": True}} if "reentrant" in has else {}
+    trainer = trainer_on(processes, model, images="images" in has, cast_lm_head_to_fp32="cast" in has, **args)
     with nullcontext() if named is None else pytest.raises(NotImplementedError, match=named):
         find_sharding(trainer)
 

@@ -62,6 +62,8 @@ class ServerFacts:
     unpickles: bool  # VLLM_ALLOW_INSECURE_SERIALIZATION
     workers: int
     api_processes: int = 1  # behind one port; each has its own instance id
+    generation_config: str = "vllm"  # where defaults of sampling settings come from; "vllm": they are neutral
+    overrides: bool = False  # of these defaults, by --override-generation-config
     connector: str | None = None  # the KV connector, which stores KV cache outside the engine
 
 
@@ -171,6 +173,8 @@ class VLLMClient:
                 transfer=transfer.get("backend"),
                 unpickles=str(variables.get("VLLM_ALLOW_INSECURE_SERIALIZATION", False)).lower() in ("1", "true"),
                 workers=int(workers["world_size"]),
+                generation_config=str(config["model_config"]["generation_config"]),
+                overrides=bool(config["model_config"]["override_generation_config"]),
                 api_processes=int(parallel.get("_api_process_count", 1)),
                 connector=(config.get("kv_transfer_config") or {}).get("kv_connector"),
             )

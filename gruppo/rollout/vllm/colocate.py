@@ -20,7 +20,7 @@ from gruppo.policy.sharding import is_sharded
 from gruppo.policy.unwrap import inner_model
 from gruppo.policy.weights import named_weights
 from gruppo.rollout.vllm.base import VLLMBackend
-from gruppo.rollout.vllm.requests import Answer, Ask, engine_answers
+from gruppo.rollout.vllm.requests import Answer, Ask, engine_answers, with_lengths_of
 from gruppo.rollout.vllm.versions import check_version
 
 __all__ = ["EngineSettings", "VLLMColocateBackend", "engine_arguments"]
@@ -175,11 +175,9 @@ class VLLMColocateBackend(VLLMBackend):
         return [engine_answers(output) for output in outputs[mine]]
 
     def _sampling_params(self, ask: Ask, settings: Mapping[str, Any]) -> Any:
-        words = dict(settings)
+        words = with_lengths_of(ask, settings)
         return self.vllm.SamplingParams(
             **words | _as_objects(words),
-            n=ask.n,
-            max_tokens=ask.max_tokens,
             seed=ask.seed,
             skip_special_tokens=False,  # a stop string may be one
             detokenize=bool(words.get("stop") or words.get("bad_words")),

@@ -70,6 +70,8 @@ def sampling_settings(config: Any, *, stop_ids: Sequence[int], logps: bool) -> d
         "top_k": field("top_k", 0),
         "min_p": field("min_p", 0.0),
         "repetition_penalty": field("repetition_penalty", 1.0),
+        "presence_penalty": 0.0,  # since vLLM 0.31 a server takes those of its generation config if there are none
+        "frequency_penalty": 0.0,
         "stop_token_ids": [] if extra.get("ignore_eos") else list(stop_ids),
     }
     if strings := stop_strings(config):
@@ -153,9 +155,15 @@ def completion(answer: Answer, stop_ids: Sequence[int], pad_id: int | None = Non
 # ---- the two forms of a request and its answer
 
 
+def with_lengths_of(ask: Ask, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings for one request: where there is less room than `min_tokens`, the minimum is the room."""
+    least = {"min_tokens": min(settings["min_tokens"], ask.max_tokens)} if "min_tokens" in settings else {}
+    return {**settings, "n": ask.n, "max_tokens": ask.max_tokens, **least}
+
+
 def http_request(ask: Ask, settings: Mapping[str, Any], model: str) -> dict[str, Any]:
     """The body of POST /v1/completions."""
-    body = {**settings, "model": model, "prompt": ask.prompt_ids, "n": ask.n, "max_tokens": ask.max_tokens}
+    body = with_lengths_of(ask, settings) | {"model": model, "prompt": ask.prompt_ids}
     # Tokens are decoded here. The server must not skip special tokens, or it could miss a stop string.
     body |= {"return_token_ids": True, "skip_special_tokens": False, "add_special_tokens": False}
     return body if ask.seed is None else body | {"seed": ask.seed}

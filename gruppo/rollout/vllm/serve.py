@@ -27,7 +27,10 @@ The command is printed, then run in place of this process.
 Options that are not listed here are passed to `vllm serve`.
 """
 # The flags that the trainer relies on; the user must not set them.
-FIXED = ("--weight-transfer-config", "--logprobs-mode", "--generation-config", "--api-server-count", "-asc")
+FIXED = (
+    *("--weight-transfer-config", "--logprobs-mode", "--generation-config", "--override-generation-config"),
+    *("--api-server-count", "-asc"),
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,9 @@ def _check(options: argparse.Namespace, further: Sequence[str]) -> None:
         if gpus != 1:
             raise ConfigError(f"--weight-transfer ipc works on one GPU, the trainer's own, not on {gpus}. Use nccl.")
     for flag in further:
-        if flag.partition("=")[0].partition(".")[0].replace("_", "-") in FIXED:
+        name = flag.partition("=")[0].partition(".")[0].replace("_", "-")
+        is_begun = name.startswith("--") and len(name) > 2  # vLLM also accepts the beginning of a flag
+        if name in FIXED or (is_begun and any(fixed.startswith(name) for fixed in FIXED)):
             raise ConfigError(f"{flag} would change what the trainer relies on; leave it out.")
 
 

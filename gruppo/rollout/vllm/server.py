@@ -226,6 +226,12 @@ def check_server(facts: ServerFacts, url: str, policy: str) -> None:
             "correction need log-probs of the distribution that it samples from. Start it with "
             "`gruppo vllm-serve MODEL`, or with --logprobs-mode processed_logprobs."
         )
+    if facts.generation_config != "vllm" or facts.overrides:
+        raise ConfigError(
+            f"The server at {url} takes sampling settings and limits of length from a generation config, which the "
+            "trainer does not know. Start it with `gruppo vllm-serve MODEL`, or with --generation-config vllm and "
+            "without --override-generation-config."
+        )
 
 
 def _is_same(policy: str, served: str) -> bool:

@@ -41,13 +41,10 @@ def find_sharding(trainer: Any) -> Sharding:
     kind = sharding_of(trainer.accelerator)
     _reject_other_parallelism(trainer, kind)
     _warn_not_gathered(trainer, kind)
+    if trainer.prompt_encoder.takes_images:
+        _reject_images(trainer, kind)
     if not kind.is_sharded:
         return kind
-    if trainer.prompt_encoder.takes_images:
-        raise NotImplementedError(
-            f"Prompts with images are not available under {kind.value}: a process without images would skip passes "
-            "that the others wait for. Keep the whole model on every process (DDP), or pass the tokenizer."
-        )
     if getattr(trainer.args, "cast_lm_head_to_fp32", False):
         raise NotImplementedError(
             f"cast_lm_head_to_fp32=True is not available under {kind.value}, which gathers all weights in one dtype; "
@@ -65,6 +62,24 @@ def find_sharding(trainer: Any) -> Sharding:
         if not (getattr(trainer.args, "fsdp_plugin_args", None) or {}).get("mixed_precision_policy"):
             reduce_in_float32(trainer.accelerator.state.fsdp_plugin)
     return kind
+
+
+def _reject_images(trainer: Any, kind: Sharding) -> None:
+    """Raise where a process without images would skip passes or sums of gradients that the others wait for."""
+    is_deepspeed = trainer.accelerator.distributed_type is DistributedType.DEEPSPEED
+    several, args = trainer.accelerator.num_processes > 1, trainer.args
+    if kind.is_sharded or (is_deepspeed and several):
+        where = kind.value if kind.is_sharded else "DeepSpeed with several processes"
+        raise NotImplementedError(
+            f"Prompts with images are not available under {where}: a process without images would skip passes or "
+            "gradients that the others wait for. Keep the whole model on every process (DDP), or pass the tokenizer."
+        )
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if several and reentrant and args.gradient_checkpointing is not False:
+        raise NotImplementedError(
+            "gradient_checkpointing_kwargs={'use_reentrant': True} is not available for images on several processes: "
+            "DDP would wait for gradients of a process without images. Use {'use_reentrant': False}."
+        )
 
 
 def _reject_unused_deepspeed(trainer: Any) -> None:
