@@ -1,6 +1,7 @@
 """Several processes: which command starts them, and how signals reach them."""
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -35,6 +36,44 @@ def test_accelerate_understands_the_ready_configs() -> None:
         config = load_config_from_file(str(ROOT / "recipes" / "accelerate" / f"{name}.yaml"))
         assert config.num_processes == 8
         assert config.distributed_type.value == LAUNCHES[name]["distributed_type"]
+
+
+SCRIPT = """
+import json
+import os
+from pathlib import Path
+
+from gruppo import GRPOConfig, GRPOTrainer
+from gruppo.demo import exact_match, load_task, model_path
+from tests.sharded import as_on_gpus
+
+args = GRPOConfig("run", max_steps=1, num_generations=4, per_device_train_batch_size=8, max_completion_length=8,
+                  use_cpu=True, report_to="none", save_strategy="no")
+if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    as_on_gpus()
+trainer = GRPOTrainer(model=model_path(), reward_funcs=exact_match, args=args, train_dataset=load_task()[0])
+trainer.train()
+state = trainer.accelerator
+done = [state.distributed_type.value, state.num_processes, state.mixed_precision, trainer.state.global_step]
+Path(f"rank{state.process_index}.json").write_text(json.dumps(done))
+"""
+
+
+@pytest.mark.medium
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_accelerate_launches_a_script_with_a_ready_config(name: str, tmp_path: Path) -> None:
+    """On CPUs, because the script says so; everything else is as the config says."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    config = ROOT / "recipes" / "accelerate" / f"{name}.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += ["--num_processes", "2", "--main_process_port", "0", "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    kind = "MULTI_CPU" if name == "ddp" else LAUNCHES[name]["distributed_type"]
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == [kind, 2, "bf16", 1]
 
 
 def test_how_processes_are_started(tmp_path: Path) -> None:

@@ -210,6 +210,17 @@ def test_parallelism_that_no_config_of_ours_has_seen(
         assert find_sharding(trainer_on(processes, model)) is Sharding.NONE
 
 
+def test_fsdp_that_accelerate_would_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpus = accelerator(DistributedType.MULTI_CPU)
+    with pytest.raises(ConfigError, match="FSDP was requested, but accelerate ignores it on CPUs"):
+        find_sharding(trainer_on(on_cpus, fsdp_plugin_args={"fsdp_version": 2}))
+    assert find_sharding(trainer_on(on_cpus)) is Sharding.NONE
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="FSDP was requested"):
+        find_sharding(trainer_on(on_cpus))
+    assert find_sharding(trainer_on(accelerator(DistributedType.NO, processes=1))) is Sharding.NONE
+
+
 @pytest.mark.parametrize("gathers", [True, False])
 def test_only_zero3_can_leave_weights_where_they_are(gathers: bool, caplog: pytest.LogCaptureFixture) -> None:
     for processes, effect in ((accelerator(DistributedType.NO), False), (FULLY, False), (zero3(), True)):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, parse_flag_from_env
 
 from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, free_memory, plan_whole_weights, training_bytes
@@ -37,7 +37,7 @@ SAVES_WHOLE = "stage3_gather_16bit_weights_on_model_save"
 
 def find_sharding(trainer: Any) -> Sharding:
     """How the weights are distributed over processes; raises if the settings do not work with sharded weights."""
-    _reject_unused_deepspeed(trainer)
+    _reject_unused_engines(trainer)
     kind = sharding_of(trainer.accelerator)
     _reject_other_parallelism(trainer, kind)
     _warn_not_gathered(trainer, kind)
@@ -82,10 +82,17 @@ def _reject_images(trainer: Any, kind: Sharding) -> None:
         )
 
 
-def _reject_unused_deepspeed(trainer: Any) -> None:
-    """Raise if accelerate ignores the DeepSpeed config because it was told to use CPUs; it would train with DDP."""
+def _reject_unused_engines(trainer: Any) -> None:
+    """Raise if accelerate ignores the config of DeepSpeed or FSDP because of CPUs; it would train with DDP."""
+    kind = trainer.accelerator.distributed_type
+    fsdp = bool(getattr(trainer.args, "fsdp_plugin_args", None)) or parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if fsdp and kind is DistributedType.MULTI_CPU:
+        raise ConfigError(
+            "FSDP was requested, but accelerate ignores it on CPUs and would train with DDP. Use GPUs, or leave out "
+            "FSDP (`fsdp` of the config, or the launcher's)."
+        )
     asked = getattr(trainer.args, "deepspeed_plugin", None) is not None
-    if asked and trainer.accelerator.distributed_type is not DistributedType.DEEPSPEED:
+    if asked and kind is not DistributedType.DEEPSPEED:
         raise ConfigError(
             "DeepSpeed was requested, but accelerate ignores it with ACCELERATE_USE_CPU=true (`use_cpu: true` in its "
             "config, or --cpu). Leave that out; use_cpu=True in the training arguments is enough for CPUs."
