@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,6 +53,14 @@ def has_reentrant_checkpoints(model: nn.Module) -> bool:
     on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     options = [getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", None) for module in on]
     return any(option is not None and option.get("use_reentrant", True) for option in options)
+
+
+def may_recompute_reentrantly(model: nn.Module, args: Any) -> bool:
+    """Whether reentrant gradient checkpointing is on, or these training arguments let it be turned on."""
+    asked = args.gradient_checkpointing is not False and (args.gradient_checkpointing_kwargs or {}).get(
+        "use_reentrant"
+    )
+    return bool(asked) or has_reentrant_checkpoints(model)
 
 
 def arithmetic_dtype(model: nn.Module, autocast_dtype: torch.dtype | None = None) -> torch.dtype:

@@ -44,6 +44,7 @@ from gruppo.trainer.update.entropy import EntropyControl
 from gruppo.trainer.update.guard import ParityGuard
 from gruppo.trainer.update.planning import UpdatePlanner
 from gruppo.trainer.update.under_way import UpdateUnderWay
+from gruppo.trainer.update.written import WeightsWritten
 
 
 def _identity(rows: list[Any]) -> list[Any]:
@@ -149,6 +150,7 @@ class PolicyTrainer(KnownNames):
             presence=self.presence,
             timer=self.timer,
         )
+        self.callback_handler.callbacks.insert(0, WeightsWritten())
         self.add_callback(self.rewards.breaker)
         runner = self.rewards.runner
         check_unused(args, Parts(self.toolset is not None, runner.has_workers, runner.has_async))

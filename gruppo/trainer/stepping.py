@@ -105,7 +105,9 @@ class Stepping(Evaluating):
         if self.packed is None:
             if "completion_mask" in inputs:
                 self.planner.plan(TrainBatch.from_dict(inputs))  # may turn gradient checkpointing on
-            with self.presence.during("updating"):
+            # `compute_loss` is a phase of its own inside this one, which leaves the backward pass.
+            waits = self.accelerator.sync_gradients or not self._replicated
+            with self.presence.during("updating", waits=waits):
                 loss: Tensor = super().training_step(model, inputs, size)
             return loss
         if "update" in inputs:

@@ -146,7 +146,8 @@ class Updating(Collecting):
                     self._sending_gradients = last
                     if last:
                         self._stopwatch.stop()  # from here on this process waits for the others
-                    self.accelerator.backward(loss)
+                    with self.presence.during("updating", waits=last or self.sharding.is_sharded):
+                        self.accelerator.backward(loss)
             self._idle(model, most - len(packs))
 
     def _maybe_empty_cache(self) -> None:

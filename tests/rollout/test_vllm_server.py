@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 
 from gruppo.errors import ConfigError, RolloutError
 from gruppo.rollout.base import RolloutBackend
+from gruppo.rollout.vllm import claims, transfer
 from gruppo.rollout.vllm import client as client_module
-from gruppo.rollout.vllm import transfer
 from gruppo.rollout.vllm.base import walked
 from gruppo.rollout.vllm.claims import hold
 from gruppo.rollout.vllm.client import ServerFacts, ServerRefusedError, VLLMClient
@@ -362,6 +362,22 @@ def test_a_server_that_starts_again_may_be_anothers_by_then(double: Double) -> N
         hold(double.url, double.instance)
 
 
+def test_a_lock_in_a_folder_of_someone_else_is_refused(
+    double: Double, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    (tmp_path / "file").write_text("")
+    for name in ("link", "file"):
+        monkeypatch.setattr(claims, "_folder", lambda name=name: tmp_path / name)
+        with pytest.raises(ConfigError, match=f"could not be taken.*{name} must be a folder of your own"):
+            hold(double.url, double.instance)
+    assert not list((tmp_path / "theirs").iterdir())
+    monkeypatch.setattr(claims, "_folder", lambda: tmp_path / "own")
+    hold(double.url, double.instance).release()
+    assert (tmp_path / "own").stat().st_mode & 0o077 == 0
+
+
 def two_trainers(double: Double) -> list[tuple[Any, VLLMServerBackend]]:
     return [(model, backend_of(double, model)) for model in (tiny_model(1).eval(), tiny_model(2).eval())]
 
@@ -495,10 +511,44 @@ def test_sampling_can_be_ended(double: Double) -> None:
         if double.calls("/v1/completions"):
             raise KeyboardInterrupt
 
-    backend.pause = stop
+    pending: list[int] = []
+    complete = backend.client.complete
+
+    def counted(*args: Any) -> Any:
+        pending.append(1)
+        try:
+            return complete(*args)
+        finally:
+            pending.pop()
+
+    backend.client.complete, backend.pause = counted, stop  # type: ignore[method-assign]
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         backend.sample(REQUESTS)
+    assert time.monotonic() - start < 4
+    assert not pending, "weights may be sent next"
+
+
+def test_when_one_request_is_refused_the_others_are_given_up(double: Double) -> None:
+    backend = backend_of(double)
+    backend.refresh()
+    double.slow["/v1/completions"] = 5.0
+    complete, pending = backend.client.complete, []
+
+    def first_refused(body: Any, line: Any = None) -> Any:
+        if body["prompt"] == list(REQUESTS[0].prompt_ids):
+            raise ServerRefusedError("no", 400)
+        pending.append(1)
+        try:
+            return complete(body, line)
+        finally:
+            pending.pop()
+
+    backend.client.complete = first_refused  # type: ignore[method-assign]
+    start = time.monotonic()
+    with pytest.raises(ServerRefusedError):
+        backend.sample(REQUESTS)
+    assert not pending
     assert time.monotonic() - start < 4
 
 

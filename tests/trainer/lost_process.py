@@ -67,6 +67,7 @@ def main(folder: Path) -> None:
     if facts.pop("elsewhere", False):  # as if each process were on a different host
         attendance._place = lambda: f"host {RANK}"
     deadline = facts.pop("ddp_timeout", 1800)
+    packed = facts.pop("packed", True)
     if (stage := facts.pop("zero", None)) is not None:
         zero.prepare()
         os.environ.pop("ACCELERATE_USE_CPU")
@@ -96,6 +97,8 @@ def main(folder: Path) -> None:
         stop_timeout=3.0,
         ddp_timeout=deadline,
         per_device_train_batch_size=4,
+        logging_steps=1,
+        packed_update=packed,
         **({} if stage is None else {"deepspeed": zero.config(stage)}),
     )
     trainer.model.model.layers[0].register_forward_pre_hook(lambda *_: mishap("update"))
@@ -109,3 +112,5 @@ def main(folder: Path) -> None:
         trainer.state.eval_steps = 1
     trainer.train()
     (folder / f"done{RANK}").write_text(str(trainer.state.global_step))
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    (folder / f"logs{RANK}.json").write_text(json.dumps(logs))

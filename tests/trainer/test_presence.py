@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -301,6 +302,28 @@ def test_slow_is_not_dead(tmp_path: Path) -> None:
     assert codes == (0, 0), said
     assert [(tmp_path / f"done{rank}").read_text() for rank in (0, 1)] == ["4", "4"]
     assert "Waiting for process 1 (asking the rewards in update 2" in said[0]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("packed", [True, False])
+def test_one_that_is_slow_in_an_update_is_named(packed: bool, tmp_path: Path) -> None:
+    """Meanwhile the other one waits inside its backward pass; the report of stragglers names the slow one too."""
+    codes, said, _ = run(tmp_path, "update", "sleep", 1, seconds=5.0, patience=1.5, packed=packed)
+    assert codes == (0, 0), said
+    assert re.search(r"Waiting for process 1 \(updating in update [12], for ", said[0])
+    logs = json.loads((tmp_path / "logs0.json").read_text())
+    uneven = max(logs, key=lambda log: log["balance/seconds_max_over_mean"])
+    assert uneven["balance/slowest_rank"] == 1
+    assert uneven["balance/seconds_max_over_mean"] > 1.5
+
+
+def test_one_that_may_be_waiting_is_not_waited_for() -> None:
+    """In an exchange of gradients it counts as waiting for one that is still in its own work."""
+    exchanging = replace(WORKING, phase="updating", waits=True, seconds=200.0)
+    assert register(exchanging, exchanging).lost(now=1.0) is None
+    made = register(exchanging, replace(WORKING, phase="updating", seconds=200.0))
+    assert (made.late(now=1.0) or "").startswith("Waiting for process 1 (updating in update 7, for 201 s)")
+    assert "process 1 (pid 7 on far) did not return within 100 s" in (made.lost(now=1.0) or "")
 
 
 @pytest.mark.slow

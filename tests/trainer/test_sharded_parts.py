@@ -29,7 +29,12 @@ def accelerator(kind: DistributedType, processes: int = 2, **state: Any) -> Any:
     )
 
 
-ARGS = {"ds3_gather_for_generation": True, "gradient_checkpointing": None, "gradient_checkpointing_kwargs": None}
+ARGS = {
+    "ds3_gather_for_generation": True,
+    "gradient_checkpointing": None,
+    "gradient_checkpointing_kwargs": None,
+    "ddp_find_unused_parameters": None,
+}
 
 
 def trainer_on(processes: Any, model: Any = None, *, images: bool = False, **args: Any) -> Any:
@@ -165,8 +170,11 @@ STAGE_3 = accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespac
         ({"quantised"}, STAGE_3, "A quantised model is not available under DeepSpeed ZeRO-3"),
         ({"images"}, FULLY, "Prompts with images are not available under FSDP2"),
         ({"images"}, STAGE_2, "Prompts with images are not available under DeepSpeed with several processes"),
-        ({"images", "reentrant"}, accelerator(DistributedType.MULTI_GPU), "Use {'use_reentrant': False}"),
-        ({"reentrant"}, accelerator(DistributedType.MULTI_GPU), None),
+        ({"images", "reentrant"}, accelerator(DistributedType.MULTI_GPU), "'use_reentrant': False}"),
+        ({"images", "reentrant model"}, accelerator(DistributedType.MULTI_GPU), "Use gradient_checkpointing_kwargs="),
+        ({"images", "used"}, accelerator(DistributedType.MULTI_GPU), "ddp_find_unused_parameters=False is not avail"),
+        ({"images", "used"}, accelerator(DistributedType.NO, processes=1), None),
+        ({"reentrant", "used"}, accelerator(DistributedType.MULTI_GPU), None),
         ({"images", "reentrant"}, accelerator(DistributedType.NO, processes=1), None),
         ({"cast", "quantised", "images"}, accelerator(DistributedType.MULTI_GPU), None),
         (set(), FULLY, None),
@@ -175,9 +183,12 @@ STAGE_3 = accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespac
 def test_models_that_cannot_be_spread(has: set[str], processes: Any, named: str | None) -> None:
     model = tiny_model()
     model.is_quantized = "quantised" in has
+    if "reentrant model" in has:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
     args = {"gradient_checkpointing_kwargs": {"use_reentrant": True}} if "reentrant" in has else {}
+    args |= {"ddp_find_unused_parameters": False} if "used" in has else {}
     trainer = trainer_on(processes, model, images="images" in has, cast_lm_head_to_fp32="cast" in has, **args)
-    with nullcontext() if named is None else pytest.raises(NotImplementedError, match=named):
+    with nullcontext() if named is None else pytest.raises((NotImplementedError, ConfigError), match=named):
         find_sharding(trainer)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from gruppo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from gruppo.errors import AuditError, ConfigError, RolloutError
@@ -313,6 +314,36 @@ def test_a_server_that_starts_again_in_a_run_does_not_change_it(folder: Path, tm
     disturbed.train()
     assert weights(disturbed) == weights(straight)
     assert len(double.calls("/reset_prefix_cache")) == 2 * starts + 1
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_another_run_of_the_same_trainer_sends_its_weights(
+    folder: Path, tmp_path: Path, double: Double, mode: str
+) -> None:
+    """A fused optimizer writes weights without counting it, and the number of updates starts at 0 again."""
+    server = double if mode == "server" else None
+    settings = {"max_steps": 1, "optim": "adamw_torch_fused", "learning_rate": 1e-2}
+    trainer = trainer_of(folder, tmp_path, server=server, audit="off", **settings)
+    for _ in range(2):
+        now = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+        trainer.train()
+        sampled = sampler_of(trainer, server).model.state_dict()
+        assert all(torch.equal(sampled[name], weight) for name, weight in now.items())
+        assert any(not torch.equal(weight, now[name]) for name, weight in trainer.model.state_dict().items())
+
+
+def test_a_callback_samples_from_the_weights_of_the_step_that_was_just_made(folder: Path, tmp_path: Path) -> None:
+    class Sample(TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainer.backend.sample([SampleRequest([5, 6], 1, 1, 0)])
+            sampled = sampler_of(trainer).model.state_dict()
+            same.append(all(torch.equal(sampled[k], v) for k, v in trainer.model.state_dict().items()))
+
+    same: list[bool] = []
+    trainer = trainer_of(folder, tmp_path, audit="off", optim="adamw_torch_fused", max_steps=2)
+    trainer.add_callback(Sample)
+    trainer.train()
+    assert same == [True, True]
 
 
 def test_a_resumed_run_sends_its_weights_and_goes_on(folder: Path, tmp_path: Path, double: Double) -> None:

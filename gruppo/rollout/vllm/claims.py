@@ -64,14 +64,26 @@ def claim(url: str, instance: str, *, exclusive: bool = True) -> Claim:
 
 def hold(url: str, instance: str) -> RunLock:
     """Lock the server for this process; raises if it is locked."""
-    # Not tempfile.gettempdir(): TMPDIR may differ between processes of one user.
-    folder = Path(f"/tmp/gruppo-{os.getuid()}")
+    folder = _folder()
     lock = RunLock(folder, f"vllm-{hashlib.sha256(instance.encode()).hexdigest()[:16]}.lock")
     try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to someone else")
         lock.acquire()
+    except OSError as error:
+        raise ConfigError(
+            f"The lock on the vLLM server at {url} could not be taken: {error}. The folder {folder} must be a folder "
+            "of your own; remove it, or have it removed."
+        ) from error
     except RunLockedError as error:
         raise ConfigError(
             f"Another trainer on this machine samples from the vLLM server at {url} and sends it weights. Start "
             "another server for this one (`gruppo vllm-serve MODEL --port PORT`) and set vllm_server_port."
         ) from error
     return lock
+
+
+def _folder() -> Path:
+    # Not tempfile.gettempdir(): TMPDIR may differ between processes of one user.
+    return Path(f"/tmp/gruppo-{os.getuid()}")

@@ -111,14 +111,9 @@ class VLLMClient:
     """
 
     def __init__(self, base_url: str, *, request_timeout: float):
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"vllm_server_base_url={base_url!r} must be a URL such as http://127.0.0.1:8000.")
         self.url = base_url.rstrip("/")
-        self.host = parts.hostname
+        self.host, self._port, self._prefix, self._secure = _parts_of(base_url)
         self.request_timeout = request_timeout
-        self._secure = parts.scheme == "https"
-        self._port, self._prefix = parts.port, parts.path.rstrip("/")
 
     @property
     def is_loopback(self) -> bool:
@@ -279,6 +274,20 @@ class VLLMClient:
         if response.status != 200:
             raise ServerRefusedError(f"{where}: status {response.status}. {_message(text)}", response.status)
         return _parsed(text, where)
+
+
+def _parts_of(url: str) -> tuple[str, int | None, str, bool]:
+    """Host, port, path, and whether it is https; raises for anything else in the URL, which would not be used."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:  # a port that is none
+        raise ConfigError(f"vllm_server_base_url={url!r} is not a URL such as http://127.0.0.1:8000.") from None
+    if "@" in parts.netloc:  # not shown: it may be a password
+        raise ConfigError("vllm_server_base_url contains a user name or a password, which is not supported.")
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+        raise ConfigError(f"vllm_server_base_url={url!r} must be a URL such as http://127.0.0.1:8000.")
+    return host, port, parts.path.rstrip("/"), parts.scheme == "https"
 
 
 def _connected(connection: http.client.HTTPConnection, deadline: float) -> Any:

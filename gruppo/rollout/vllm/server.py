@@ -25,7 +25,7 @@ from gruppo.policy.unwrap import inner_model
 from gruppo.rollout.vllm.base import VLLMBackend, raise_on_all, walked
 from gruppo.rollout.vllm.claims import claim
 from gruppo.rollout.vllm.client import Line, ServerDownError, ServerFacts, VLLMClient
-from gruppo.rollout.vllm.inflight import InFlight
+from gruppo.rollout.vllm.inflight import InFlight, abandon
 from gruppo.rollout.vllm.requests import Answer, Ask, http_answers, http_request
 from gruppo.rollout.vllm.threads import all_at_once
 from gruppo.rollout.vllm.transfer import make_sender, push
@@ -131,12 +131,11 @@ class VLLMServerBackend(VLLMBackend):
         self._settle()
         self._ensure_fresh()
         asks, settings = self._words(requests)
-        bodies = [http_request(ask, settings, self.facts.model) for ask in asks]
-        line = Line()
+        calls, line = self._calls(asks, settings)
         self._in_flight = InFlight(
             requests,
             self.clock(),
-            all_at_once(lambda body: self.client.complete(body, line), bodies, MOST_AT_ONCE),
+            calls,
             lambda replies: self._completions(requests, asks, [http_answers(reply) for reply in replies]),
             self._changes(),
             line.hang_up,
@@ -177,13 +176,17 @@ class VLLMServerBackend(VLLMBackend):
         return since
 
     def _answers(self, asks: Sequence[Ask], settings: dict[str, Any]) -> list[list[Answer]]:
-        bodies = [http_request(ask, settings, self.facts.model) for ask in asks]
-        calls = all_at_once(self.client.complete, bodies, MOST_AT_ONCE)
+        calls, line = self._calls(asks, settings)
         try:
             return [http_answers(self._waited(call)) for call in calls]
-        finally:
-            for call in calls:
-                call.cancel()
+        except BaseException:  # an interrupt, for one: weights must not be sent while requests are pending
+            abandon(calls, line.hang_up)
+            raise
+
+    def _calls(self, asks: Sequence[Ask], settings: dict[str, Any]) -> "tuple[list[Future[dict[str, Any]]], Line]":
+        """Send the requests; the line cancels those without an answer."""
+        line, bodies = Line(), [http_request(ask, settings, self.facts.model) for ask in asks]
+        return all_at_once(lambda body: self.client.complete(body, line), bodies, MOST_AT_ONCE), line
 
     def _waited(self, call: "Future[dict[str, Any]]") -> dict[str, Any]:
         while not wait([call], timeout=1.0).done:

@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from gruppo.data.lengths import check_every_prompt
 from gruppo.data.prompts import PromptEncoder, check_prompts, sample_rows
 from gruppo.errors import ConfigError, DataError
-from gruppo.policy.modes import has_reentrant_checkpoints
+from gruppo.policy.modes import may_recompute_reentrantly
 from gruppo.policy.routing import check_router
 from gruppo.policy.sharding import REPLICATED
 
@@ -69,13 +69,9 @@ def warn_biased_sampling(trainer: Any) -> None:
 
 def check_router_loss(trainer: Any) -> None:
     """Raise if the load-balancing loss of a mixture-of-experts model is missing or would have no gradient."""
-    args = trainer.args
     if not trainer.router_aux_loss_coef:
         return
-    asked = args.gradient_checkpointing is not False and (args.gradient_checkpointing_kwargs or {}).get(
-        "use_reentrant"
-    )
-    if asked or has_reentrant_checkpoints(trainer.model):
+    if may_recompute_reentrantly(trainer.model, trainer.args):
         raise ConfigError(
             "Gradient checkpointing with use_reentrant=True hides the router's logits from the load-balancing loss, "
             f"which would have no gradient (router_aux_loss_coef={trainer.router_aux_loss_coef}). Set "

@@ -89,13 +89,7 @@ def make_prompt_encoder(toolset: Any, policy: Any, processing: Any, args: Any) -
     }
     if inner_tokenizer(processing) is processing:
         return PromptEncoder(processing, **settings)
-    expect_unused_weights(args)
+    if args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = True  # a process whose rows have no images does not use the vision weights
     tokens = loading.placeholder_ids(inner_model(policy))
     return VisionEncoder(processing, accepts=forward_arguments(policy), placeholders=tokens, **settings)
-
-
-def expect_unused_weights(args: Any) -> None:
-    """Set `ddp_find_unused_parameters`: a process whose rows have no images does not use the vision weights."""
-    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-    if args.ddp_find_unused_parameters is None and not (args.gradient_checkpointing and reentrant):
-        args.ddp_find_unused_parameters = True

@@ -23,6 +23,7 @@ class Line:
     place: str  # identifies the PID namespace: a host, or a container on it
     beat: int = 0
     phase: str = ""  # "": between two phases, waiting for the others or about to
+    waits: bool = False  # in this phase it may also be waiting for the others
     seconds: float = 0.0  # in this phase, or since the end of the last one
     update: int = 0
     stopping: float = 0.0  # seconds since a signal asked it to stop
@@ -35,6 +36,11 @@ class Line:
 
     def __str__(self) -> str:
         return f"{self.phase or 'waiting for the others'} in update {self.update}"
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the process is waiting for the others, as far as its line says."""
+        return self.waits or not self.phase
 
     @property
     def is_gone(self) -> bool:
@@ -120,9 +126,9 @@ class Register:
         return now - self._heard[process]
 
     def _away(self, process: int, now: float) -> float:
-        """Seconds that a process has been in its own work or, if it is waiting, since its last line."""
+        """Seconds that a process has been in its own work or, if it may be waiting, since its last line."""
         line = self.lines[process]
-        return self._quiet(process, now) + (line.seconds if line.phase else 0.0)
+        return self._quiet(process, now) + (0.0 if line.may_wait else line.seconds)
 
     def _silent(self, process: int, now: float) -> str:
         quiet = self._quiet(process, now)
@@ -138,7 +144,7 @@ class Register:
         waits = [
             line.seconds
             for other, line in self.lines.items()
-            if line.state == "here" and (silent or not line.phase) and not self.is_silent(other, now)
+            if line.state == "here" and (silent or line.may_wait) and not self.is_silent(other, now)
         ]
         return max(waits, default=0.0)
 
@@ -169,7 +175,7 @@ class Register:
         return f"Waiting for {', '.join(busy)}, for {max(waited.values()):.0f} s so far." if busy else None
 
     def _is_away(self, process: int, now: float) -> bool:
-        return bool(self.lines[process].phase) or self.is_silent(process, now)
+        return not self.lines[process].may_wait or self.is_silent(process, now)
 
     def _described(self, process: int, now: float) -> str:
         away = f"process {process} ({self.lines[process]}, for {self._away(process, now):.0f} s"

@@ -57,6 +57,16 @@ class Verdict(NamedTuple):
     code: int = LOST
 
 
+class Phase(NamedTuple):
+    """What a process is doing, and whether it may be waiting for the others in it, as in an exchange of gradients."""
+
+    name: str
+    waits: bool = False
+
+
+WAITING = Phase("", waits=True)  # between two phases
+
+
 class Presence:
     """Publishes the status of this process and watches the others; does nothing alone or with `silence=None`.
 
@@ -82,7 +92,7 @@ class Presence:
         self.silence, self.deadline, self.stop_within = silence, deadline, stop_within
         self.update, self.stopping = update, stopping
         self.verdict: Verdict | None = None
-        self._phases: list[str] = []
+        self._phases: list[Phase] = []
         self._since = time.monotonic()
         self._seconds: dict[str, float] = defaultdict(float)
         self._failed_in: str | None = None
@@ -113,10 +123,13 @@ class Presence:
             self._watch = None
 
     @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """The code inside is this process's own work, which the others may have to wait for."""
+    def during(self, phase: str, *, waits: bool = False) -> Iterator[None]:
+        """The code inside is this process's own work, which the others may have to wait for.
+
+        With `waits`, it also waits for the others itself, at a point that cannot be told from here.
+        """
         self._failed_in = None  # clears the phase of an earlier error that was handled
-        self._enter([*self._phases, phase])
+        self._enter([*self._phases, Phase(phase, waits)])
         since = None
         try:
             yield
@@ -133,30 +146,36 @@ class Presence:
     @property
     def phase(self) -> tuple[str, float]:
         """The current phase, and its duration so far in seconds."""
+        return self._current.name, time.monotonic() - self._since
+
+    @property
+    def _current(self) -> Phase:
         phases = self._phases
-        return (phases[-1] if phases else ""), time.monotonic() - self._since
+        return phases[-1] if phases else WAITING
 
     def take_seconds(self, phase: str) -> float:
-        """Seconds spent in a phase, excluding phases nested inside it, since the last call."""
+        """Seconds of own work in a phase since the last call, excluding phases nested inside it and waiting."""
         return self._seconds.pop(phase, 0.0)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Inside this context, nested in some phase, this process waits for the others."""
-        return self.during("")
+        return self.during(WAITING.name, waits=True)
 
-    def _enter(self, phases: list[str]) -> None:
-        now, phase = time.monotonic(), self._phases[-1] if self._phases else ""
-        self._seconds[phase] += now - self._since
+    def _enter(self, phases: list[Phase]) -> None:
+        now, phase = time.monotonic(), self._current
+        if not phase.waits:
+            self._seconds[phase.name] += now - self._since
         self._phases, self._since = phases, now
         if self._watch is not None:
             self._watch.wake.set()
 
     def line(self) -> Line:
         """The current status line."""
-        phases, since = self._phases, self._since
+        phase, since = self._current, self._since
         return replace(
             self._line,
-            phase=phases[-1] if phases else "",
+            phase=phase.name,
+            waits=phase.waits,
             seconds=round(time.monotonic() - since, 1),
             update=self.update(),
             stopping=round(self.stopping(), 1),

@@ -16,6 +16,7 @@ from accelerate.utils import DistributedType, parse_flag_from_env
 
 from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, free_memory, plan_whole_weights, training_bytes
+from gruppo.policy.modes import may_recompute_reentrantly
 from gruppo.policy.quantised import is_quantised
 from gruppo.policy.sharding import (
     Sharding,
@@ -74,11 +75,16 @@ def _reject_images(trainer: Any, kind: Sharding) -> None:
             f"Prompts with images are not available under {where}: a process without images would skip passes or "
             "gradients that the others wait for. Keep the whole model on every process (DDP), or pass the tokenizer."
         )
-    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-    if several and reentrant and args.gradient_checkpointing is not False:
+    if several and may_recompute_reentrantly(trainer.model, args):
         raise NotImplementedError(
-            "gradient_checkpointing_kwargs={'use_reentrant': True} is not available for images on several processes: "
-            "DDP would wait for gradients of a process without images. Use {'use_reentrant': False}."
+            "Gradient checkpointing with use_reentrant=True is not available for images on several processes: DDP "
+            "would wait for gradients of a process without images. Use "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}."
+        )
+    if several and args.ddp_find_unused_parameters is False:
+        raise ConfigError(
+            "ddp_find_unused_parameters=False is not available for images on several processes: DDP would wait for "
+            "gradients of the vision weights from a process whose rows have no images. Leave it out."
         )
 
 
