@@ -8,6 +8,7 @@ import inspect
 import math
 import subprocess
 import sys
+from collections.abc import Callable, Hashable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gruppo.engine import kernels, noise, ops, reference
+from gruppo.engine.kernels import decode, prefill
 from gruppo.engine.kernels.sampling import draw_words
+from gruppo.kernels.gpu.blocks import Blocks
 from tests import interpreter
 
 interpreter.make_ready()
@@ -33,10 +36,20 @@ class Backend(NamedTuple):
     device: str
 
 
-@pytest.fixture(params=["torch", "triton"])
-def backend(request: pytest.FixtureRequest) -> Backend:
+def smallest(launch: Callable[[Blocks], None], blocks: Blocks, kind: Hashable) -> None:
+    """Instead of `launch_fitting`: as on a GPU with so little shared memory that only the smallest blocks fit."""
+    while (smaller := blocks.smaller()) is not None:
+        blocks = smaller
+    launch(blocks)
+
+
+@pytest.fixture(params=["torch", "triton", "triton, small blocks"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     if request.param == "torch":
         return Backend(reference, "cpu")
+    if request.param != "triton":
+        monkeypatch.setattr(decode, "launch_fitting", smallest)
+        monkeypatch.setattr(prefill, "launch_fitting", smallest)
     return Backend(kernels, DEVICE)
 
 
