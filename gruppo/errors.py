@@ -1,5 +1,7 @@
 """The library's exceptions, and when each is raised.
 
+All are a `GruppoError` as well: their messages say what is wrong and what to do.
+
     ConfigError(ValueError)      a setting or a combination of settings that cannot work; raised at construction
     DataError(ValueError)        a dataset, row or prompt that cannot be used; raised as early as it can be known
     RewardError(ValueError)      a reward function broke its contract (wrong length or type), or too many failed
@@ -18,14 +20,19 @@ The policy:
 1. A user's mistake raises at construction, with the offending value and the fix in the message.
 2. An unfinished or unscorable completion is data, whatever a reward raised: it is counted in the metrics and training
    continues.
-3. Everything else propagates; nothing is caught broadly.
+3. Everything else propagates. Exceptions of any kind are caught where code of users runs (rewards, tools, rollout
+   functions), where other processes must hear of a failure, and at the top of a command.
 """
+
+import sys
+import warnings
 
 __all__ = [
     "AuditError",
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "GruppoError",
     "PackingError",
     "ParityError",
     "ProcessLostError",
@@ -34,52 +41,65 @@ __all__ = [
     "RunLockedError",
     "SandboxError",
     "ToolError",
+    "warn_deprecated",
 ]
 
 
-class ConfigError(ValueError):
+class GruppoError(Exception):
+    """The base of all errors whose messages are written for the user."""
+
+
+class ConfigError(GruppoError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
 
 
-class DataError(ValueError):
+class DataError(GruppoError, ValueError):
     """A dataset, row or prompt that cannot be used."""
 
 
-class RewardError(ValueError):
+class RewardError(GruppoError, ValueError):
     """A reward function broke its contract."""
 
 
-class RolloutError(RuntimeError):
+class RolloutError(GruppoError, RuntimeError):
     """A rollout backend broke its contract."""
 
 
-class PackingError(RuntimeError):
+class PackingError(GruppoError, RuntimeError):
     """A model does something that packed rows do not support."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(GruppoError, ValueError):
     """A checkpoint is damaged, or was made with other settings."""
 
 
-class RunLockedError(RuntimeError):
+class RunLockedError(GruppoError, RuntimeError):
     """Another process writes into the same output folder."""
 
 
-class AuditError(RuntimeError):
+class AuditError(GruppoError, RuntimeError):
     """An audit, which runs on every update, found something that would silently spoil the run."""
 
 
-class ParityError(RuntimeError):
+class ParityError(GruppoError, RuntimeError):
     """The fast path of an update differs from the padded reference path by more than rounding."""
 
 
-class ProcessLostError(RuntimeError):
+class ProcessLostError(GruppoError, RuntimeError):
     """Another process of the run died or failed."""
 
 
-class SandboxError(RuntimeError):
+class SandboxError(GruppoError, RuntimeError):
     """This machine cannot sandbox model-written code as configured."""
 
 
-class ToolError(RuntimeError):
+class ToolError(GruppoError, RuntimeError):
     """A tool call failed; the error is reported to the model."""
+
+
+def warn_deprecated(message: str) -> None:
+    """A FutureWarning that points to the line outside this package from which it was called."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "gruppo":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, FutureWarning, stacklevel=level)

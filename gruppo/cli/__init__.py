@@ -151,11 +151,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Read by OpenMP when torch is loaded: idle threads sleep instead of spinning. This costs a few per cent on an idle
     # machine, but on a machine that is also busy with other work a step takes a third of the time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from gruppo.errors import ConfigError, DataError, RewardError, RunLockedError, SandboxError
+    from gruppo.errors import GruppoError
 
     try:
         return COMMANDS[command](arguments)
-    except (ConfigError, DataError, RewardError, RunLockedError, SandboxError) as error:  # the message says what to do
+    except GruppoError as error:
         print(f"gruppo {command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

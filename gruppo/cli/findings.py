@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gruppo.errors import ConfigError, DataError, PackingError, ParityError, RewardError, RolloutError, SandboxError
+from gruppo.errors import GruppoError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,10 +19,7 @@ __all__ = ["Finding", "Findings", "raised_at"]
 OK, WARNING, ERROR = "ok", "warning", "error"
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
 # Their messages say what is wrong and what to do. NotImplementedError names the field that is not implemented yet.
-TOLD: tuple[type[Exception], ...] = (
-    *(ConfigError, DataError, PackingError, ParityError, RewardError, RolloutError, SandboxError),
-    *(NotImplementedError, ImportError),
-)
+TOLD: tuple[type[Exception], ...] = (GruppoError, NotImplementedError, ImportError)
 
 
 @dataclass(frozen=True)

@@ -15,25 +15,11 @@ from typing import Any
 from gruppo.cli.launching import check_launch, has_words, keep_words, last_words, launch
 from gruppo.cli.loading import make_trainer
 from gruppo.cli.recipe import Run, is_launched, make_parser, take_help, trainer_of
-from gruppo.errors import (
-    AuditError,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    ParityError,
-    ProcessLostError,
-    RewardError,
-    RolloutError,
-    RunLockedError,
-    SandboxError,
-)
+from gruppo.errors import ConfigError, GruppoError
 from gruppo.trainer.processes.stopping import STOPPED, STOPPED_UNSAVED
 
 __all__ = ["main"]
 
-# Their messages say what is wrong and what to do, so no traceback is printed.
-TOLD = (AuditError, CheckpointError, ConfigError, DataError, ParityError, ProcessLostError, RewardError, RolloutError)
-TOLD_AT_ONCE = (*TOLD, RunLockedError, SandboxError)
 INTERRUPTED, TERMINATED = 130, 143
 RESUMES = ("__resume", "__resume_from_checkpoint")  # flags with every - replaced by _
 OUTPUT = "trainer_output"  # the default output_dir of transformers
@@ -149,10 +135,9 @@ def train(argv: Sequence[str], command: str) -> int:
             _say(command, stopped(trainer, end.code, again))
         return int(end.code)
     except KeyboardInterrupt:
-        where = "while loading; nothing was trained" if trainer is None else "and nothing was saved"
-        _say(command, f"Interrupted, {where}. To start again: {again}")
+        _say(command, interrupted(trainer, again))
         return INTERRUPTED
-    except TOLD_AT_ONCE as error:
+    except GruppoError as error:  # its message says what is wrong and what to do: no traceback
         keep_words(named(error))
         _say(command, failed(trainer, error, again))
         return 2 if trainer is None else 1
@@ -194,6 +179,7 @@ def _progress() -> Any:
 
 
 def _made(run: Run, progress: Any) -> Any:
+    from gruppo.runs.checkpoints import newest_of_run
     from gruppo.runs.identity import recorded_run
 
     if not sys.stderr.isatty():
@@ -201,8 +187,9 @@ def _made(run: Run, progress: Any) -> Any:
     output, goes_on = Path(run.config.output_dir), run.launching.resume or run.config.resume_from_checkpoint
     if output.exists() and not output.is_dir():
         raise ConfigError(f"output_dir={run.config.output_dir!r} is a file; name a folder.")
-    if run.launching.resume and _newest(output) is None:
-        raise ConfigError(f"There is no checkpoint in {output} to resume from: leave out --resume.")
+    if run.launching.resume and (choice := newest_of_run(output, thorough=False)).path is None:
+        why = "".join(f" {path.name}: {' '.join(reasons)}." for path, reasons in choice.rejected)
+        raise ConfigError(f"There is no checkpoint in {output} to resume from: leave out --resume.{why}")
     if run.config.process_index == 0:
         print(f"{run.trainer.upper()} of {run.model}, output in {output} …", flush=True)
         if not goes_on and recorded_run(output) is not None:
@@ -252,6 +239,15 @@ def stopped(trainer: Any, code: Any, again: str) -> str:
     return f"Stopped after update {step}, which could NOT be saved. {left}"
 
 
+def interrupted(trainer: Any, again: str) -> str:
+    if trainer is None:
+        return f"Interrupted while loading; nothing was trained. To start again: {again}"
+    step, newest = trainer.state.global_step, _newest(Path(trainer.args.output_dir))
+    if newest is None:
+        return f"Interrupted after update {step}; there is no checkpoint. To start again: {again}"
+    return f"Interrupted after update {step}. Resume from {newest} with: {with_resume(again)}"
+
+
 def ended(code: int, words: str, newest: Path | None, again: str) -> str:
     """The message for launched processes that ended, with the error message of the first that failed."""
     why = f": {words}\n" if words else "; the output of its processes says why. "
@@ -262,7 +258,7 @@ def ended(code: int, words: str, newest: Path | None, again: str) -> str:
 def named(error: BaseException) -> str:
     """The message of an error, with the name of its type unless the message was written for the user."""
     words = str(error).strip() or type(error).__name__
-    return words if isinstance(error, TOLD_AT_ONCE) else f"{type(error).__name__}: {words}"
+    return words if isinstance(error, GruppoError) else f"{type(error).__name__}: {words}"
 
 
 def failed(trainer: Any, error: BaseException, again: str) -> str:
@@ -295,10 +291,10 @@ def with_resume(command: str) -> str:
 
 
 def _newest(output: Path) -> Path | None:
-    from gruppo.runs.checkpoints import checkpoints
+    """The checkpoint that --resume would take, as far as can be seen without reading it whole."""
+    from gruppo.runs.checkpoints import newest_of_run
 
-    found = checkpoints(output)
-    return found[0] if found else None
+    return newest_of_run(output, thorough=False).path
 
 
 def _say(command: str, text: str) -> None:

@@ -64,7 +64,9 @@ class PolicyConfig(
         None,
         "Recompute activations in the backward pass; None: only if the smallest useful micro-batch would not fit.",
     )
-    bf16: bool | None = option(None, "bfloat16 mixed precision; None turns it on where fp16 is off.")
+    bf16: bool | None = option(
+        None, "bfloat16 mixed precision; None turns it on with an accelerator, or use_cpu=True, where fp16 is off."
+    )
     remove_unused_columns: bool = option(
         False, "Keep only `prompt` (and images) of the dataset; False lets reward functions see every column."
     )

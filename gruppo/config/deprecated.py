@@ -1,11 +1,10 @@
 """Old names that still work, each with a FutureWarning."""
 
-import warnings
 from dataclasses import dataclass, fields
 from typing import Any
 
 from gruppo.config.fields import option
-from gruppo.errors import ConfigError
+from gruppo.errors import ConfigError, warn_deprecated
 
 # old name -> the name to use instead
 ALIASES = {
@@ -34,7 +33,7 @@ def resolve_aliases(config: Any) -> None:
             continue
         if getattr(config, new) not in (defaults.get(new), getattr(config, old)):
             raise ConfigError(f"`{old}` is the old name of `{new}`, and both are set to different values.")
-        warnings.warn(f"`{old}` is deprecated; use `{new}` instead.", FutureWarning, stacklevel=4)
+        warn_deprecated(f"`{old}` is deprecated; use `{new}` instead.")
         setattr(config, new, getattr(config, old))
         # Reset the old name to its default, so that a copy of this config does not warn or override again.
         setattr(config, old, defaults[old])

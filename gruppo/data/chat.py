@@ -1,10 +1,9 @@
 """Conversations as text: recognise them, render them with the chat template, fill in images."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gruppo.errors import DataError
+from gruppo.errors import DataError, warn_deprecated
 
 __all__ = [
     "apply_chat_template",
@@ -115,7 +114,7 @@ def apply_chat_template(
 
 def _renderer(processing_class: ProcessingClass | None, tokenizer: ProcessingClass | None) -> Any:
     if tokenizer is not None:
-        warnings.warn("`tokenizer` is deprecated; use `processing_class` instead.", FutureWarning, stacklevel=3)
+        warn_deprecated("`tokenizer` is deprecated; use `processing_class` instead.")
     renderer = processing_class if processing_class is not None else tokenizer
     if renderer is None:
         raise TypeError(

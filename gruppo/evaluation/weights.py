@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.errors import ConfigError
-from gruppo.runs.checkpoints import MANIFEST, checkpoints, newest_good
+from gruppo.runs.checkpoints import MANIFEST, checkpoints, newest_of_run
 from gruppo.runs.identity import read_json, recorded_run
 
 __all__ = ["find_weights"]
@@ -38,7 +38,7 @@ def find_weights(model: str | Path) -> str:
         raise ConfigError(
             f"{folder} holds neither a model (config.json and weights), nor an adapter, nor checkpoints of a run."
         )
-    choice = newest_good(folder, run_id=recorded_run(folder))
+    choice = newest_of_run(folder)
     if choice.path is not None:
         if outdated is not None:
             logger.warning(f"{outdated} {choice.path.name} is evaluated instead.")

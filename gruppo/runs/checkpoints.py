@@ -23,7 +23,7 @@ from gruppo.errors import CheckpointError
 from gruppo.runs import manifests, plain
 from gruppo.runs.disk import is_disk_full
 from gruppo.runs.earlier import new_place
-from gruppo.runs.identity import origins
+from gruppo.runs.identity import origins, recorded_run
 from gruppo.runs.lines import fsync_folder
 from gruppo.runs.manifests import MANIFEST, Manifest, manifest
 
@@ -38,6 +38,7 @@ __all__ = [
     "is_disk_full",
     "manifest",
     "newest_good",
+    "newest_of_run",
     "problems",
     "publish",
     "put_aside",
@@ -205,15 +206,20 @@ def _named_run(content: Manifest | None) -> str | None:
     return run_id if isinstance(run_id, str) and run_id else None
 
 
-def newest_good(run: Path, *, run_id: str | None = None) -> Choice:
-    """The newest checkpoint without problems.
+def newest_of_run(folder: Path, *, thorough: bool = True) -> Choice:
+    """The checkpoint that the run recorded in a folder resumes from."""
+    return newest_good(folder, run_id=recorded_run(folder), thorough=thorough)
+
+
+def newest_good(run: Path, *, run_id: str | None = None, thorough: bool = True) -> Choice:
+    """The newest checkpoint without problems; `thorough=False` skips the checksums.
 
     With `run_id`, only a checkpoint of that run, or one that the run continues from according to run.json.
     """
     known = origins(run)
     rejected: list[tuple[Path, list[str]]] = []
     for checkpoint in checkpoints(run):
-        found = _stranger(checkpoint, run_id, known) or problems(checkpoint)
+        found = _stranger(checkpoint, run_id, known) or problems(checkpoint, thorough=thorough)
         if not found:
             return Choice(checkpoint, rejected)
         rejected.append((checkpoint, found))

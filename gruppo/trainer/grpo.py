@@ -9,9 +9,11 @@ from gruppo.algo import masks, objectives
 from gruppo.config.grpo import GRPOConfig
 from gruppo.trainer.construct.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
+from gruppo.trainer.hooks import known
 from gruppo.trainer.processes.collectives import gather_rows
 
 
+@known
 class GRPOTrainer(PolicyTrainer):
     """Group Relative Policy Optimization (https://arxiv.org/abs/2402.03300) and its family.
 

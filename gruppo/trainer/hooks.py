@@ -3,8 +3,9 @@
 Hooks that are called are under a heading in their files, and have a row in docs/extending.md.
 """
 
+import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 # Methods that TRL 1.16 calls but this trainer does not: overriding them would silently do nothing.
 UNUSED_HOOKS = (
@@ -28,17 +29,30 @@ PADDED_HOOKS = (
 )
 
 
+_written: dict[type, dict[str, Any]] = {}  # the attributes of our trainers as they were when the package was imported
+T = TypeVar("T", bound=type)
+
+
+def known(trainer_class: T) -> T:
+    """Decorator of our trainers: what their methods are before anyone replaces one."""
+    _written[trainer_class] = {name: inspect.getattr_static(trainer_class, name) for name in dir(trainer_class)}
+    return trainer_class
+
+
 def overridden(trainer: Any, names: Sequence[str]) -> list[str]:
-    """The methods among `names` that user code replaces: in a subclass, or by patching a class or the trainer."""
-    ours = ("gruppo.trainer.", "transformers.")
-    return [name for name in names if not str(getattr(trainer, name).__module__).startswith(ours)]
+    """The methods among `names` that user code replaces: in a subclass, or by patching a class or the trainer.
+
+    Methods are compared, not the modules that they name: a wrapper made with functools.wraps names ours.
+    """
+    ours = next(_written[cls] for cls in type(trainer).__mro__ if cls in _written)
+    now = {name: vars(trainer).get(name, inspect.getattr_static(type(trainer), name, None)) for name in names}
+    return [name for name, method in now.items() if method is not ours.get(name)]
 
 
 def reject_unused_hooks(trainer: Any) -> None:
     """Raise for overridden methods that are never called here."""
-    for name in UNUSED_HOOKS:
-        if any(hasattr(cls, name) for cls in type(trainer).__mro__) and overridden(trainer, [name]):
-            raise NotImplementedError(
-                f"{type(trainer).__name__} overrides `{name}`, which is not called here. Override `_compute_loss`, "
-                "`_generate_single_turn` or `_generate_and_score_completions`, or pass a `rollout_func`."
-            )
+    for name in overridden(trainer, UNUSED_HOOKS):
+        raise NotImplementedError(
+            f"{type(trainer).__name__} overrides `{name}`, which is not called here. Override `_compute_loss`, "
+            "`_generate_single_turn` or `_generate_and_score_completions`, or pass a `rollout_func`."
+        )

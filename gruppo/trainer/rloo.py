@@ -6,8 +6,10 @@ from typing import Any
 from gruppo.config.rloo import RLOOConfig
 from gruppo.trainer.construct.arguments import explains_unknown_arguments
 from gruppo.trainer.core import PolicyTrainer
+from gruppo.trainer.hooks import known
 
 
+@known
 class RLOOTrainer(PolicyTrainer):
     """REINFORCE leave-one-out (https://arxiv.org/abs/2402.14740): the baseline is the mean of the other completions.
 

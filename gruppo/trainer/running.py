@@ -17,7 +17,7 @@ from gruppo.policy.sharding import REPLICATED
 from gruppo.runs import checkpoints
 from gruppo.runs.identity import position_run
 from gruppo.runs.lock import RunLock
-from gruppo.runs.record import RunRecorder, recorded_run
+from gruppo.runs.record import RunRecorder
 from gruppo.runs.secrets import without_secrets
 from gruppo.trainer.books.machine import environment_of
 from gruppo.trainer.checkpointing import REFERENCE, Checkpointing
@@ -183,7 +183,7 @@ class Running(Checkpointing):
 
     def _newest_good(self) -> Path:
         folder = Path(self.args.output_dir)
-        choice = checkpoints.newest_good(folder, run_id=recorded_run(folder))
+        choice = checkpoints.newest_of_run(folder)
         for path, wrong in choice.rejected:
             logger.warning(f"{path} is not used: {' '.join(wrong)}")
         if choice.path is None:

@@ -20,6 +20,7 @@ from gruppo.trainer.books.ledger import Ledger
 from gruppo.trainer.collect.ahead import RolloutsAhead
 from gruppo.trainer.collect.resampling import runs
 from gruppo.trainer.collect.tool_turns import count_tools
+from gruppo.trainer.hooks import overridden
 from gruppo.trainer.logprobs import LogProbs
 from gruppo.trainer.processes.collectives import rows_in_batch
 from gruppo.types import Completion, Prompt, Rollout, Row, SampleRequest, StopReason
@@ -131,7 +132,7 @@ class Sampling(LogProbs):
         turn, prompts = self._under_way.turn, self._under_way.prompts
         prompts = prompts if turn is None else [prompts[row] for row in turn.rows]
         vision = [prompt.vision for prompt in prompts] if self.prompt_encoder.takes_images else None
-        if type(self)._generate_single_turn is Sampling._generate_single_turn:
+        if not overridden(self, ["_generate_single_turn"]):
             return self._ask_backend(prompt_ids, vision)
         # In later turns the prompts no longer form groups.
         more: dict[str, Any] = {} if turn is None else {"num_generations": 1}

@@ -18,6 +18,7 @@ from gruppo import cli
 from gruppo.cli import launching
 from gruppo.cli.launching import LAUNCHES, launch_command, launch_config, run_command
 from gruppo.errors import ConfigError
+from tests.runs import saving
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,7 +141,7 @@ def test_an_end_of_the_processes_is_told(
     assert capsys.readouterr().err.endswith(
         "The launcher ended with code 1; the output of its processes says why. There is no checkpoint.\n"
     )
-    (path.parent / "run" / "checkpoint-1").mkdir(parents=True)
+    saving.save(path.parent / "run", 1)
     assert cli.main(["train", str(path), "--launch", "ddp", "--nproc", "2"]) == 1
     again = f"gruppo train {path} --launch ddp --nproc 2 --resume"
     assert capsys.readouterr().err.endswith(

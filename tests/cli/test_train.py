@@ -13,6 +13,8 @@ from gruppo import cli
 from gruppo.cli.loading import load_named, make_trainer
 from gruppo.cli.recipe import Run
 from gruppo.errors import AuditError
+from gruppo.runs.record import RunRecorder
+from tests.runs import saving
 
 ROOT = Path(__file__).parents[2]
 train: Any = importlib.import_module("gruppo.cli.train")  # `gruppo.cli` has a function of that name
@@ -136,7 +138,7 @@ class FakeTrainer:
     [
         (SystemExit(75), 75, ["Stopped after update 7, which is saved. Resume with: gruppo train", "--resume"]),
         (SystemExit(74), 74, ["could NOT be saved. There is no checkpoint."]),
-        (KeyboardInterrupt(), 130, ["Interrupted, and nothing was saved. To start again"]),
+        (KeyboardInterrupt(), 130, ["Interrupted after update 7; there is no checkpoint. To start again"]),
         (AuditError("A loss is not finite."), 1, ["A loss is not finite.\nFailed after update 7", "no checkpoint"]),
         (ZeroDivisionError("x / 0"), 1, ["Traceback", "ZeroDivisionError: x / 0\nFailed after update 7"]),
     ],
@@ -155,12 +157,19 @@ def test_every_end_says_how_to_go_on(
     assert all(word in err for word in words), err
 
 
-def test_a_failure_names_the_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-5").mkdir()
-    trainer = FakeTrainer(ValueError(), str(tmp_path))
-    resume = f"Resume from {tmp_path / 'checkpoint-5'} with: gruppo train r.yaml --resume"
-    assert resume in train.failed(trainer, ValueError("bad"), "gruppo train r.yaml --resume")
-    assert resume in train.stopped(trainer, 74, "gruppo train r.yaml --resume")
+def test_every_end_names_the_checkpoint_that_resume_would_take(tmp_path: Path) -> None:
+    """Not the newer one of another run, nor one that was cut off."""
+    recorder = RunRecorder(tmp_path)
+    own = recorder.begin(config={}, environment={})
+    recorder.close()
+    saving.save(tmp_path, 5, run_id=own)
+    saving.cut(saving.save(tmp_path, 6, run_id=own) / "model.safetensors")
+    saving.save(tmp_path, 9, run_id="theirs")
+    trainer, command = FakeTrainer(ValueError(), str(tmp_path)), "gruppo train r.yaml --resume"
+    resume = f"Resume from {tmp_path / 'checkpoint-5'} with: {command}"
+    assert resume in train.failed(trainer, ValueError("bad"), command)
+    assert resume in train.stopped(trainer, 74, command)
+    assert resume in train.interrupted(trainer, command)
 
 
 def test_an_interrupt_while_things_are_loaded(

@@ -442,6 +442,13 @@ def test_an_earlier_name_warns_and_stands_for_the_new_one(config, old):
     assert getattr(made, new, None) == arrives
 
 
+@pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
+def test_a_warning_points_to_the_line_that_used_the_earlier_name(config):
+    with pytest.warns(FutureWarning) as caught:
+        config(**QUIET, wandb_log_unique_prompts=True)
+    assert {warning.filename for warning in caught} == {__file__}
+
+
 def test_a_copy_does_not_warn_again():
     with pytest.warns(FutureWarning):
         made = GRPOConfig(**QUIET, wandb_log_unique_prompts=True)

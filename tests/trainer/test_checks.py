@@ -61,5 +61,6 @@ def test_everything_else_is_silent(settings, caplog, tmp_path):
 
 
 def test_liger_kernels_are_deprecated():
-    with pytest.warns(FutureWarning, match="`use_liger_kernel` is deprecated"):
+    with pytest.warns(FutureWarning, match="`use_liger_kernel` is deprecated") as caught:
         warn_combinations(GRPOConfig(**base_args("unused", use_liger_kernel=True)))
+    assert [warning.filename for warning in caught] == [__file__]

@@ -1,6 +1,7 @@
 """Subclasses and callbacks written for other trainers of this kind: the methods and names they rely on."""
 
 import copy
+import functools
 import inspect
 import json
 import re
@@ -354,6 +355,44 @@ def test_overriding_what_is_never_called_is_refused(name: str, tmp_path: Path) -
     subclass = type("Sub", (GRPOTrainer,), {name: lambda self, *args: None})
     with pytest.raises(NotImplementedError, match=name):
         make(tmp_path, subclass)
+
+
+def counted(method: Any, calls: list[str]) -> Any:
+    @functools.wraps(method)  # names the module of what it wraps
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls.append(method.__name__)
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("patched", ["subclass", "our class", "parent of our class"])
+def test_a_wrapper_of_a_hook_is_called(patched: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    wrapper = counted(GRPOTrainer._compute_loss, calls)
+    trainer_class = GRPOTrainer
+    if patched == "subclass":
+        trainer_class = type("Sub", (GRPOTrainer,), {"_compute_loss": wrapper})
+    else:
+        where = GRPOTrainer if patched == "our class" else GRPOTrainer.__mro__[1]
+        monkeypatch.setattr(where, "_compute_loss", wrapper, raising=False)
+    trainer = run(tmp_path, trainer_class, max_steps=1)
+    assert trainer.packed is None
+    assert calls == ["_compute_loss"] * trainer.args.gradient_accumulation_steps
+
+
+def test_a_wrapper_of_what_is_never_called_is_refused(tmp_path: Path) -> None:
+    subclass = type("Sub", (GRPOTrainer,), {"get_high_entropy_mask": counted(GRPOTrainer.get_high_entropy_mask, [])})
+    with pytest.raises(NotImplementedError, match="get_high_entropy_mask"):
+        make(tmp_path, subclass)
+
+
+def test_a_trainer_may_be_patched_after_it_was_made(tmp_path: Path) -> None:
+    calls: list[str] = []
+    trainer = make(tmp_path, max_steps=1)
+    trainer._generate_single_turn = counted(trainer._generate_single_turn, calls)
+    trainer.train()
+    assert calls == ["_generate_single_turn"]
 
 
 def test_formulas_by_their_known_names(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Checks of the trainer's settings and datasets, each with a message that says what to do."""
 
 import logging
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ from datasets import Dataset, IterableDataset
 
 from gruppo.data.lengths import check_every_prompt
 from gruppo.data.prompts import PromptEncoder, check_prompts, sample_rows
-from gruppo.errors import ConfigError, DataError
+from gruppo.errors import ConfigError, DataError, warn_deprecated
 from gruppo.policy.modes import may_recompute_reentrantly
 from gruppo.policy.routing import check_router
 from gruppo.policy.sharding import REPLICATED
@@ -53,7 +52,7 @@ def warn_combinations(args: Any) -> None:
             "token is capped. The usual value is about 5."
         )
     if args.use_liger_kernel:
-        warnings.warn("`use_liger_kernel` is deprecated for this trainer.", FutureWarning, stacklevel=4)
+        warn_deprecated("`use_liger_kernel` is deprecated for this trainer.")
     unread = ("dataloader_num_workers", "dataloader_drop_last", "dataloader_prefetch_factor")
     if ineffective := [name for name in unread if getattr(args, name)]:
         logger.warning(f"{', '.join(ineffective)}: no effect, as prompts are read directly.")
