@@ -1,7 +1,7 @@
 """The common base of GRPOConfig and RLOOConfig, combined from one mixin per concern."""
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
@@ -182,10 +182,6 @@ class PolicyConfig(
     def rollouts_stay_on_policy(self) -> bool:
         """Whether every micro-batch is trained on before the weights that generated it are updated."""
         return bool(self.gradient_accumulation_steps % self.micro_steps_per_generation == 0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values, in the format of `TrainingArguments.to_dict`."""
-        return dict(super().to_dict())
 
 
 def own_fields(config_class: type) -> list[str]:

@@ -111,13 +111,14 @@ class Loop:
     def run(self) -> dict[int, int]:
         """Run until every completion has ended; returns the lengths of those that a stop string ended."""
         looks: deque[Look] = deque()
+        waiting = 1 if self.on_cuda else 0  # on a GPU the next steps are queued before the results of the last ones
         while not self.scheduler.finished:
             self.pause()
             self._admit()
             steps = self._steps()
             if steps:
                 looks.append(self._decode(steps))
-            if looks and (len(looks) > self.on_cuda or not steps):
+            if looks and (len(looks) > waiting or not steps):
                 self._take_out(looks.popleft())
         self.counters.prefill_seconds += sum(self._seconds(*mark) for mark in self._prefill_marks)
         return self.cut

@@ -117,6 +117,10 @@ class UpdatePlan:
     group_tokens: int  # and of a single group: splitting it would process its prompt again
     checkpointing: bool
 
+    def __str__(self) -> str:
+        recomputed = ", with gradient checkpointing" if self.checkpointing else ""
+        return f"passes of up to {self.tokens:,} tokens ({self.group_tokens:,} of a single group){recomputed}"
+
     def halved(self) -> "UpdatePlan":
         """The plan to try after an allocation failed."""
         return replace(self, tokens=max(self.tokens // 2, 1), group_tokens=max(self.group_tokens // 2, 1))

@@ -54,7 +54,7 @@ class Collecting(Sampling):
         if self.mode == "train" and self.args.dynamic_sampling:
             self._replace_groups_without_spread(generation)
             self._ask_ahead()  # the next prompts are known only now
-        self._log_lengths(generation.lengths_NC)
+        self._log_lengths(generation.lengths_N4)
         self.metrics.add(self.mode, tool_metrics(generation.tools), of=len(generation.rewards_NR))
         batch = self.to_tensors(generation.rollouts)
         if self.mode == "train":
@@ -134,7 +134,7 @@ class Collecting(Sampling):
             self._ask_ahead()
         self.stopper.check()
         self._audit_sampling(rollouts)
-        lengths_NC = self._count_tokens(rollouts)
+        lengths_N4 = self._count_tokens(rollouts)
         found, tools = self.reward(rollouts), dict(self._under_way.tool_counts)
         rewards_NR, kinds_NR, notes = found.values_NR, found.kinds_NR, found.notes
         if (failed_N := failed_resets(self, rollouts)) is not None:  # overrides the scores of such rows
@@ -145,7 +145,7 @@ class Collecting(Sampling):
         return Generation(
             rollouts,
             rewards_NR,
-            lengths_NC,
+            lengths_N4,
             notes.columns,
             notes.metrics,
             kinds_NR,
@@ -302,13 +302,13 @@ class Collecting(Sampling):
             for r in rollouts
         ]
         local = torch.tensor(counts, dtype=torch.long, device=self.accelerator.device).view(-1, 4)
-        lengths_NC = gather_rows(self.accelerator, local).cpu()
+        lengths_N4 = gather_rows(self.accelerator, local).cpu()
         if self.mode == "train" and not self._sampling_anew:
-            self.state.num_input_tokens_seen += int(lengths_NC[:, :2].sum())
-        return lengths_NC
+            self.state.num_input_tokens_seen += int(lengths_N4[:, :2].sum())
+        return lengths_N4
 
-    def _log_lengths(self, lengths_NC: Tensor) -> None:
-        lengths, _, unfinished, cut = lengths_NC.unbind(1)
+    def _log_lengths(self, lengths_N4: Tensor) -> None:
+        lengths, _, unfinished, cut = lengths_N4.unbind(1)
         metrics, rows = length_metrics(lengths, unfinished), len(lengths)
         ended = {"completions/mean_terminated_length": rows - int(unfinished.sum())}
         self.metrics.add(self.mode, metrics, dict.fromkeys(metrics, rows) | ended)
@@ -320,7 +320,8 @@ class Collecting(Sampling):
         names, rollouts, rewards_NR = self.rewards.names, generation.rollouts, generation.rewards_NR
         metrics = reward_metrics(names, rewards_NR, advantages.rewards_B, frac_zero_std(advantages.std_B))
         self.metrics.add(self.mode, metrics, rows_scored(names, rewards_NR, advantages.rewards_B))
-        self.rewards.counts.add(self.metrics, self.mode, generation.counted_kinds_NR)
+        counts = self.rewards.counts.metrics(generation.counted_kinds_NR)
+        self.metrics.count(self.mode, counts, beside="reward")
         if self.mode == "train":
             self.rewards.breaker.note(generation.counted_kinds_NR)
         numbers, columns = self._gather_user_logs(generation)

@@ -3,6 +3,7 @@
 `train` (running.py) prepares a run and enters transformers' loop, whose updates are in stepping.py.
 """
 
+import logging
 from collections import deque
 from typing import Any
 
@@ -84,6 +85,8 @@ class PolicyTrainer(KnownNames):
             name = model if isinstance(model, str) else loading.model_name(model)
             args = self.config_class(f"{name.rstrip('/').split('/')[-1] or 'model'}-{self.algorithm.upper()}")
         checks.check_config(args, self.config_class)
+        if args.process_index:  # warnings about settings are logged once, by the main process
+            logging.getLogger("gruppo.trainer.construct").setLevel(logging.ERROR)
         checks.warn_combinations(args)
         self.benchmarks = load_benchmarks(args, eval_dataset)  # before the model, which takes longer
         self.toolset = tooling.make_toolset(tools, environment_factory, args)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gruppo.algo.loss import LossSettings
 from gruppo.errors import ConfigError
+from gruppo.rewards.resolve import is_reward_model
 from gruppo.trainer.books.metrics import Metrics
 from gruppo.trainer.stepping import Stepping
 
@@ -78,6 +79,12 @@ class KnownNames(Stepping):
                 f"{len(functions)} reward functions cannot take the place of {len(self.rewards.runner.names)}: "
                 "weights, metrics and tables have one entry per function. Make a new trainer."
             )
+        for new, old in zip(functions, self.rewards.runner.functions, strict=True):
+            if is_reward_model(new) and new is not old:
+                raise ConfigError(
+                    "A reward model cannot be replaced in a run: it needs a tokenizer and a device. Pass it to a new "
+                    "trainer, or call it in a reward function."
+                )
         self.rewards.runner.functions = list(functions)
 
     @property

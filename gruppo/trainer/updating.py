@@ -121,11 +121,22 @@ class Updating(Collecting):
         packer = update.packer(share=share, whole=self.aux_loss_enabled)
         plan = self.planner.plan(update.batch)
         self._run_skipped_rows(model, update, packer, plan)
-        units = self._units(update, moving)
-        if work is not None:
-            update = work.run
-            update.passes.clear()
-            packer, units = update.packer(share=share), [(None, list(range(len(update.batch))))]
+        if work is None:
+            self._run_units(model, update, self._units(update, moving), packer, plan)
+        else:  # rows were exchanged with other processes
+            work.run.passes.clear()
+            everything = (None, list(range(len(work.run.batch))))
+            self._run_units(model, work.run, [everything], work.run.packer(share=share), plan)
+
+    def _run_units(
+        self,
+        model: nn.Module,
+        update: Update,
+        units: Sequence[tuple[int | None, list[int]]],
+        packer: Packer,
+        plan: UpdatePlan,
+    ) -> None:
+        """Forward and backward passes of rows, of all at once or of one micro-batch after another."""
         self._stopwatch.start()
         for micro_batch, rows in units:
             packs = packer.packs(rows, plan.tokens, plan.group_tokens)

@@ -172,8 +172,7 @@ class Watching(Updating):
             self.metrics.add("train", self._audit_update() | {"record/seconds": self._record_seconds})
             self._record_seconds = 0.0
             self._share_findings()
-            values = self.metrics.values["train"]
-            values.update({name: [sum(values[name]) + count] for name, count in self.audits.found().items()})
+            self.metrics.raise_by("train", self.audits.found())
             self.metrics.set("train", self.audits.totals())
         if self.control.should_epoch_stop:
             self.audits.epoch_ended_early(self._epoch)

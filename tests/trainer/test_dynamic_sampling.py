@@ -707,7 +707,7 @@ def test_a_round_takes_the_place_of_rows_and_adds_to_counts() -> None:
     generation.replace([0, 2], [1, 2], by, 2)
     assert generation.rollouts == ["d", "x", "y"]
     assert generation.rewards_NR[:, 0].tolist() == [10.0, 11.0, 2.0, 3.0, 12.0, 13.0]
-    assert generation.lengths_NC.shape == (10, 4)
+    assert generation.lengths_N4.shape == (10, 4)
     assert generation.columns == {"c": [3, 8, 9]}
     assert generation.metrics == {"m": [1.0, 2.0], "n": [3.0]}
     assert generation.kinds_NR[:, 0].tolist() == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]

@@ -140,10 +140,10 @@ def test_a_count_is_a_mean_over_generations_whenever_failures_began(failing):
     for generation in range(10):
         store.add("train", {"reward": 1.0})
         kinds = torch.full((8, 1), Kind.FAILURE if generation == failing else Kind.SCORE, dtype=torch.int8)
-        counts.add(store, "train", kinds)
+        store.count("train", counts.metrics(kinds), beside="reward")
     assert store.take("train") == {"reward": 1.0, "rewards/a/failures": 0.8, "rewards/unscorable": 0.8}
     store.add("train", {"reward": 1.0})
-    counts.add(store, "train", torch.zeros(8, 1, dtype=torch.int8))
+    store.count("train", counts.metrics(torch.zeros(8, 1, dtype=torch.int8)), beside="reward")
     assert store.take("train") == {"reward": 1.0, "rewards/a/failures": 0.0, "rewards/unscorable": 0.0}
 
 

@@ -86,6 +86,8 @@ def test_sampling_settings_and_rewards_may_be_replaced(tmp_path: Path) -> None:
     assert run.state.log_history[0]["reward"] == 7.0
     with pytest.raises(ConfigError, match="2 reward functions cannot take the place of 1"):
         run.reward_funcs = [length_reward, length_reward]
+    with pytest.raises(ConfigError, match="A reward model cannot be replaced"):
+        run.reward_funcs = [torch.nn.Linear(1, 1)]
 
 
 def test_evaluation_passes_through_prepare_inputs(tmp_path: Path) -> None:

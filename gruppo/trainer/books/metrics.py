@@ -43,6 +43,20 @@ class MetricStore:
         """Set totals, which replace earlier values: the latest value of a key is logged."""
         self.values[mode].update({key: [value] for key, value in metrics.items()})
 
+    def count(self, mode: str, counts: Mapping[str, float], beside: str) -> None:
+        """Add counts of a generation, of which keys may be new: their mean is over the generations that have `beside`.
+
+        A new key gets a zero for each earlier generation since the last log.
+        """
+        values = self.values[mode]
+        for key, count in counts.items():
+            values[key] += [0.0] * (len(values[beside]) - 1 - len(values[key])) + [count]
+
+    def raise_by(self, mode: str, counts: Mapping[str, float]) -> None:
+        """Add counts to totals since the last log."""
+        values = self.values[mode]
+        values.update({name: [sum(values[name]) + count] for name, count in counts.items()})
+
     def last(self, mode: str, key: str) -> float | None:
         """The latest value of a key since the last log."""
         values = self.values[mode].get(key)

@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 
 from gruppo.rewards.outcomes import Kind
 from gruppo.rewards.runner import failed_rows
-from gruppo.trainer.books.metrics import MetricStore
 
 WINDOW = 20  # updates; more if they contain fewer than GENERATIONS generations
 GENERATIONS = 5
@@ -46,6 +45,7 @@ class RewardCounts:
         self._seen = set(state)
 
     def metrics(self, kinds_NR: Tensor) -> dict[str, float]:
+        """The counts of a generation."""
         counts = {
             f"rewards/{name}/{word}": int((kinds_NR[:, i] == kind).sum())
             for i, name in enumerate(self.names)
@@ -55,16 +55,6 @@ class RewardCounts:
         counts["rewards/unscorable"] = int(unscorable.sum())
         self._seen |= {key for key, count in counts.items() if count}
         return {key: float(count) for key, count in counts.items() if key in self._seen}
-
-    def add(self, store: MetricStore, mode: str, kinds_NR: Tensor) -> None:
-        """Add the counts of a generation whose mean reward is already in the store.
-
-        The logged value is a mean over generations, so a new count is padded with zeros for the earlier generations
-        since the last log.
-        """
-        values = store.values[mode]
-        for key, count in self.metrics(kinds_NR).items():
-            values[key] += [0.0] * (len(values["reward"]) - 1 - len(values[key])) + [count]
 
 
 class RewardBreaker(TrainerCallback):

@@ -20,7 +20,7 @@ class Generation:
 
     rollouts: list[Rollout]  # of this process
     rewards_NR: Tensor
-    lengths_NC: Tensor  # completion tokens, prompt tokens, unfinished, prompt cut
+    lengths_N4: Tensor  # completion tokens, prompt tokens, unfinished, prompt cut
     columns: dict[str, list[Any]]  # `log_extra`, one entry per rollout
     metrics: dict[str, list[float]]  # `log_metric`
     kinds_NR: Tensor  # codes of `Kind`
@@ -56,7 +56,7 @@ class Generation:
         self.indices = put(self.indices, own_rows, by.indices)
         self.rounds = put(self.rounds, own_rows, by.rounds)
         self.rollouts = put(self.rollouts, own_rows, by.rollouts)
-        self.lengths_NC = torch.cat([self.lengths_NC, by.lengths_NC])
+        self.lengths_N4 = torch.cat([self.lengths_N4, by.lengths_N4])
         if self.steps is not None or by.steps is not None:
             none = [None] * self.rewards_NR.shape[1]
             steps = self.steps or [none] * len(self.rollouts)
@@ -79,7 +79,7 @@ class Generation:
         return Generation(
             rollouts=own(self.rollouts),
             rewards_NR=self.rewards_NR[rows_N],
-            lengths_NC=self.lengths_NC[:0],
+            lengths_N4=self.lengths_N4[:0],
             columns={name: own(column) for name, column in self.columns.items()},
             metrics={},
             kinds_NR=self.kinds_NR[rows_N],

@@ -28,7 +28,7 @@ def groups_without_spread(rewards_N: Tensor, group_size: int) -> list[int]:
 
 def resampling_metrics(generation: Generation, left: int, weights_R: Tensor, group_size: int) -> dict[str, float]:
     """Metrics of the replacements of a generation; `left` is the number of groups without spread that remain."""
-    groups, sampled = len(generation.rewards_NR) // group_size, len(generation.lengths_NC) // group_size
+    groups, sampled = len(generation.rewards_NR) // group_size, len(generation.lengths_N4) // group_size
     metrics = {
         "dynamic_sampling/rounds": float(len(generation.replaced)),
         "dynamic_sampling/prompts_sampled": float(sampled),

@@ -16,6 +16,7 @@ from gruppo.data.templates import (
     supports_tool_calling,
 )
 from gruppo.errors import ConfigError, DataError
+from gruppo.rewards.resolve import listed_rewards
 from gruppo.tools.environments import COLUMN
 from gruppo.tools.toolset import Toolset
 
@@ -68,7 +69,7 @@ def with_environment_rewards(
     toolset: Toolset | None, functions: Any, tokenizers: Any, weights: Sequence[float] | None
 ) -> tuple[list[Any], list[Any] | Any, list[float] | None]:
     """Reward functions, tokenizers and weights, extended by the environments that have `get_reward` (weight 1)."""
-    listed = [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
+    listed = listed_rewards(functions)
     added = toolset.environments.rewards() if toolset is not None and toolset.environments is not None else []
     if not added:
         return listed, tokenizers, None if weights is None else list(weights)

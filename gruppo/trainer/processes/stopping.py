@@ -65,7 +65,7 @@ class Stopper:
         self.requested, self._requested_at = signal.Signals(number), time.monotonic()
         # Print instead of logging: the interrupted code may hold the lock of logging.
         print(
-            f"{self.requested.name}: the run is saved and then ends. A second signal ends it at once.",
+            f"{self.requested.name}: saving the run, then ending it. A second signal ends it at once.",
             file=sys.stderr,
             flush=True,
         )

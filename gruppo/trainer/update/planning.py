@@ -119,7 +119,7 @@ class UpdatePlanner:
                 )
             smaller = replace(smaller, checkpointing=True)
         self._apply(smaller)
-        logger.warning(f"Out of memory in the update: continuing with {smaller}. No rows are lost.")
+        logger.warning(f"Out of memory in the update: continuing with {smaller}; no rows are lost.")
 
     @property
     def _asked(self) -> list[Any]:
