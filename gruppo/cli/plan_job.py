@@ -66,7 +66,7 @@ def make_job(
     sampler = "transformers" if args.rollout_backend == "transformers" else "builtin"
     if args.samples_with_vllm:
         sampler = f"vllm {args.vllm_mode}"
-    corrects = args.samples_with_vllm and getattr(args, "vllm_importance_sampling_correction", False)
+    corrects = bool(args.samples_with_vllm and args.vllm_importance_sampling_correction)
     updates = max(args.micro_steps_per_generation // args.num_iterations // args.gradient_accumulation_steps, 1)
     return Job(
         model,

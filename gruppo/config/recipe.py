@@ -20,7 +20,7 @@ def recipe_of(args: Any) -> Recipe:
 
     If the settings are those of a paper (docs/algorithm.md lists them), the result is a row of the table.
     """
-    if not hasattr(args, "loss_type"):
+    if args.loss_type is None:  # RLOO
         return replace(RECIPES["rloo"], kl="reward" if args.beta != 0 else "none")
     objective, reduction = LOSS_TYPES[args.loss_type]
     return Recipe(

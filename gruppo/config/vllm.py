@@ -120,7 +120,7 @@ def check_async_rollouts(config: Any) -> None:
             f"async_rollouts={config.async_rollouts} samples while updates run, which only a server can do: set "
             "use_vllm=True and vllm_mode='server', or async_rollouts=0."
         )
-    corrects = getattr(config, "vllm_importance_sampling_correction", None)
+    corrects = config.vllm_importance_sampling_correction
     if corrects is None:
         raise ConfigError(
             f"async_rollouts={config.async_rollouts} trains on samples of older weights, and RLOO has no correction "

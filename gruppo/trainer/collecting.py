@@ -246,7 +246,7 @@ class Collecting(Sampling):
         values_BR = generation.rewards_NR[generation.own]
         lengths = [len(rollout.completion.ids) for rollout in generation.rollouts]
         steps = StepTable.gather(self.accelerator, generation.steps, values_BR, lengths)
-        if steps is not None and getattr(self.args, "multi_objective_aggregation", "") == "normalize_then_sum":
+        if steps is not None and self.args.multi_objective_aggregation == "normalize_then_sum":
             names = ", ".join(self.rewards.names[reward] for reward in steps.by_reward)
             raise RewardError(
                 f"{names} returned rewards of steps, for which multi_objective_aggregation='normalize_then_sum' is "

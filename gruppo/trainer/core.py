@@ -167,7 +167,7 @@ class PolicyTrainer(KnownNames):
         self._make_update_parts()
         self._queue: deque[dict[str, Any]] = deque()
         self.ledger = make_ledger(self.accelerator, self.model, autocast_dtype(self.accelerator.mixed_precision))
-        if self.accelerator.is_main_process and getattr(args, "log_completions_hub_repo", None):
+        if self.accelerator.is_main_process and args.log_completions_hub_repo:
             # Keep a reference to the scheduler for as long as the trainer exists.
             self._hub_uploads = start_hub_uploads(
                 args.log_completions_hub_repo, self.completions_folder, loading.model_name(self.model)

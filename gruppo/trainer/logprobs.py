@@ -96,7 +96,7 @@ class LogProbs(Feeding):
     @property
     def corrects_sampler(self) -> bool:
         """Whether tokens are weighted by the ratio of their probabilities under the policy and the sampler."""
-        return self.args.samples_with_vllm and getattr(self.args, "vllm_importance_sampling_correction", False)
+        return bool(self.args.samples_with_vllm and self.args.vllm_importance_sampling_correction)
 
     def _weigh_samples(self, batch: TrainBatch, old_BT: Tensor) -> None:
         """Add ρ = π_old / π_sampler, bounded as configured, to the batch, and log it."""

@@ -193,7 +193,7 @@ class Sampling(LogProbs):
         A recipe without a correction for the sampler (RLOO) only measures the difference to the policy, and only where
         it comes from arithmetic alone.
         """
-        if hasattr(self.args, "vllm_importance_sampling_correction"):
+        if self.args.vllm_importance_sampling_correction is not None:
             return completions
         known = [[x for x in c.logps or [] if x is not None] for c in completions]
         comparable = not self.backend.filters(self.temperature) and all(

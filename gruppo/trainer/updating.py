@@ -59,7 +59,7 @@ class Updating(Collecting):
     @property
     def entropy_share(self) -> float:
         """The share of tokens, those of the highest entropy, that the loss keeps; RLOO keeps all."""
-        return float(getattr(self.args, "top_entropy_quantile", 1.0))
+        return float(self.args.top_entropy_quantile)
 
     def update_size(self, batches: Sequence[TrainBatch]) -> UpdateSize:
         """Rows, loss tokens and micro-batches over all processes."""

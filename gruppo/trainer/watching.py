@@ -223,7 +223,7 @@ class Watching(Updating):
         """
         tokens_BT = batch.loss_mask_BT.bool()
         drops_tokens = self.entropy_share < 1
-        drops_rows = getattr(self.args, "off_policy_mask_threshold", None) is not None
+        drops_rows = self.args.off_policy_mask_threshold is not None
         if drops_tokens or drops_rows or batch.advantages is None or batch.sampled_at is None:
             return torch.zeros_like(tokens_BT.any(1))
         if batch.importance_sampling_ratio is not None:

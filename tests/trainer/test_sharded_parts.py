@@ -34,6 +34,7 @@ ARGS = {
     "gradient_checkpointing": None,
     "gradient_checkpointing_kwargs": None,
     "ddp_find_unused_parameters": None,
+    "cast_lm_head_to_fp32": False,
 }
 
 

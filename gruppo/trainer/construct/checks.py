@@ -31,7 +31,7 @@ def check_config(args: Any, config_class: Any) -> None:
 
 def warn_combinations(args: Any) -> None:
     """Warn about combinations of settings that work but rarely do what was intended, or that have no effect."""
-    level, loss_type = getattr(args, "importance_sampling_level", None), getattr(args, "loss_type", None)
+    level, loss_type = args.importance_sampling_level, args.loss_type
     if loss_type == "luspo" and level != "sequence":
         logger.warning("loss_type='luspo' is meant for importance_sampling_level='sequence'.")
     if loss_type == "vespo" and level != "token":

@@ -46,7 +46,7 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
     if args.gradient_checkpointing or has_reentrant_checkpoints(policy):
         require_input_gradients(policy, args)  # Trainer, or the creator of the model, turns checkpointing on
     reject_frozen(policy)
-    if getattr(args, "cast_lm_head_to_fp32", False):
+    if args.cast_lm_head_to_fp32:
         cast_head(policy)
     if args.fp16 and any(weight.requires_grad and weight.dtype is torch.float16 for weight in policy.parameters()):
         raise ConfigError(

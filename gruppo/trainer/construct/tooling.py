@@ -38,7 +38,7 @@ def make_toolset(tools: Any, environment_factory: Any, args: Any) -> Toolset | N
 
 def reject_shared_engines(args: Any) -> None:
     """Raise if processes must sample together but not all of them would have turns to sample."""
-    size = getattr(args, "vllm_tensor_parallel_size", 1)
+    size = args.vllm_tensor_parallel_size
     if args.world_size > 1 and args.max_tool_calling_iterations != 0 and size > 1:
         raise ConfigError(
             f"Tools cannot work with vllm_tensor_parallel_size={size}: the processes of an engine sample together, "

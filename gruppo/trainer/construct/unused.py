@@ -36,7 +36,7 @@ VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 
 def objective(args: Any) -> str:
     """The objective of GRPO's loss type; RLOO has a single loss, which is clipped."""
-    return LOSS_TYPES[args.loss_type][0] if hasattr(args, "loss_type") else "clip"
+    return "clip" if args.loss_type is None else LOSS_TYPES[args.loss_type][0]
 
 
 TABLE = (

@@ -47,6 +47,6 @@ def model_card(
         title=title,
         paper=paper,
         dataset=f" on `{dataset}`" if dataset else "",
-        loss_type=getattr(args, "loss_type", algorithm),
+        loss_type=args.loss_type or algorithm,
         versions="\n".join(f"- {package} {metadata.version(package)}" for package in packages),
     )

@@ -46,7 +46,7 @@ def find_sharding(trainer: Any) -> Sharding:
         _reject_images(trainer, kind)
     if not kind.is_sharded:
         return kind
-    if getattr(trainer.args, "cast_lm_head_to_fp32", False):
+    if trainer.args.cast_lm_head_to_fp32:
         raise NotImplementedError(
             f"cast_lm_head_to_fp32=True is not available under {kind.value}, which gathers all weights in one dtype; "
             "set it to False."

@@ -27,7 +27,7 @@ class EntropyControl:
     @classmethod
     def from_args(cls, args: Any) -> "EntropyControl":
         """Create it from the config; without an entropy bonus in the config, it is disabled."""
-        if not hasattr(args, "entropy_coef"):
+        if not (args.entropy_coef or args.use_adaptive_entropy):
             return cls()
         return cls(
             coef=args.entropy_coef,
