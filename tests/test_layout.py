@@ -44,7 +44,7 @@ ALLOWED_FOR_TYPES = {"data": {"config"}}
 
 # The trainer itself is a chain; each link knows those before it.
 CHAIN = (
-    *("reporting", "feeding", "logprobs", "sampling", "collecting", "updating", "watching", "checkpointing"),
+    *("reporting", "feeding", "logprobs", "sampling", "collecting", "updating", "auditing", "checkpointing"),
     *("running", "evaluating", "stepping", "names", "core", "grpo", "rloo"),
 )
 

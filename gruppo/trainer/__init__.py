@@ -10,7 +10,7 @@ must be methods of the trainer itself.
     sampling        prompts → rollouts
     collecting      rollouts → rewards → advantages: the first half of a training step
     updating        log-probs and advantages → gradients: the second half
-    watching        audits of every update, its record, and updates that must not happen
+    auditing        audits of every update, its record, and updates that must not happen
     checkpointing   what is saved, and when
     running         `train`: a run from its start to its end, and where a resumed run continues
     evaluating      completions of evaluation prompts, and benchmarks

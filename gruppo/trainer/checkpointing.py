@@ -26,14 +26,13 @@ from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from gruppo.errors import AuditError
 from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.runs import checkpoints
+from gruppo.trainer.auditing import Auditing
 from gruppo.trainer.books.machine import environment_of
 from gruppo.trainer.collect.ahead import unpack_flight, with_flight
 from gruppo.trainer.processes.collectives import any_process
 from gruppo.trainer.resume.state import RandomState, RunState, gather_states, give_states, pack_queue, unpack_queue
-from gruppo.trainer.watching import Watching
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class Boundary:
     ahead: InFlight | None  # the generation requested ahead; waited for only if the boundary is saved
 
 
-class Checkpointing(Watching):
+class Checkpointing(Auditing):
     """The part of the trainer that saves its state, and restores it."""
 
     _queue: deque[dict[str, Any]]
@@ -162,11 +161,6 @@ class Checkpointing(Watching):
     def _saves_when_interrupted(self) -> bool:
         """Whether a signal or an exception may abandon an update; other processes would not know of it."""
         return self.stopper.enabled and self.stopper.alone
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self._boundary = None  # the optimizer's step comes next and changes the weights
-        return grad_norm
 
     def _save_boundary(self) -> None:
         """Save the run as it was before the abandoned update."""
@@ -307,29 +301,19 @@ class Checkpointing(Watching):
             )
         self.record_event("checkpoint_put_off", retry_at=self._retry_at)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's method, called after an update and again after an epoch, with more reasons to save and to stop."""
+    def _decide_to_stop(self, update_ended: bool) -> None:
+        """Set what is due: after an update, or (not `update_ended`) at the end of an epoch, with more reasons to stop."""
         control, epoch_is_over = self.control, self._epoch_is_over
-        update_ended = self._this_update.ended  # read before super(), which resets it (watching.py)
         if self._retry_at is not None and self.state.global_step >= self._retry_at:
             control.should_save = True
-        if self._should_stop():
-            control.should_training_stop = True
-            if update_ended != epoch_is_over:  # the last update of an epoch is saved after what is due at its end
-                news = control.should_log or control.should_evaluate
-                control.should_save = news or self._saved_at != self.state.global_step
-            elif not update_ended:  # the epoch was cut short: what belongs to its end is not due
-                control.should_log = control.should_evaluate = control.should_save = False
-        self._record_plan()
-        self._boundary = None
-        try:
-            super()._maybe_log_save_evaluate(*args, **kwargs)
-        except AuditError:
-            raise  # without saving: the update that failed the audit is not worth resuming from
-        except Exception as failed:
-            self._save_despite(failed, lambda: self._save_checkpoint(self.model_wrapped, None))
-            raise
-        self._note_random_state()
+        if not self._should_stop():
+            return
+        control.should_training_stop = True
+        if update_ended != epoch_is_over:  # the last update of an epoch is saved after what is due at its end
+            news = control.should_log or control.should_evaluate
+            control.should_save = news or self._saved_at != self.state.global_step
+        elif not update_ended:  # the epoch was cut short: what belongs to its end is not due
+            control.should_log = control.should_evaluate = control.should_save = False
 
     @property
     def _epoch_is_over(self) -> bool:

@@ -230,6 +230,8 @@ class Running(Checkpointing):
     # ---- loading
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if resume_from_checkpoint is not None and self.args.ignore_data_skip:
+            self.audits.keep_books(None)  # the run restarts the epoch and sees prompts again on purpose
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._saved_at = self._retry_at = self._state_to_finish = self._boundary = self._random_at_boundary = None
         if resume_from_checkpoint is None:

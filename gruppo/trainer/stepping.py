@@ -8,7 +8,10 @@ The calls of one update, in order:
                         its rows are shuffled and cut into micro-batches for the queue, as in TRL
     training_step       called for each micro-batch; the last one runs the whole update
     run_update          packs of rows: forward, loss, backward                           (updating.py)
-    _end_of_update      metrics of the update, controllers                               (updating.py)
+    _end_of_update      metrics of the update and its record                             (updating.py, auditing.py)
+    _get_grad_norm      drops gradients that are not finite; then the optimizer's step   (auditing.py)
+    _maybe_log_save_evaluate
+                        audits, whether to stop; Trainer logs, evaluates, saves  (auditing.py, checkpointing.py)
 
 With padded rows (`packed` is None) each training_step runs its own micro-batch, with `compute_loss` (updating.py).
 """
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 
 from gruppo.algo.reduce import UpdateSize
 from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
+from gruppo.errors import AuditError
 from gruppo.trainer.evaluating import Evaluating
 from gruppo.trainer.sampling import Place
 from gruppo.trainer.update.under_way import UpdateUnderWay
@@ -113,3 +117,38 @@ class Stepping(Evaluating):
         if "update" in inputs:
             return self.run_update(model, inputs["update"])
         return torch.zeros((), device=self.accelerator.device)  # the update's work is done in its last micro-step
+
+    # ---- the end of an update
+
+    def _end_of_update(self) -> None:
+        """After the last backward pass."""
+        sums = self._reduce_metrics()
+        self._this_update.means = self._audited_means(sums)
+        self._record_update()
+        self._this_update.ended = True
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Trainer's method, called right before the optimizer's step: the last chance to prevent that step."""
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self._audit_gradient(model, grad_norm)
+        self._boundary = None  # the step changes the weights, so the state before the update cannot be saved any more
+        return grad_norm
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's method, called after the optimizer's step of an update, and again at the end of an epoch."""
+        update_ended, self._this_update.ended = self._this_update.ended, False
+        self._decide_to_stop(update_ended)
+        self._record_plan()
+        self._boundary = None
+        try:
+            if update_ended:
+                self._audit_update()
+            if self.control.should_epoch_stop:
+                self.audits.epoch_ended_early(self._epoch)
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        except AuditError:
+            raise  # without saving: the update that failed the audit is not worth resuming from
+        except Exception as failed:
+            self._save_despite(failed, lambda: self._save_checkpoint(self.model_wrapped, None))
+            raise
+        self._note_random_state()

@@ -375,7 +375,7 @@ class Updating(Collecting):
         scale = self.accelerator.num_processes if per_tokens else self._size.micro_batches
         return {"policy_loss": value_stat(output.policy_loss * scale), "_chosen_entropy": output.chosen_entropy}
 
-    def _end_of_update(self) -> Sums:
+    def _reduce_metrics(self) -> Sums:
         """Reduce the metrics of the update over all processes, and let the entropy controller act on them.
 
         Returns numerator and denominator of each micro-batch's means.

@@ -21,7 +21,7 @@ from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.errors import AuditError
 from gruppo.runs.checkpoints import problems
 from gruppo.runs.read import Run
-from gruppo.trainer import watching
+from gruppo.trainer import auditing
 from tests.trainer.failures import by_place, change_loss
 from tests.trainer.runs import Weights, logs, make
 
@@ -139,7 +139,7 @@ def test_few_of_many_broken_updates_are_kept(tmp_path: Path, monkeypatch: pytest
 
 
 def test_every_run_in_a_folder_keeps_rows_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "MOST_KEPT", 2)
+    monkeypatch.setattr(auditing, "MOST_KEPT", 2)
     for runs in (1, 2):
         with monkeypatch.context() as patch:
             spoiled(tmp_path, patch, {0, 1, 2}, spoil_loss, max_steps=4).train()
@@ -168,7 +168,7 @@ def test_without_room_for_the_rows_the_run_goes_on(
         path.write_bytes(b"the beginning")
         raise error
 
-    monkeypatch.setattr(watching, "save_file", refuse)
+    monkeypatch.setattr(auditing, "save_file", refuse)
     trainer = spoiled(tmp_path, monkeypatch, {1}, spoil_loss, max_steps=3)
     trainer.train()
     assert trainer.state.global_step == 3

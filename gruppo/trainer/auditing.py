@@ -28,17 +28,10 @@ MOST_KEPT = 20  # the number of broken updates per run whose rows are kept
 LOSS_TOKENS = "loss_tokens"  # of a micro-batch when it was cut; compared with those when it is used
 
 
-class Watching(Updating):
+class Auditing(Updating):
     """The part of the trainer that audits updates."""
 
     _run_id = ""  # empty without a record
-
-    # ---- counts of prompts
-
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        if resume_from_checkpoint is not None and self.args.ignore_data_skip:
-            self.audits.keep_books(None)  # the run restarts the epoch and sees prompts again on purpose
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     # ---- counts of tokens
 
@@ -69,9 +62,8 @@ class Watching(Updating):
 
     # ---- updates that must not happen
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Trainer's method, called right before the optimizer's step: the last chance to prevent that step."""
-        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+    def _audit_gradient(self, model: nn.Module, grad_norm: Any) -> None:
+        """Drop the gradients of an update whose loss or gradient is not finite, so that the optimizer skips it."""
         with self.audits.timed():
             deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
             # A float16 gradient scaler checks the gradients and skips the step itself, and needs them unchanged.
@@ -86,7 +78,6 @@ class Watching(Updating):
                 if not deepspeed and not scaled:
                     model.zero_grad(set_to_none=True)  # optimizers skip weights that have no gradient
             self.audits.is_finite(loss, norm, left_out=not made)
-        return grad_norm
 
     def _keep_broken_update(self, loss: float, **more: Any) -> None:
         """Write the rows of an update whose loss or gradient is not finite, so that it can be investigated."""
@@ -118,13 +109,6 @@ class Watching(Updating):
         return True
 
     # ---- updates that happened
-
-    def _end_of_update(self) -> Sums:
-        sums = super()._end_of_update()
-        self._this_update.means = self._audited_means(sums)
-        self._record_update()
-        self._this_update.ended = True
-        return sums
 
     def _audited_means(self, sums: Sums) -> dict[str, float | None]:
         """Entropy of the update's loss tokens, and how far the sampler's log-probs are from the trainer's."""
@@ -166,18 +150,6 @@ class Watching(Updating):
         self.recorder.update(self.state.global_step + 1, rows)
         self._record_seconds += time.perf_counter() - start
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self._this_update.ended:  # this method is also called at the end of an epoch
-            self._this_update.ended = False
-            self.metrics.add("train", self._audit_update() | {"record/seconds": self._record_seconds})
-            self._record_seconds = 0.0
-            self._share_findings()
-            self.metrics.raise_by("train", self.audits.found())
-            self.metrics.set("train", self.audits.totals())
-        if self.control.should_epoch_stop:
-            self.audits.epoch_ended_early(self._epoch)
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
     def _share_findings(self) -> None:
         """Share findings, once per update: the main process records what the others found, and all count it."""
         own = self.audits.auditor.take_unshared()
@@ -189,8 +161,15 @@ class Watching(Updating):
                 "audit", check=finding.check, message=finding.message, values=finding.values, process=process
             )
 
-    def _audit_update(self) -> dict[str, float]:
-        """Audit the update after the optimizer's step; returns metrics to be averaged in the log."""
+    def _audit_update(self) -> None:
+        """Audit the update after the optimizer's step, and add what was found to the metrics."""
+        self.metrics.add("train", self._audited() | {"record/seconds": self._record_seconds})
+        self._record_seconds = 0.0
+        self._share_findings()
+        self.metrics.raise_by("train", self.audits.found())
+        self.metrics.set("train", self.audits.totals())
+
+    def _audited(self) -> dict[str, float]:
         update = self._this_update
         if not self.audits.on:
             update.batches = ()
