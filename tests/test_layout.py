@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -44,8 +46,8 @@ ALLOWED_FOR_TYPES = {"data": {"config"}}
 
 # The trainer itself is a chain; each link knows those before it.
 CHAIN = (
-    *("reporting", "feeding", "logprobs", "sampling", "collecting", "updating", "auditing", "checkpointing"),
-    *("running", "evaluating", "stepping", "names", "core", "grpo", "rloo"),
+    *("state", "reporting", "feeding", "logprobs", "sampling", "accounting", "collecting", "losses", "updating"),
+    *("auditing", "checkpointing", "resuming", "running", "evaluating", "stepping", "names", "core", "grpo", "rloo"),
 )
 
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "urllib", "urllib3", "websockets"}
@@ -149,36 +151,66 @@ def test_the_links_of_the_trainer_know_those_before_them() -> None:
         assert not found, f"{name(path)} imports {found}"
 
 
-def names_of(link: str) -> tuple[set[str], dict[str, int]]:
-    """What the class of a link defines, declares or sets on itself, and what it uses of itself, with a line."""
+class Layer(NamedTuple):
+    """What the class of a file of the trainer defines, which attributes it sets, and what it uses of itself."""
+
+    methods: set[str]
+    declared: set[str]
+    stored: dict[str, int]  # with a line, like the next
+    used: dict[str, int]
+
+
+def layer_of(link: str) -> Layer:
     tree = ast.parse((ROOT / "trainer" / f"{link}.py").read_text(encoding="utf-8"))
-    layer = next(node for node in reversed(tree.body) if isinstance(node, ast.ClassDef))
-    defined, used = set(), {}
-    for node in layer.body:
+    body = next(node for node in reversed(tree.body) if isinstance(node, ast.ClassDef)).body
+    layer = Layer(set(), set(), {}, {})
+    for node in body:
         if isinstance(node, ast.FunctionDef):
-            defined.add(node.name)
+            layer.methods.add(node.name)
         elif isinstance(node, ast.AnnAssign | ast.Assign):
             targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
-            defined |= {target.id for target in targets if isinstance(target, ast.Name)}
-    for node in ast.walk(layer):
+            layer.declared.update(target.id for target in targets if isinstance(target, ast.Name))
+    for node in (node for statement in body for node in ast.walk(statement)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            used.setdefault(node.attr, node.lineno)
+            layer.used.setdefault(node.attr, node.lineno)
             if isinstance(node.ctx, ast.Store):
-                defined.add(node.attr)
-    return defined, used
+                layer.stored.setdefault(node.attr, node.lineno)
+    return layer
+
+
+def names_of_transformers() -> set[str]:
+    """The methods and attributes of transformers.Trainer."""
+    from transformers import Trainer
+
+    return {*dir(Trainer), *re.findall(r"self\.(\w+)\b[^=\n]*=[^=]", inspect.getsource(Trainer))}
 
 
 def test_a_link_uses_nothing_that_only_later_ones_have() -> None:
-    known: set[str] = set()
-    of_link = {link: names_of(link) for link in CHAIN}
+    """What a layer uses is declared in state.py, or a method of its own, of an earlier layer or of transformers."""
+    known, wrong = names_of_transformers(), []
+    for link in CHAIN:
+        layer = layer_of(link)
+        if link == "state":
+            known |= layer.declared
+        known |= layer.methods | (layer.declared if link in ("core", "grpo", "rloo") else set())
+        wrong += [f"{link}.py:{line} uses self.{name}" for name, line in layer.used.items() if name not in known]
+    assert wrong == []
+    assert {"loss_settings", "_queue", "collect", "accelerator"} <= known, "the links are looked into"
+
+
+def test_the_state_of_the_trainer_stands_in_one_file() -> None:
+    declared = layer_of("state").declared | names_of_transformers()
     wrong = []
-    for position, link in enumerate(CHAIN):
-        defined, used = of_link[link]
-        known |= defined
-        later = set().union(*(of_link[other][0] for other in CHAIN[position + 1 :])) - known
-        wrong += [f"{link}.py:{line} uses self.{name}" for name, line in used.items() if name in later]
-    assert not wrong
-    assert {"loss_settings", "_queue", "collect"} <= known, "the links are looked into"
+    for link in CHAIN[1:]:
+        layer = layer_of(link)
+        settable = {name for other in CHAIN for name in layer_of(other).methods}  # properties
+        wrong += [
+            f"{link}.py:{line} sets self.{n}" for n, line in layer.stored.items() if n not in declared | settable
+        ]
+        if link not in ("core", "grpo", "rloo"):
+            wrong += [f"{link}.py declares {name}" for name in layer.declared]
+    assert wrong == []
+    assert len(layer_of("state").declared) > 50
 
 
 def test_the_lazy_table_points_at_modules_that_exist() -> None:

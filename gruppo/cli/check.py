@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from gruppo.cli import check_parts
 from gruppo.cli.check_parts import Parts
 from gruppo.cli.findings import Findings, raised_at
-from gruppo.cli.recipe import Run, take_help
+from gruppo.cli.recipe import RunFile, take_help
 from gruppo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,12 +105,12 @@ def _take_template(argv: Sequence[str]) -> tuple[list[str], str | None]:
     return rest, template
 
 
-def _read(argv: Sequence[str], findings: Findings) -> tuple[Run | None, bool]:
+def _read(argv: Sequence[str], findings: Findings) -> tuple[RunFile | None, bool]:
     """The run and whether its config could be built; if not, the rest of the arguments without it."""
     with findings.about("fields", Exception):
-        run = Run.of_another_machine(argv)
+        run = RunFile.of_another_machine(argv)
         check_parts.fields(run, findings)
         return run, True
     with findings.about("fields", Exception):
-        return Run.read(argv, build=False, strict=False), False
+        return RunFile.read(argv, build=False, strict=False), False
     return None, False

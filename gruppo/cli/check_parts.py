@@ -11,7 +11,7 @@ from gruppo.cli import loading
 from gruppo.cli.findings import Findings
 from gruppo.cli.launching import check_launch
 from gruppo.cli.packages import needs
-from gruppo.cli.recipe import Run
+from gruppo.cli.recipe import RunFile
 
 REWARD_ROWS, LENGTH_ROWS, PARITY_ROWS = 3, 1000, 2
 PARITY_TOKENS = 32  # of a completion
@@ -24,12 +24,12 @@ class Parts:
     """The parts loaded so far; those that could not be loaded stay None or empty.
 
     Example:
-        parts = Parts(Run.read(["recipes/grpo.yaml"]))
+        parts = Parts(RunFile.read(["recipes/grpo.yaml"]))
         rewards(parts, findings)
         parts.rewards == {"accuracy_reward": <function …>}
     """
 
-    run: Run
+    run: RunFile
     built: bool = True  # whether run.config is a config
     template: str | None = None  # the form in which the rewards want the answer
     rewards: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Parts:
 # ---- settings
 
 
-def fields(run: Run, findings: Findings) -> None:
+def fields(run: RunFile, findings: Findings) -> None:
     """Check that the settings are consistent."""
     from gruppo.trainer.construct import checks
 
@@ -228,7 +228,7 @@ def prompts(parts: Parts, findings: Findings) -> None:
         findings.ok("template", f"the first prompt ends with {shown[-60:]!r}")
 
 
-def _outline(run: Run, described: Any) -> Any:
+def _outline(run: RunFile, described: Any) -> Any:
     """The model on the meta device, without weights, so that it takes no memory."""
     import torch
     from transformers import AutoModelForCausalLM

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from gruppo.cli.arguments import LaunchArguments
-from gruppo.cli.recipe import Run, accelerate_options, named_processes
+from gruppo.cli.recipe import RunFile, accelerate_options, named_processes
 from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError
 
@@ -80,11 +80,12 @@ def launch_config(name: str, processes: int = 8) -> dict[str, Any]:
     return _COMMON | LAUNCHES[name] | {"num_processes": processes}
 
 
-def launch(run: Run, command: str, argv: Sequence[str]) -> int:
+def launch(run: RunFile, command: str, argv: Sequence[str]) -> int:
     """Launch the processes that the run asks for, with this command; returns the launcher's exit code.
 
     Example:
-        launch(Run.read(["run.yaml", "--launch", "fsdp2"], build=False), "train", ["run.yaml", "--launch", "fsdp2"])
+        argv = ["run.yaml", "--launch", "fsdp2"]
+        launch(RunFile.read(argv, build=False), "train", argv)
     """
     on_cpu = bool(run.config.use_cpu)
     name, file = check_launch(run)
@@ -110,11 +111,11 @@ def launch(run: Run, command: str, argv: Sequence[str]) -> int:
 _ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
-def check_launch(run: Run) -> tuple[str | None, Path | None]:
+def check_launch(run: RunFile) -> tuple[str | None, Path | None]:
     """The name of the launch method, or an accelerate config file; raises for invalid or conflicting options.
 
     Example:
-        check_launch(Run.read(["run.yaml", "--launch", "fsdp2"], build=False)) == ("fsdp2", None)
+        check_launch(RunFile.read(["run.yaml", "--launch", "fsdp2"], build=False)) == ("fsdp2", None)
     """
     wanted = run.launching
     named_processes(run.accelerate)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gruppo.cli.recipe import Run
+from gruppo.cli.recipe import RunFile
 from gruppo.config.hints import nearest
 from gruppo.config.model import get_peft_config, get_quantization_config
 from gruppo.config.script import DatasetConfig, DatasetMixtureConfig
@@ -161,12 +161,12 @@ def load_reward(entry: Any, folder: Path) -> Any:
     return load_named(entry, folder, "reward_funcs")
 
 
-def load_rewards(run: Run) -> list[Any]:
+def load_rewards(run: RunFile) -> list[Any]:
     """All rewards of a run, the reward model first."""
     return [load_reward(entry, run.folder) for entry in run.rewards]
 
 
-def load_tools(run: Run) -> dict[str, Any]:
+def load_tools(run: RunFile) -> dict[str, Any]:
     """The trainer's arguments for tools, environments and rollout_func; those not set are left out."""
     script = run.script
     found: dict[str, Any] = {}
@@ -186,7 +186,7 @@ def load_tools(run: Run) -> dict[str, Any]:
 # ---- data
 
 
-def load_datasets(run: Run) -> tuple[Any, Any]:
+def load_datasets(run: RunFile) -> tuple[Any, Any]:
     """The training and the evaluation dataset; None for a dataset that the run does not have."""
     script, evaluates = run.script, str(getattr(run.config.eval_strategy, "value", run.config.eval_strategy)) != "no"
     if script.eval_dataset is not None and not evaluates:
@@ -215,7 +215,7 @@ def load_rows(entry: str, folder: Path) -> Any:
     return _load(DatasetMixtureConfig(datasets=[config]))["train"]
 
 
-def _mixture(run: Run) -> DatasetMixtureConfig:
+def _mixture(run: RunFile) -> DatasetMixtureConfig:
     """The training datasets as a mixture, possibly of a single dataset."""
     if run.mixture.datasets:
         listed = [_with_files(entry, run.folder) for entry in run.mixture.datasets]
@@ -224,7 +224,7 @@ def _mixture(run: Run) -> DatasetMixtureConfig:
     return dataclasses.replace(mixture, test_split_size=run.mixture.test_split_size)
 
 
-def _test_split(run: Run) -> DatasetMixtureConfig:
+def _test_split(run: RunFile) -> DatasetMixtureConfig:
     """The test split of the training dataset."""
     named = run.script.dataset_name
     mixture = _of_entry(run, named, run.script.dataset_test_split, "test")
@@ -235,7 +235,7 @@ def _test_split(run: Run) -> DatasetMixtureConfig:
     return mixture
 
 
-def _of_entry(run: Run, entry: Any, split: str, usual: str = "train") -> DatasetMixtureConfig:
+def _of_entry(run: RunFile, entry: Any, split: str, usual: str = "train") -> DatasetMixtureConfig:
     streaming = run.mixture.streaming or run.script.dataset_streaming
     if not isinstance(entry, str):
         mixture = DatasetMixtureConfig(datasets=entry if isinstance(entry, list) else [entry], streaming=streaming)
@@ -308,7 +308,7 @@ def _named(entry: DatasetConfig) -> str:
 # ---- the trainer
 
 
-def load_adapter(run: Run) -> Any:
+def load_adapter(run: RunFile) -> Any:
     """The LoraConfig of the run, from `peft` or from use_peft; None trains all weights."""
     wanted: Any = run.script.peft
     if wanted is None:
@@ -331,7 +331,7 @@ def load_adapter(run: Run) -> Any:
     return LoraConfig(**{"task_type": "CAUSAL_LM", **wanted})
 
 
-def check_model_is_there(run: Run) -> Any:
+def check_model_is_there(run: RunFile) -> Any:
     """Load the model's config; raises if it is not available, before the trainer loads the weights."""
     from transformers import AutoConfig
 
@@ -347,11 +347,11 @@ def check_model_is_there(run: Run) -> Any:
         ) from error
 
 
-def make_trainer(run: Run, callbacks: Sequence[Any] | None = None) -> Any:
+def make_trainer(run: RunFile, callbacks: Sequence[Any] | None = None) -> Any:
     """The trainer that a run describes.
 
     Example:
-        make_trainer(Run.read(["recipes/grpo.yaml", "--max_steps", "2"])).train()
+        make_trainer(RunFile.read(["recipes/grpo.yaml", "--max_steps", "2"])).train()
     """
     import gruppo
 

@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gruppo.cli.recipe import Run
+from gruppo.cli.recipe import RunFile
 
 # Names of `report_to` that are not package names -> the modules of which one must exist, and the package to install.
 TRACKERS = {
@@ -33,7 +33,7 @@ class Need(NamedTuple):
         return f"{self.what} needs {module}, which is not installed here: pip install {self.install}"
 
 
-def needs(run: Run) -> Iterator[Need]:
+def needs(run: RunFile) -> Iterator[Need]:
     """All packages that the run needs, installed or not."""
     if run.config.samples_with_vllm and run.config.vllm_mode == "colocate":
         yield Need("use_vllm", ("vllm",), "'gruppo[vllm]'")

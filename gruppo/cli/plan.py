@@ -23,7 +23,7 @@ from gruppo.cli.options import CommandParser
 from gruppo.cli.parser import read_yaml
 from gruppo.cli.plan_job import PROMPT_TOKENS, Asked
 from gruppo.cli.plan_report import Forecast, print_forecast
-from gruppo.cli.recipe import TRAINERS, Run, accelerate_options, make_parser, take_help, with_recipe
+from gruppo.cli.recipe import TRAINERS, RunFile, accelerate_options, make_parser, take_help, with_recipe
 from gruppo.config.hints import RENAMED, nearest
 from gruppo.errors import ConfigError
 from gruppo.plan import DEVICES, Device, find_device, free_memory
@@ -114,7 +114,7 @@ def _device_here() -> str:
 # ---- the run
 
 
-def forecast_here(run: Run, prompt_tokens: int | None = None) -> Forecast | None:
+def forecast_here(run: RunFile, prompt_tokens: int | None = None) -> Forecast | None:
     """The forecast of a run on this machine; None if it needs a GPU and there is no GPU, or an unknown one."""
     asked = Asked.of_run(run)
     if asked.on_cpu:
@@ -125,11 +125,11 @@ def forecast_here(run: Run, prompt_tokens: int | None = None) -> Forecast | None
     return None if device is None else forecast_on(device, run, prompt_tokens)
 
 
-def forecast_on(device: Device, run: Run, prompt_tokens: int | None = None) -> Forecast:
+def forecast_on(device: Device, run: RunFile, prompt_tokens: int | None = None) -> Forecast:
     """The forecast of a run on a device.
 
     Example:
-        run = Run.of_another_machine(["recipes/grpo.yaml"])
+        run = RunFile.of_another_machine(["recipes/grpo.yaml"])
         print("\\n".join(forecast_on(DEVICES["H100"], run, prompt_tokens=512).lines()))
     """
     asked = Asked.of_run(run)
@@ -137,7 +137,7 @@ def forecast_on(device: Device, run: Run, prompt_tokens: int | None = None) -> F
     return Forecast(asked.job(device, prompt_tokens=tokens, threads=os.cpu_count() or 1))
 
 
-def _read(options: argparse.Namespace, fields: Sequence[str]) -> Run:
+def _read(options: argparse.Namespace, fields: Sequence[str]) -> RunFile:
     """Read the run from a file or from fields alone, as it will be on the machine where it is launched."""
     strings = list(fields)
     if options.config is not None:
@@ -150,7 +150,7 @@ def _read(options: argparse.Namespace, fields: Sequence[str]) -> Run:
         strings += ["--model", options.model]
     if options.gpus is not None:
         strings += ["--nproc", str(options.gpus)]
-    return Run.of_another_machine(strings, "plan")
+    return RunFile.of_another_machine(strings, "plan")
 
 
 def _plain(string: str) -> str:

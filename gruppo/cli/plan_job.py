@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gruppo.cli.recipe import Run
+from gruppo.cli.recipe import RunFile
 from gruppo.cli.sharing import sharing_of
 from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError
@@ -164,7 +164,7 @@ class Asked:
         )
 
     @classmethod
-    def of_run(cls, run: Run) -> "Asked":
+    def of_run(cls, run: RunFile) -> "Asked":
         """From a run that was read with its number of processes, so that a file is interpreted in one place only."""
         model, how = run.model_args, sharing_of(run.launching, run.accelerate)
         lora = {"r": model.lora_r, "target_modules": model.lora_target_modules} if model.use_peft else None

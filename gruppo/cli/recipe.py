@@ -24,7 +24,7 @@ from gruppo.config.model import ModelConfig
 from gruppo.config.script import DatasetMixtureConfig
 from gruppo.errors import ConfigError
 
-__all__ = ["TRAINERS", "Run", "make_parser"]
+__all__ = ["TRAINERS", "RunFile", "make_parser"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,11 @@ USAGE = "gruppo %s [RECIPE.yaml] [--key value …]"
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFile:
     """What to train, on which data and how.
 
     Example:
-        run = Run.read(["recipes/grpo.yaml", "--model", "./model", "--max_steps", "2"])
+        run = RunFile.read(["recipes/grpo.yaml", "--model", "./model", "--max_steps", "2"])
         run.model, run.config.max_steps == "./model", 2
     """
 
@@ -59,7 +59,7 @@ class Run:
         build: bool = True,
         strict: bool = True,
         processes: int | None = None,
-    ) -> "Run":
+    ) -> "RunFile":
         """From the arguments of a command, or from a file alone.
 
         Without `build` the config is not constructed: a process that launches others must not initialise a GPU, and
@@ -93,11 +93,11 @@ class Run:
         return run
 
     @classmethod
-    def of_another_machine(cls, argv: Sequence[str] | Path, command: str = "train") -> "Run":
+    def of_another_machine(cls, argv: Sequence[str] | Path, command: str = "train") -> "RunFile":
         """The run as it will be where it is launched: with all its processes, and on GPUs even if there are none here.
 
         Example:
-            Run.of_another_machine(["recipes/multi_node.yaml"]).config.world_size == 16
+            RunFile.of_another_machine(["recipes/multi_node.yaml"]).config.world_size == 16
         """
         import torch
 

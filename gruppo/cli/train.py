@@ -14,7 +14,7 @@ from typing import Any
 
 from gruppo.cli.launching import check_launch, has_words, keep_words, last_words, launch
 from gruppo.cli.loading import make_trainer
-from gruppo.cli.recipe import Run, is_launched, make_parser, take_help, trainer_of
+from gruppo.cli.recipe import RunFile, is_launched, make_parser, take_help, trainer_of
 from gruppo.errors import ConfigError, GruppoError
 from gruppo.trainer.processes.stopping import STOPPED, STOPPED_UNSAVED
 
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
         trainer = trainer_of([string for string in argv if string != "--help-all"], command)
         print(make_parser(trainer, command).format_help(), end="")
         return 0
-    asked = Run.read(argv, command, build=False)
+    asked = RunFile.read(argv, command, build=False)
     if not is_launched() and asks_for_processes(asked):
         with last_words() as path:
             code = launch(asked, command, argv)
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None, command: str = "train") -> int:
     return train(argv, command)
 
 
-def asks_for_processes(run: Run) -> bool:
+def asks_for_processes(run: RunFile) -> bool:
     """Whether to launch other processes; raises if the launch options are inconsistent."""
     check_launch(run)
     return bool(run.launching.launch or run.launching.accelerate_config or run.accelerate)
@@ -118,7 +118,7 @@ def train(argv: Sequence[str], command: str) -> int:
     progress: Any = None
     try:
         with terminable():
-            run = Run.read(argv, command)
+            run = RunFile.read(argv, command)
             progress = _progress()
             trainer = _made(run, progress)
         wanted = True if run.launching.resume else run.config.resume_from_checkpoint
@@ -178,7 +178,7 @@ def _progress() -> Any:
     return LiveProgressCallback()
 
 
-def _made(run: Run, progress: Any) -> Any:
+def _made(run: RunFile, progress: Any) -> Any:
     from gruppo.runs.checkpoints import newest_of_run
     from gruppo.runs.identity import recorded_run
 

@@ -17,11 +17,11 @@ from gruppo.engine.kv import RangeAllocator
 
 
 @dataclass(frozen=True)
-class Turn:
+class KeptTurn:
     """A finished completion and the ranges of the pool that hold its KV cache.
 
     Example, a prompt of four tokens and three sampled ones, the last of which was never fed to the model:
-        Turn(ids=(5, 6, 7, 8, 9, 9, 2), ranges=((0, 3), (10, 3)))
+        KeptTurn(ids=(5, 6, 7, 8, 9, 9, 2), ranges=((0, 3), (10, 3)))
     """
 
     ids: tuple[int, ...]
@@ -41,7 +41,7 @@ class PromptWork:
     owed: deque[int] = field(default_factory=deque)  # completions not admitted yet, by number
     start: int | None = None  # of the prefix in the pool
     live: int = 0
-    kept: Turn | None = None  # an earlier turn that the prompt begins with
+    kept: KeptTurn | None = None  # an earlier turn that the prompt begins with
     copied: tuple[tuple[int, int], ...] = ()  # the ranges of that turn, to be copied to `start`
 
     @property
@@ -83,7 +83,7 @@ class Scheduler:
         self.rows = rows
         self.keeps = keeps
         self.live: dict[int, Entry] = {}
-        self.ended: dict[int, Turn] = {}  # completions that are kept, with the ids of the prompt alone
+        self.ended: dict[int, KeptTurn] = {}  # completions that are kept, with the ids of the prompt alone
         self._needed = 0  # places in use, without those of kept turns
         # A new prompt costs a forward pass that all other rows wait for, so wait until several rows are free.
         self._enough_rows = max(rows // 8, 1)
@@ -160,7 +160,7 @@ class Scheduler:
 
     # ---- what is kept
 
-    def _keep(self, entry: Entry, written: int) -> Turn:
+    def _keep(self, entry: Entry, written: int) -> KeptTurn:
         prompt = entry.prompt
         self.places.shrink(entry.tail_start, written)
         ranges = [(entry.tail_start, written)]
@@ -168,7 +168,7 @@ class Scheduler:
             assert prompt.start is not None
             self.places.share(prompt.start)
             ranges.insert(0, (prompt.start, prompt.prefix_length))
-        return Turn(prompt.ids, tuple(ranges))
+        return KeptTurn(prompt.ids, tuple(ranges))
 
     def _take(self, length: int) -> int | None:
         """Allocate a range, giving up kept turns if necessary and if that can free enough; else None."""

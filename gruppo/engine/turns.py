@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from gruppo.engine.kv import RangeAllocator
-from gruppo.engine.scheduler import Turn
+from gruppo.engine.scheduler import KeptTurn
 from gruppo.engine.work import Name, Work
 from gruppo.types import Completion
 
@@ -24,7 +24,7 @@ class Turns:
 
     places: RangeAllocator
     weights: list[int]  # `weights_of` the model that sampled them
-    kept: dict[Name, Turn] = field(default_factory=dict)
+    kept: dict[Name, KeptTurn] = field(default_factory=dict)
 
     def hand_on(self, work: Work) -> None:
         """Assign each kept turn to the prompt that begins with it, and free the rest."""
@@ -38,7 +38,7 @@ class Turns:
             turn.free(self.places)
         self.kept.clear()
 
-    def keep(self, ended: Mapping[int, Turn], work: Work, completions: Sequence[Completion]) -> None:
+    def keep(self, ended: Mapping[int, KeptTurn], work: Work, completions: Sequence[Completion]) -> None:
         """Keep the turns that a call has left in the pool."""
         for number, turn in ended.items():
             name = work.names[number]

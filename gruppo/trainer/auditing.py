@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from gruppo.algo.reduce import UpdateSize
 from gruppo.audit.findings import heard
 from gruppo.runs import checkpoints
+from gruppo.runs.updates import UpdateRows
 from gruppo.trainer.processes.collectives import any_process, mean_of_processes
 from gruppo.trainer.update.drift import Sums, drift_of_update, mean_of
 from gruppo.trainer.updating import Updating
@@ -30,8 +30,6 @@ LOSS_TOKENS = "loss_tokens"  # of a micro-batch when it was cut; compared with t
 
 class Auditing(Updating):
     """The part of the trainer that audits updates."""
-
-    _run_id = ""  # empty without a record
 
     # ---- counts of tokens
 
@@ -125,7 +123,7 @@ class Auditing(Updating):
         """Whether rows of the update were sampled from older weights than those that scored them."""
         if not self._ahead.enabled:
             return False
-        rows = self._this_update.rows()
+        rows = self._this_update.micro_batches()
         older = [b.sampled_at < b.scored_at for b in rows if b.sampled_at is not None and b.scored_at is not None]
         return any_process(self.accelerator, any(bool(part.any()) for part in older))
 
@@ -133,22 +131,25 @@ class Auditing(Updating):
         """Write the rows of the update to the record."""
         if self.recorder is None or self.args.record != "all":
             return
-        start = time.perf_counter()
-        batches, rows = self._this_update.rows(), None
-        if batches:
-            settings, size = self.loss_settings, self._size
-            facts = {
-                "update_rows": int(size.rows),
-                "update_tokens": int(size.tokens),
-                "update_micro_batches": int(size.micro_batches),
-                "beta": self.beta,
-                "epsilon_low": settings.epsilon_low,
-                "epsilon_high": settings.epsilon_high,
-            }
-            samplers = self.corrects_sampler or settings.off_policy_mask_threshold is not None
-            rows = self._update_buffer.take(batches, facts, samplers=samplers)
-        self.recorder.update(self.state.global_step + 1, rows)
-        self._record_seconds += time.perf_counter() - start
+        with self._recording():
+            self.recorder.update(self.state.global_step + 1, self._recorded_rows())
+
+    def _recorded_rows(self) -> UpdateRows | None:
+        """The rows of the update with their results; None without rows of our own making."""
+        batches = self._this_update.micro_batches()
+        if not batches:
+            return None
+        settings, size = self.loss_settings, self._size
+        facts = {
+            "update_rows": int(size.rows),
+            "update_tokens": int(size.tokens),
+            "update_micro_batches": int(size.micro_batches),
+            "beta": self.beta,
+            "epsilon_low": settings.epsilon_low,
+            "epsilon_high": settings.epsilon_high,
+        }
+        samplers = self.corrects_sampler or settings.off_policy_mask_threshold is not None
+        return self._update_buffer.take(batches, facts, samplers=samplers)
 
     def _share_findings(self) -> None:
         """Share findings, once per update: the main process records what the others found, and all count it."""
@@ -188,7 +189,7 @@ class Auditing(Updating):
 
     def _moving_and_oldest_rows(self) -> dict[str, Any]:
         """How many rows of the update must have a gradient, and the age of the oldest rows in updates."""
-        batches = self._this_update.rows()
+        batches = self._this_update.micro_batches()
         moving = sum(self._must_move(batch).sum() for batch in batches)
         sampled = [batch.sampled_at.min() for batch in batches if batch.sampled_at is not None]
         oldest = int(torch.stack(sampled).min()) if sampled else self.state.global_step - 1

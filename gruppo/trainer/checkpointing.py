@@ -5,8 +5,6 @@ what a resumed run needs to do, bit for bit, what an uninterrupted run would hav
 `resume/state.py`) with its queued micro-batches, plans, counters behind the random numbers and metrics not yet logged;
 and a blended reference.
 
-    train                   lock the folder, choose and check a checkpoint, listen for signals      (running.py)
-    _prepare_for_training   Trainer loads weights, optimizer and schedule; then load the states, continue the record
     run_state               the state of one process; taken for a checkpoint, and before updates that may be abandoned
     _save_checkpoint        write to a staging folder, add a manifest, rename, remove old checkpoints
 """
@@ -14,9 +12,7 @@ and a blended reference.
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +22,18 @@ from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.runs import checkpoints
 from gruppo.trainer.auditing import Auditing
 from gruppo.trainer.books.machine import environment_of
-from gruppo.trainer.collect.ahead import unpack_flight, with_flight
+from gruppo.trainer.collect.ahead import with_flight
 from gruppo.trainer.processes.collectives import any_process
-from gruppo.trainer.resume.state import RandomState, RunState, gather_states, give_states, pack_queue, unpack_queue
+from gruppo.trainer.resume.state import (
+    Boundary,
+    RandomState,
+    RunState,
+    gather_states,
+    pack_queue,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,35 +41,8 @@ REFERENCE = "reference.safetensors"
 LONGEST_PAUSE = 64  # updates between two attempts to save on a full disk
 
 
-@dataclass
-class Boundary:
-    """The state of a run between two updates, which is saved if the next update is abandoned."""
-
-    state: RunState
-    random: RandomState
-    position: dict[str, Any] | None  # in the record
-    tokens_seen: float
-    flops: float
-    ahead: InFlight | None  # the generation requested ahead; waited for only if the boundary is saved
-
-
 class Checkpointing(Auditing):
     """The part of the trainer that saves its state, and restores it."""
-
-    _queue: deque[dict[str, Any]]
-    _earlier_runs = 0  # calls of train() before this one
-    _overrides: dict[str, float]  # settings changed by callbacks
-    _boundary: Boundary | None = None  # before the current update
-    _random_at_boundary: RandomState | None = None  # None right after a resume: that state is saved already
-    _abandoned: Boundary | None = None  # the boundary being saved, after its update was abandoned
-    _state_to_finish: RunState | None = None  # loaded state whose loss is not restored yet
-    _saved_at: int | None = None  # the update after which the last checkpoint was written
-    _retry_at: int | None = None  # the update after which to save again, when the disk was full
-    _retry_after = 1  # updates until then; doubled each time
-    _resumed_from: str | None = None
-    _settings_now: dict[str, Any]  # at the start of the run; a callback may change some later
-    _plan_recorded = False
-    _position: dict[str, Any] | None = None
 
     # ---- the state of a process
 
@@ -105,46 +79,6 @@ class Checkpointing(Auditing):
         tensors = {"loss": self._tr_loss.detach().clone(), "reward_weights": self.rewards.weights}
         tensors |= self.audits.tensors()  # without waiting for the device
         return RunState(values, tensors if queue is None else tensors | queue.tensors)
-
-    def _restore(self, state: RunState) -> None:
-        """Restore the complete state."""
-        loop = state.values["loop"]
-        give_states(self._parts(), state.values["parts"])
-        self.audits.load_tensors(state.tensors)
-        for name, value in loop["changed"].items():
-            setattr(self, name, value)
-        config = self.backend.config
-        for name, value in loop["generation"].items():
-            if getattr(config, name, None) != value:
-                setattr(config, name, value)
-        self.rewards.weights = state.tensors["reward_weights"].to(self.rewards.weights)
-        self.parity.checked_at = loop["parity_checked_at"]
-        self.parity.reuses_engine_logps = loop["reuses_engine_logps"]
-        if state.values["queue"] is not None:
-            self._queue = unpack_queue(state, self.accelerator.device)
-        self._ahead.flight = unpack_flight(state)
-        self._restore_counts(state)
-
-    def _restore_part(self, state: RunState) -> None:
-        """Restore what stays valid with other settings or processes; the current generation is sampled again."""
-        common = ("entropy", "metrics", "reward_counts", "reward_breaker", "prompts")
-        give_states({name: part for name, part in self._parts().items() if name in common}, state.values["parts"])
-        self.audits.keep_books(None)  # the prompts seen in the epoch may be counted differently now
-        self._restore_counts(state)
-
-    def _restore_counts(self, state: RunState) -> None:
-        """Restore the counters of the run; `_restore_loss` restores the loss once Trainer has reset it to 0."""
-        loop = state.values["loop"]
-        self._earlier_runs, self._asked_elsewhere = loop["earlier_runs"], loop["asked_elsewhere"]
-        self._state_to_finish = state
-
-    def _restore_loss(self) -> None:
-        """Restore the loss; called before the first update, when Trainer has already reset its sums to 0."""
-        if (state := self._state_to_finish) is not None:
-            self._state_to_finish = None
-            self._tr_loss.copy_(state.tensors["loss"])
-            self._total_loss_scalar -= float(self._tr_loss)  # the final loss is the mean over this call's updates
-            self._globalstep_last_logged = state.values["loop"]["last_logged"]
 
     def _mark_boundary(self) -> None:
         """Keep the state before an update, if the update may be abandoned."""
@@ -302,7 +236,7 @@ class Checkpointing(Auditing):
         self.record_event("checkpoint_put_off", retry_at=self._retry_at)
 
     def _decide_to_stop(self, update_ended: bool) -> None:
-        """Set what is due: after an update, or (not `update_ended`) at the end of an epoch, with more reasons to stop."""
+        """Set what is due: after an update, or else at the end of an epoch, with more reasons to save and to stop."""
         control, epoch_is_over = self.control, self._epoch_is_over
         if self._retry_at is not None and self.state.global_step >= self._retry_at:
             control.should_save = True

@@ -3,16 +3,12 @@
 `train` (running.py) prepares a run and enters transformers' loop, whose updates are in stepping.py.
 """
 
-import logging
 from collections import deque
 from typing import Any
 
 from accelerate.utils import set_seed
 from torch import Tensor
 
-from gruppo.algo.loss import LossSettings
-from gruppo.algo.recipes import Recipe
-from gruppo.config.recipe import loss_settings_of, recipe_of
 from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError
 from gruppo.policy import loading
@@ -60,8 +56,6 @@ class PolicyTrainer(KnownNames):
     """Samples groups, scores them and updates the policy; GRPOTrainer and RLOOTrainer fill in the recipe."""
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the size of the whole update
-    algorithm = ""  # "grpo" or "rloo"
-    config_class: type = object
 
     def __init__(
         self,
@@ -85,8 +79,7 @@ class PolicyTrainer(KnownNames):
             name = model if isinstance(model, str) else loading.model_name(model)
             args = self.config_class(f"{name.rstrip('/').split('/')[-1] or 'model'}-{self.algorithm.upper()}")
         checks.check_config(args, self.config_class)
-        if args.process_index:  # warnings about settings are logged once, by the main process
-            logging.getLogger("gruppo.trainer.construct").setLevel(logging.ERROR)
+        checks.warn_once(args)
         checks.warn_combinations(args)
         self.benchmarks = load_benchmarks(args, eval_dataset)  # before the model, which takes longer
         self.toolset = tooling.make_toolset(tools, environment_factory, args)
@@ -230,12 +223,3 @@ class PolicyTrainer(KnownNames):
 
     def _note_finding(self, finding: Any) -> None:
         self.record_event("audit", check=finding.check, message=finding.message, values=finding.values)
-
-    def make_recipe(self) -> Recipe:
-        """The config's choice in each column of the recipe table."""
-        return recipe_of(self.args)
-
-    def make_loss_settings(self) -> LossSettings:
-        """The recipe with its numbers."""
-        widths = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
-        return loss_settings_of(self.args, self.recipe, beta=self.beta, **widths)

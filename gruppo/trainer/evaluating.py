@@ -18,18 +18,11 @@ from gruppo.trainer.resume.state import RandomState
 from gruppo.trainer.running import Running
 
 if TYPE_CHECKING:
-    from gruppo.evaluation.training import TrainingBenchmarks
+    pass
 
 
 class Evaluating(Running):
     """The part of the trainer that evaluates."""
-
-    benchmarks: "TrainingBenchmarks | None" = None
-    _benchmark_results: dict[str, float] | None = None  # of the current evaluation
-    _results_prefix = ""
-    _batches_evaluated = 0  # of the current dataset, like the next two
-    _rows_evaluated = 0
-    _loss_evaluated = 0.0
 
     def __init__(self, *args: Any, eval_dataset: Any = None, **kwargs: Any):
         # Trainer requires an eval_dataset if there is an eval_strategy. Benchmarks alone: give it an empty dict.

@@ -8,21 +8,14 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
 from gruppo.data.sampler import RepeatSampler, eval_loader, micro_step_loader, split_for_rank
-from gruppo.data.streams import IterableStream, PromptCursor, PromptStream, SampledStream
+from gruppo.data.streams import IterableStream, PromptCursor, SampledStream
 from gruppo.errors import ConfigError
-from gruppo.trainer.books.auditing import Audits
 from gruppo.trainer.collect.ahead import next_generation
 from gruppo.trainer.reporting import Reporting
 
 
 class Feeding(Reporting):
     """The part of the trainer that supplies prompts: streams and loaders."""
-
-    audits: Audits
-    _stream: PromptStream | None = None  # None if a subclass provides its own loader
-    _cursor: PromptCursor | None = None  # only with dynamic sampling
-    _epoch = 0
-    _epoch_iterator: Any = None
 
     def rows_of(self, generation: int, *, anew: bool = False) -> Sequence[Mapping[str, Any]]:
         """This process's rows of a generation of the current epoch; `anew`: the run was resumed inside it."""

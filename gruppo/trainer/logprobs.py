@@ -8,25 +8,17 @@ from torch import Tensor, nn
 
 from gruppo.algo.kl import k1
 from gruppo.algo.mismatch import importance_weights
-from gruppo.algo.recipes import Recipe
-from gruppo.data.prompts import PromptEncoder
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import reference_policy
 from gruppo.policy.head import Scores
 from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.modes import sampling_mode
-from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import PackedRows, Packer, idle_pack
 from gruppo.policy.routing import Routing
-from gruppo.policy.sharding import Sharding, reshard
-from gruppo.rollout.base import RolloutBackend
+from gruppo.policy.sharding import reshard
 from gruppo.trainer.books.metrics import ratio_metrics
 from gruppo.trainer.feeding import Feeding
 from gruppo.trainer.processes.collectives import gather_rows
-from gruppo.trainer.processes.presence import Presence
-from gruppo.trainer.update.entropy import EntropyControl
-from gruppo.trainer.update.guard import ParityGuard
-from gruppo.trainer.update.planning import UpdatePlanner
 from gruppo.types import TrainBatch
 
 T = TypeVar("T")
@@ -35,20 +27,6 @@ LogpsAndLoss = tuple[Tensor, Tensor | None, Tensor | None]  # log-probs, entropi
 
 class LogProbs(Feeding):
     """The part of the trainer that computes log-probs of given completions."""
-
-    recipe: Recipe
-    backend: RolloutBackend
-    sharding: Sharding
-    planner: UpdatePlanner
-    presence: Presence
-    entropy_control: EntropyControl
-    ref_model: nn.Module | None
-    beta: float
-    temperature: float
-    router_aux_loss_coef = 0.0  # weight of the load-balancing loss of a mixture of experts
-    prompt_encoder: PromptEncoder
-    packed: PackedPolicy | None  # how packed rows are run; None: rows are padded, which is slower
-    parity: ParityGuard
 
     # ---- log-probs
 
@@ -92,6 +70,17 @@ class LogProbs(Feeding):
         if has_reference:
             batch.ref_per_token_logps = self._reference_logps(batch, packs)
         return None
+
+    def _check_parity(self, batch: TrainBatch) -> None:
+        """Compare packed rows with padded ones, where that is due; see `ParityGuard`."""
+        if self.mode == "train":
+            self.parity.check(
+                self.accelerator.unwrap_model(self.model),
+                batch,
+                self.state.global_step,
+                temperature=self.temperature,
+                entropy_gradient=self.entropy_control.enabled,
+            )
 
     @property
     def corrects_sampler(self) -> bool:

@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from gruppo.algo.loss import LossSettings
 from gruppo.errors import ConfigError
 from gruppo.rewards.resolve import is_reward_model
 from gruppo.trainer.books.metrics import Metrics
@@ -13,50 +12,6 @@ from gruppo.trainer.stepping import Stepping
 
 class KnownNames(Stepping):
     """The part of the trainer that exposes settings and state under TRL's names."""
-
-    def make_loss_settings(self) -> LossSettings:
-        raise NotImplementedError
-
-    @property
-    def beta(self) -> float:
-        """The weight of the KL. Like the next three, a callback may change it during a run."""
-        return float(self._overrides.get("beta", self.args.beta))
-
-    @beta.setter
-    def beta(self, value: float) -> None:
-        if value and not self.args.beta:
-            raise ConfigError("The run started with beta=0 and so has no reference model; start with a small beta.")
-        self._change("beta", value)
-
-    @property
-    def temperature(self) -> float:
-        return float(self._overrides.get("temperature", self.args.temperature))
-
-    @temperature.setter
-    def temperature(self, value: float) -> None:
-        self._change("temperature", value)
-        self.generation_config.temperature = value
-
-    @property
-    def epsilon_low(self) -> float:
-        return float(self._overrides.get("epsilon_low", self.args.epsilon))
-
-    @epsilon_low.setter
-    def epsilon_low(self, value: float) -> None:
-        self._change("epsilon_low", value)
-
-    @property
-    def epsilon_high(self) -> float:
-        return float(self._overrides.get("epsilon_high", self.args.upper_clip))
-
-    @epsilon_high.setter
-    def epsilon_high(self, value: float) -> None:
-        self._change("epsilon_high", value)
-
-    def _change(self, name: str, value: float) -> None:
-        # The config stays as the user wrote it; changes during a run are kept separately.
-        self._overrides[name] = value
-        self.loss_settings = self.make_loss_settings()
 
     @property
     def generation_config(self) -> Any:

@@ -2,42 +2,28 @@
 
 import os
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-from transformers import Trainer
 
 from gruppo.data.probing import inner_tokenizer
 from gruppo.policy.loading import model_name as name_of
 from gruppo.policy.sharding import shape_of
-from gruppo.runs.record import RunRecorder
-from gruppo.trainer.books.metrics import MetricStore
 from gruppo.trainer.books.profiling import profiling_context
 from gruppo.trainer.display.card import model_card
 from gruppo.trainer.display.completions import (
-    CompletionLog,
     log_to_trackers,
     print_prompt_completions_sample,
     write_parquet,
 )
 from gruppo.trainer.display.progress import LiveProgressCallback, take_over
+from gruppo.trainer.state import TrainerState
 
 
-class Reporting(Trainer):
+class Reporting(TrainerState):
     """The part of the trainer that reports."""
-
-    args: Any  # like the next two, an attribute of Trainer with a different type here
-    control: Any
-    eval_dataset: Any
-    mode: str
-    _eval_prefix = "eval"  # of the current evaluation dataset: eval, or eval_<name> when there are several
-    algorithm: str
-    metrics: MetricStore
-    completion_logs: dict[str, CompletionLog]
-    recorder: RunRecorder | None = None  # only during a run
-    _record_seconds = 0.0  # spent on the record since the last update
 
     def timer(self, name: str) -> AbstractContextManager[None]:
         return profiling_context(self, name)
@@ -64,6 +50,15 @@ class Reporting(Trainer):
             if isinstance(callback, LiveProgressCallback):
                 callback.close()
 
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Time work on the record."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._record_seconds += time.perf_counter() - start
+
     def record_event(self, kind: str, **fields: Any) -> None:
         """Write an event to the record of the run."""
         if self.recorder is not None:
@@ -75,9 +70,8 @@ class Reporting(Trainer):
             logs.update(self.metrics.take("train"))
         super().log(logs, start_time)
         if self.recorder is not None:
-            start = time.perf_counter()
-            self.recorder.metrics(self.state.global_step, logs, kind=self._kind_of(logs))
-            self._record_seconds += time.perf_counter() - start
+            with self._recording():
+                self.recorder.metrics(self.state.global_step, logs, kind=self._kind_of(logs))
         if self.args.log_completions and self.accelerator.is_main_process:
             self._show_completions()
 
@@ -120,11 +114,9 @@ class Reporting(Trainer):
         tokens = int(rows["prompt_mask"].sum() + rows["completion_mask"].sum())
         return 6 * tokens * self._num_weights
 
-    @property
+    @cached_property
     def _num_weights(self) -> int:
-        if not hasattr(self, "_counted_weights"):
-            self._counted_weights = sum(shape_of(p).numel() for p in self.model.parameters())
-        return self._counted_weights
+        return sum(shape_of(parameter).numel() for parameter in self.model.parameters())
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Do nothing: prompts and completions are counted when they are sampled."""

@@ -2,38 +2,23 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_model
-
-from gruppo.data.probing import tokenizer_json
 from gruppo.errors import AuditError, CheckpointError, RunLockedError
-from gruppo.policy.adapters import is_peft_model, reload_trained_adapter, same_dtypes
-from gruppo.policy.loading import is_saved_under_other_names, load_converted_weights
-from gruppo.policy.sharding import REPLICATED
 from gruppo.runs import checkpoints
-from gruppo.runs.identity import position_run
 from gruppo.runs.lock import RunLock
-from gruppo.runs.record import RunRecorder
-from gruppo.runs.secrets import without_secrets
-from gruppo.trainer.books.machine import environment_of
-from gruppo.trainer.checkpointing import REFERENCE, Checkpointing
 from gruppo.trainer.processes.collectives import from_main
 from gruppo.trainer.processes.stopping import STOPPED, STOPPED_UNSAVED, StopRequested
-from gruppo.trainer.resume.settings import changed, common, keeps_the_queue, settings_of
-from gruppo.trainer.resume.state import RunState
+from gruppo.trainer.resuming import Resuming
 
 logger = logging.getLogger(__name__)
 
 
-class Running(Checkpointing):
+class Running(Resuming):
     """The part of the trainer that begins and ends runs."""
-
-    _differing_settings: Sequence[str] = ()  # names of settings that differ from the checkpoint's
-    _random_state_due: str | None = None  # the checkpoint whose random state is still to be restored
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's `train`, with a lock on the output folder, a verified checkpoint and a clean stop on signals.
@@ -160,195 +145,3 @@ class Running(Checkpointing):
                 self.recorder = None
             if lock is not None:
                 lock.release()
-
-    # ---- which checkpoint
-
-    def _choose_checkpoint(self, asked: Any) -> str | None:
-        """The checkpoint to resume from, complete and made with these settings; the main process decides."""
-        self._resumed_from, self._differing_settings = None, ()
-        if asked is None or asked is False:
-            return None
-        found: tuple[str | None, Any] = (None, None)
-        if self.accelerator.is_main_process:
-            try:
-                path = self._newest_good() if asked is True else self._checked(Path(asked))
-                found = (str(path), self._check_settings(path))
-            except CheckpointError as error:
-                found = (None, str(error))
-        self._resumed_from, said = from_main(self.accelerator, found)
-        if self._resumed_from is None:
-            raise CheckpointError(said)
-        self._differing_settings = said
-        return self._resumed_from
-
-    def _newest_good(self) -> Path:
-        folder = Path(self.args.output_dir)
-        choice = checkpoints.newest_of_run(folder)
-        for path, wrong in choice.rejected:
-            logger.warning(f"{path} is not used: {' '.join(wrong)}")
-        if choice.path is None:
-            damaged = "".join(f" {path.name}: {' '.join(wrong)}" for path, wrong in choice.rejected)
-            raise CheckpointError(
-                f"No valid checkpoint found in output directory ({folder}).{damaged} Call train() without "
-                "resume_from_checkpoint to start from scratch, or name a checkpoint."
-            )
-        if choice.rejected:
-            logger.warning(f"Resuming from {choice.path}, the newest complete checkpoint.")
-        return choice.path
-
-    def _checked(self, path: Path) -> Path:
-        if not path.is_dir():
-            raise CheckpointError(f"There is no checkpoint at {path}.")
-        if wrong := checkpoints.problems(path):
-            choice = checkpoints.newest_good(path.parent)
-            other = "" if choice.path is None else f" The newest complete one is {choice.path}."
-            raise CheckpointError(
-                f"The checkpoint {path} is damaged: {' '.join(wrong)}{other} To use it nevertheless, remove its "
-                f"{checkpoints.MANIFEST}: it then counts as a plain checkpoint."
-            )
-        return path
-
-    def _check_settings(self, path: Path) -> list[str]:
-        """The names of settings that differ from the checkpoint's; raises if they are not allowed to."""
-        manifest = checkpoints.manifest(path)
-        if manifest is None:
-            return []  # a plain checkpoint does not store settings
-        saved, now = common(manifest.about.get("settings") or {}, self._settings_now)
-        found = checkpoints.differences(saved, now, ignore=())
-        differing = [line.partition(":")[0] for line in found]
-        names = changed(differing, self.args.resume_allow_changes)
-        if refused := [line for line in found if line.partition(":")[0] in names]:
-            listed = "\n".join(f"  {line}" for line in refused)
-            raise CheckpointError(
-                f"The checkpoint {path} was made with different settings:\n{listed}\nSet them back, or allow them "
-                f"with resume_allow_changes={names} (['*'] allows everything)."
-            )
-        if found:
-            logger.warning(f"Resuming with settings that differ from those of {path}: {'; '.join(found)}")
-        return differing
-
-    # ---- loading
-
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        if resume_from_checkpoint is not None and self.args.ignore_data_skip:
-            self.audits.keep_books(None)  # the run restarts the epoch and sees prompts again on purpose
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self._saved_at = self._retry_at = self._state_to_finish = self._boundary = self._random_at_boundary = None
-        if resume_from_checkpoint is None:
-            self._note_random_state()
-        else:
-            self._load_states(Path(resume_from_checkpoint))
-        self._start_record(None if resume_from_checkpoint is None else Path(resume_from_checkpoint))
-        return prepared
-
-    def _load_states(self, folder: Path) -> None:
-        """Load the parts of a checkpoint that Trainer does not handle; a plain checkpoint has none."""
-        main = RunState.load(folder, 0)  # all processes decide by this state, so that they agree
-        same_processes = main is not None and main.values["processes"] == self.accelerator.num_processes
-        if main is None:
-            self.entropy_control.load(folder)
-            self.audits.keep_books(None)  # the prompts that the epoch has seen are unknown
-        elif not (same_processes and keeps_the_queue(self._differing_settings)):
-            if self.accelerator.is_main_process:
-                logger.warning(
-                    f"{folder} was written by a different number of processes, or with different settings: update "
-                    "plans are made again, and the unfinished generation is sampled again."
-                )
-            self._restore_part(main)
-        else:
-            state = RunState.load(folder, self.accelerator.process_index)
-            assert state is not None
-            self._restore(state)
-        if (folder / REFERENCE).exists() and self.ref_model is not None and self.args.sync_ref_model:
-            load_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REFERENCE))
-        for callback in self.callback_handler.callbacks:
-            if hasattr(callback, "read_state"):
-                callback.read_state(folder)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore the random state once: Trainer does it only after the first rollouts of a resumed epoch."""
-        if self._random_state_due is not None:
-            self._random_state_due = None
-            super()._load_rng_state(checkpoint)
-
-    @property
-    def _replicated(self) -> bool:
-        return self.accelerator.distributed_type in REPLICATED
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        policy = self.accelerator.unwrap_model(model or self.model)
-        if self._replicated and is_saved_under_other_names(policy, resume_from_checkpoint):
-            load_converted_weights(policy, resume_from_checkpoint)
-            return
-        with same_dtypes(policy):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            if is_peft_model(policy):
-                reload_trained_adapter(policy, resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        policy, best = self.accelerator.unwrap_model(self.model), self.state.best_model_checkpoint
-        if self._replicated and best is not None and is_saved_under_other_names(policy, best):
-            load_converted_weights(policy, best)
-        else:
-            with same_dtypes(policy):
-                super()._load_best_model()
-
-    def _settings(self) -> dict[str, Any]:
-        """What a resumed run must have in common with this one."""
-        policy = self.accelerator.unwrap_model(self.model)
-        functions = [] if self.toolset is None else self.toolset.functions
-        tools = sorted(getattr(tool, "__name__", str(tool)) for tool in functions)
-        return settings_of(
-            self.args, policy, self.train_dataset, self.rewards.names, tools, self.accelerator.num_processes
-        )
-
-    # ---- the record
-
-    def _start_record(self, checkpoint: Path | None) -> None:
-        """Begin the record of a run, or continue the one that the checkpoint belongs to."""
-        self.recorder = None
-        folder = Path(self._get_output_dir(trial=getattr(self, "_trial", None)))
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        kept = {"keeps": self.args.record != "off", "rollouts": self.args.record == "all"}
-        recorder = RunRecorder(folder, rank=rank, world=world, **kept)
-        about = {
-            "config": without_secrets(self.args.to_dict() | self._settings_now),
-            "environment": without_secrets(environment_of(self.args)),
-        }
-        before = None
-        if checkpoint is None:
-            recorder.begin(**about)
-        else:
-            before = self._continue_record(recorder, checkpoint, about)
-        self._run_id = from_main(self.accelerator, recorder.run_id)
-        if self._run_id != before:
-            for batch in self._queue:  # this record does not contain their generation
-                batch.pop("generation", None)
-                batch.pop("place", None)
-        if rank:
-            recorder.join(self._run_id)
-        elif self.args.record == "all":
-            recorder.tokenizer(tokenizer_json(self.processing_class))
-        self.recorder = recorder
-
-    def _continue_record(self, recorder: RunRecorder, checkpoint: Path, about: dict[str, Any]) -> str | None:
-        """Continue the record from the checkpoint's position; what follows it is archived if it has newer checkpoints.
-
-        Returns the id of the run that the checkpoint belongs to, if known.
-        """
-        manifest = checkpoints.manifest(checkpoint)
-        position = None if manifest is None else manifest.about.get("position")
-        newer = self._newer_ones(checkpoint, recorder.folder)
-        recorder.resume(position=position, checkpoint=checkpoint, branch=bool(newer), **about)
-        if newer and recorder.archive is not None and self.accelerator.is_main_process:
-            checkpoints.put_aside(newer, recorder.archive)
-        return position_run(position)
-
-    def _newer_ones(self, checkpoint: Path, folder: Path) -> list[Path]:
-        """Checkpoints of the same run with more updates, if `checkpoint` is in this folder."""
-        own = checkpoints.run_of(checkpoint)
-        if own is None or checkpoint.resolve().parent != folder.resolve():
-            return []
-        found = checkpoints.checkpoints(folder)  # the highest number first
-        names = [path.name for path in found]
-        return [path for path in found[: names.index(checkpoint.name)] if checkpoints.run_of(path) == own]

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,60 +13,19 @@ from gruppo.data.prompts import Encoded, reject_images
 from gruppo.data.responses import decode
 from gruppo.errors import RolloutError
 from gruppo.rollout.base import group_requests, stop_strings
-from gruppo.rollout.custom import CustomRollout
 from gruppo.tools.loop import Episode, ToolLoop, Turn
-from gruppo.tools.toolset import Started, Toolset
-from gruppo.trainer.books.ledger import Ledger
-from gruppo.trainer.collect.ahead import RolloutsAhead
+from gruppo.tools.toolset import Started
 from gruppo.trainer.collect.resampling import runs
 from gruppo.trainer.collect.tool_turns import count_tools
+from gruppo.trainer.collect.under_way import Place, RolloutUnderWay
 from gruppo.trainer.hooks import overridden
 from gruppo.trainer.logprobs import LogProbs
 from gruppo.trainer.processes.collectives import rows_in_batch
 from gruppo.types import Completion, Prompt, Rollout, Row, SampleRequest, StopReason
 
 
-@dataclass
-class RolloutUnderWay:
-    """State that the steps of the current or latest rollout share, as TRL's hook signatures leave no room for it.
-
-    The random numbers of a completion are determined by the position of its generation in the run (`Sampling._place`,
-    the same in a resumed run), the row's position in the batch of all processes, the round of replacements that put
-    the row there, the turn (after the first), and, if a hook samples repeatedly, which of its requests this is.
-    """
-
-    own_rows: Sequence[int] = ()  # positions of this process's rows in the batch of all processes
-    attempt: int = 0  # the round of replacements
-    turn: Turn | None = None
-    requests_made: int = 0
-    prompts: Sequence[Prompt] = ()
-    asked: bool = False  # whether the backend was called
-    seconds_ahead: float = 0.0  # how long it took, if it was requested ahead of time
-    work: Mapping[str, Any] = field(default_factory=dict)  # what the backend computed, for the ledger
-    tool_counts: Mapping[str, float] = field(default_factory=dict)  # what tools did, on all processes
-
-
-class Place(NamedTuple):
-    """The position of a generation in the program."""
-
-    run: int  # number of the call of `train`
-    epoch: int
-    generation: int
-
-
 class Sampling(LogProbs):
     """The part of the trainer that samples."""
-
-    custom_rollout: CustomRollout | None
-    toolset: Toolset | None
-    tool_loop: ToolLoop | None  # None if there is nothing to call
-    eos_token_ids: list[int]
-    ledger: Ledger
-    environments: Sequence[Any] | None = None  # those of the latest rollouts
-    _place: Place | tuple[int, ...] | None = None  # of the current rollouts; in evaluation: update, dataset and batch
-    _asked_elsewhere = 0  # rollouts outside training and evaluation, such as a callback's
-    _under_way: RolloutUnderWay
-    _ahead: RolloutsAhead
 
     @property
     def group_size(self) -> int:

@@ -13,7 +13,7 @@ The calls of one update, in order:
     _maybe_log_save_evaluate
                         audits, whether to stop; Trainer logs, evaluates, saves  (auditing.py, checkpointing.py)
 
-With padded rows (`packed` is None) each training_step runs its own micro-batch, with `compute_loss` (updating.py).
+With padded rows (`packed` is None) each training_step runs its own micro-batch, with `compute_loss` (losses.py).
 """
 
 import time
@@ -35,8 +35,6 @@ from gruppo.types import TrainBatch
 
 class Stepping(Evaluating):
     """The part of the trainer that makes updates."""
-
-    _step = 0  # micro-steps, for subclasses and callbacks; nothing here reads it
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

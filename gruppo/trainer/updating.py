@@ -1,13 +1,14 @@
-"""From log-probs and advantages to gradients: the second half of a training step.
+"""From log-probs and advantages to gradients: the second half of a training step, on packed rows.
 
-Packed rows, the fast path, all in the update's last micro-step:
+All of it happens in the update's last micro-step:
 
     run_update      starts over with smaller packs if memory runs out
     _run_packs      which rows are run, in which packs: forward, `_pack_loss`, backward
     _pack_loss      log-probs of one pack → ratio × objective × masks + KL → its share of the loss
     _loss_of_update metrics and loss of the update, by its nominal micro-batches
 
-Padded rows, the slower path, which hooks of subclasses work with: `compute_loss`, one micro-batch at a time.
+Padded rows, the slower path, which hooks of subclasses work with, run one micro-batch at a time: `compute_loss`, in
+losses.py.
 """
 
 import time
@@ -21,63 +22,22 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gruppo.algo.loss import LossInputs, LossOutput, LossSettings, Stat, policy_loss
-from gruppo.algo.masks import entropy_threshold, top_entropy_mask
+from gruppo.algo.masks import top_entropy_mask
 from gruppo.algo.reduce import UpdateSize
 from gruppo.plan import UpdatePlan
 from gruppo.policy.inplace import without_collection
 from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.unwrap import inner_model, is_noisy
-from gruppo.trainer.books.metrics import value_stat
-from gruppo.trainer.books.profiling import Stopwatch
-from gruppo.trainer.collecting import Collecting
-from gruppo.trainer.logprobs import LogpsAndLoss
-from gruppo.trainer.processes.balancing import Work, exchange_rows, report_stragglers
-from gruppo.trainer.processes.collectives import gather_rows
-from gruppo.trainer.update.buffer import MicroBatchResult, UpdateBuffer
-from gruppo.trainer.update.drift import Sums, drift_stats
-from gruppo.trainer.update.routing import share_of_micro_batch, share_of_pack
-from gruppo.trainer.update.rows import Update, enter_padded
-from gruppo.trainer.update.under_way import UpdateUnderWay
+from gruppo.trainer.losses import Losses
+from gruppo.trainer.processes.balancing import RowExchange, exchange_rows, report_stragglers
+from gruppo.trainer.update.drift import Sums
+from gruppo.trainer.update.routing import share_of_pack
+from gruppo.trainer.update.rows import Update
 from gruppo.types import TrainBatch, required
 
 
-class Updating(Collecting):
-    """The part of the trainer that computes the loss."""
-
-    loss_settings: LossSettings
-    _this_update: UpdateUnderWay
-    _size: UpdateSize  # of the current update, or of the rows being evaluated
-    _sending_gradients = False
-    _stopwatch: Stopwatch  # times this process's work in an update, up to where it waits for the others
-    _update_buffer: UpdateBuffer
-
-    @property
-    def aux_loss_enabled(self) -> bool:
-        return self.router_aux_loss_coef != 0
-
-    @property
-    def entropy_share(self) -> float:
-        """The share of tokens, those of the highest entropy, that the loss keeps; RLOO keeps all."""
-        return float(self.args.top_entropy_quantile)
-
-    def update_size(self, batches: Sequence[TrainBatch]) -> UpdateSize:
-        """Rows, loss tokens and micro-batches over all processes."""
-        local = torch.stack(
-            [
-                torch.tensor(float(sum(len(batch) for batch in batches)), device=self.accelerator.device),
-                torch.stack([batch.loss_mask_BT.sum() for batch in batches]).sum().float(),
-                torch.tensor(float(len(batches)), device=self.accelerator.device),
-            ]
-        )
-        rows, tokens, micro_batches = self.accelerator.reduce(local.double(), reduction="sum").tolist()
-        return UpdateSize(rows=rows, tokens=tokens, micro_batches=micro_batches)
-
-    def _prepare_input(self, data: Any) -> Any:
-        """Trainer's method, which under DeepSpeed would round log-probs and advantages to the dtype of the weights."""
-        return data.to(self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
-
-    # ---- packed rows
+class Updating(Losses):
+    """The part of the trainer that runs packed updates."""
 
     def as_update(self, batches: Sequence[TrainBatch], size: UpdateSize) -> list[dict[str, Any]]:
         """The same number of micro-steps, with all the work in the last one, where gradients are synchronized.
@@ -116,7 +76,7 @@ class Updating(Collecting):
             self.planner.shrink()  # not in the handler: the traceback keeps tensors that must be freed
             model.zero_grad()
 
-    def _run_packs(self, model: nn.Module, update: Update, moving: list[int], work: Work | None = None) -> None:
+    def _run_packs(self, model: nn.Module, update: Update, moving: list[int], work: RowExchange | None = None) -> None:
         share = not is_noisy(model, inner_model(model))
         packer = update.packer(share=share, whole=self.aux_loss_enabled)
         plan = self.planner.plan(update.batch)
@@ -212,14 +172,6 @@ class Updating(Collecting):
         rows = moving_B.nonzero()[:, 0].tolist()
         return rows or [int((update.batch.prompt_mask.sum(1) + update.batch.completion_mask.sum(1)).argmin())]
 
-    def _can_move(self, batch: TrainBatch) -> Tensor:
-        """Bool (B,): the rows whose gradient can be nonzero."""
-        has_loss_B = batch.loss_mask_BT.any(1)
-        counts = self.loss_settings.beta != 0 or self.entropy_control.enabled or self.entropy_share < 1
-        if counts or self.aux_loss_enabled or not self.args.skip_zero_advantage:
-            return has_loss_B
-        return has_loss_B & ~batch.zero_advantage_B
-
     def _run_skipped_rows(self, model: nn.Module, update: Update, packer: Packer, plan: UpdatePlan) -> None:
         """Compute the entropies of skipped rows, for the metrics, if the sampler did not return them."""
         known = update.batch.engine_entropies is not None
@@ -242,7 +194,7 @@ class Updating(Collecting):
             update.keep(pack, pack.padded(scores.logps), pack.padded(required(scores.entropies)))
         self._idle(bare, idle)
 
-    def _loss_of_update(self, update: Update, work: Work | None) -> Tensor:
+    def _loss_of_update(self, update: Update, work: RowExchange | None) -> Tensor:
         """The metrics and the loss (0-d) of the update's nominal micro-batches, from the scores of the packs.
 
         This is not the sum of the packs' losses: a skipped row may contribute to the loss, without a gradient.
@@ -261,119 +213,7 @@ class Updating(Collecting):
         self._this_update.costs = update.costs
         return loss
 
-    # ---- padded rows
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Tensor:
-        """The micro-batch's share of the update's loss."""
-        if return_outputs:
-            raise ValueError("return_outputs=True is not supported: the loss comes from sampled completions.")
-        known = isinstance(num_items_in_batch, UpdateSize)
-        self._size = num_items_in_batch if known else self.update_size([TrainBatch.from_dict(inputs)])
-        with self.timer("compute_loss"), self.presence.during("updating"):
-            return self._compute_loss(model, inputs)
-
-    def _logps_for_loss(self, model: nn.Module, batch: TrainBatch) -> LogpsAndLoss:
-        """Log-probs and entropies of the micro-batch; rows whose gradient is 0 are run without an autograd graph."""
-        if self.packed is not None and not torch.is_grad_enabled():
-            bare = self.accelerator.unwrap_model(model)
-            pack = self._whole_packs if self.aux_loss_enabled else self._packs
-            return self._retry_smaller(lambda: self._logps_of_packs(bare, batch, pack(batch) or [], entropy=True))
-        if self.aux_loss_enabled:
-            return self._logps_of(model, batch, compute_entropy=True, compute_aux_loss=True)
-        moving_B = self._can_move(batch)
-        moving_B[0] |= ~moving_B.any()
-        if moving_B.all() or not torch.is_grad_enabled() or self.sharding.is_sharded:
-            return self._logps_of(model, batch, compute_entropy=True)
-        moving = self._logps_of(model, batch.rows(moving_B), compute_entropy=True)
-        with torch.no_grad():
-            # Not through the wrapper: its forward may communicate, and not every process has such rows.
-            bare = self.accelerator.unwrap_model(model)
-            still = self._logps_of(bare, batch.rows(~moving_B), compute_entropy=True)
-        back = torch.cat([moving_B.nonzero()[:, 0], (~moving_B).nonzero()[:, 0]]).argsort()
-        logps_BT, entropy_BT = (
-            torch.cat([required(a), required(b)])[back] for a, b in zip(moving[:2], still[:2], strict=True)
-        )
-        return logps_BT, entropy_BT, None
-
-    # ---- a hook of TRL's trainers: name and shapes are theirs
-
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Hook: the loss of one micro-batch, from the dict of tensors that collecting returned."""
-        batch = TrainBatch.from_dict(inputs)
-        logps_BT, entropy_BT, router_loss = self._logps_for_loss(model, batch)
-        entropy_BT = required(entropy_BT)
-        threshold = self._entropy_threshold(entropy_BT, batch.loss_mask_BT)
-        output = self._policy_loss(batch, logps_BT, entropy_BT, threshold, self._size)
-        self._defer_stats(batch, logps_BT, output)
-        if self.mode == "train":
-            enter_padded(batch, self.ledger, self.state.global_step)
-            self._remember(output.loss, logps_BT, entropy_BT, threshold)
-        return self._with_router_loss(output.loss, router_loss) * self.accelerator.num_processes
-
-    # ---- the loss and its statistics
-
-    def _policy_loss(
-        self, batch: TrainBatch, logps_BT: Tensor, entropy_BT: Tensor, threshold: Tensor | None, size: UpdateSize
-    ) -> LossOutput:
-        return policy_loss(
-            LossInputs(
-                logps_BT=logps_BT,
-                mask_BT=batch.loss_mask_BT,
-                advantages=required(batch.advantages),
-                old_logps_BT=batch.old_logps if batch.old_per_token_logps is None else batch.old_per_token_logps,
-                ref_logps_BT=batch.ref_per_token_logps,
-                sampler_logps_BT=batch.sampling_per_token_logps,
-                importance_weights=batch.importance_sampling_ratio,
-                entropy_BT=entropy_BT,
-                entropy_threshold=threshold,
-                entropy_coef=self.entropy_control.active_coef,
-            ),
-            self.loss_settings,
-            size,
-        )
-
-    def _with_router_loss(self, loss: Tensor, router_loss: Tensor | None) -> Tensor:
-        """The loss of a micro-batch plus its load-balancing loss, which is also logged."""
-        if router_loss is None:
-            return loss
-        self.metrics.defer({"aux_loss": value_stat(router_loss)})
-        return loss + share_of_micro_batch(router_loss, self.router_aux_loss_coef, self._size)
-
-    def _remember(
-        self, loss: Tensor, logps_BT: Tensor, entropy_BT: Tensor, threshold: Tensor | None, ran_B: Tensor | None = None
-    ) -> None:
-        """Keep the results of the next micro-batch for the record; `threshold` is the entropy threshold."""
-        if self.recorder is None or self.args.record != "all":
-            return
-        counts = self.entropy_control.enabled or threshold is not None
-        entropies = entropy_BT.detach() if counts else None
-        coef = self.entropy_control.active_coef
-        self._update_buffer.keep(MicroBatchResult(loss.detach(), logps_BT.detach(), entropies, coef, ran_B))
-
-    def _defer_stats(
-        self, batch: TrainBatch, logps_BT: Tensor, output: LossOutput, ran_B: Tensor | None = None
-    ) -> None:
-        old_BT = None if self.parity.reuses_engine_logps else batch.old_per_token_logps
-        drift = drift_stats(batch, logps_BT, old_BT, ran_B, self.state.global_step)
-        self.metrics.defer(output.stats | self._entropy_stats(output) | drift)
-
-    def _entropy_threshold(self, entropy_BT: Tensor, mask_BT: Tensor) -> Tensor | None:
-        """The entropy above which tokens of this micro-batch, over all processes, carry policy loss."""
-        share = self.entropy_share
-        if share >= 1:
-            return None
-        entropies = gather_rows(self.accelerator, entropy_BT.detach()[mask_BT.bool()])
-        return entropy_threshold(entropies, share)
-
-    def _entropy_stats(self, output: LossOutput) -> dict[str, Stat]:
-        """With an entropy bonus: the loss without it, and the entropy that its controller acts on."""
-        if not self.entropy_control.enabled or output.chosen_entropy is None:
-            return {}
-        per_tokens = self.recipe.reduction == "tokens"
-        scale = self.accelerator.num_processes if per_tokens else self._size.micro_batches
-        return {"policy_loss": value_stat(output.policy_loss * scale), "_chosen_entropy": output.chosen_entropy}
+    # ---- metrics of the update
 
     def _reduce_metrics(self) -> Sums:
         """Reduce the metrics of the update over all processes, and let the entropy controller act on them.

@@ -14,7 +14,7 @@ from gruppo import cli
 from gruppo.cli import check_parts
 from gruppo.cli.check import check
 from gruppo.cli.findings import Findings
-from gruppo.cli.recipe import Run
+from gruppo.cli.recipe import RunFile
 from gruppo.errors import ConfigError
 from gruppo.plan import Device
 from tests.trainer.test_parity import BROKEN
@@ -217,7 +217,7 @@ def test_an_earlier_run_in_the_folder_is_named(recipe: Any, tmp_path: Path) -> N
 def test_the_plan_is_that_of_the_device_that_is_here(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def planned(**changes: Any) -> tuple[str, str]:
         findings = Findings()
-        check_parts.plan(check_parts.Parts(Run.read(recipe(**changes)), model=object(), longest=3), findings)
+        check_parts.plan(check_parts.Parts(RunFile.read(recipe(**changes)), model=object(), longest=3), findings)
         (found,) = findings.found
         return found.level, found.text
 
@@ -254,13 +254,13 @@ def test_help_has_examples(asked: list[str], capsys: pytest.CaptureFixture[str])
 def test_a_value_that_looks_like_a_request_for_help(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", str(recipe()), "--run_name", "-h"]) == 0
     command = capsys.readouterr().out.rpartition("Start it with: gruppo train ")[2]
-    assert Run.read(shlex.split(command)).config.run_name == "-h"
+    assert RunFile.read(shlex.split(command)).config.run_name == "-h"
 
 
 def test_what_it_prints_at_the_end_is_a_run(recipe: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", str(recipe()), "--answer_template", "A: {}", "--beta", "0.1"]) == 0
     command = capsys.readouterr().out.rpartition("Start it with: gruppo train ")[2]
-    assert Run.read(shlex.split(command)).config.beta == 0.1
+    assert RunFile.read(shlex.split(command)).config.beta == 0.1
 
 
 @pytest.mark.parametrize(

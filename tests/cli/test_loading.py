@@ -17,7 +17,7 @@ from gruppo.cli.loading import (
     load_rows,
     load_tools,
 )
-from gruppo.cli.recipe import Run
+from gruppo.cli.recipe import RunFile
 from gruppo.errors import ConfigError, DataError
 
 
@@ -64,12 +64,12 @@ def test_files_of_one_name_do_not_hide_each_other(tmp_path: Path) -> None:
 
 
 def test_tools_and_environments(recipe: Any, home: Path) -> None:
-    run = Run.read(recipe(tools=[f"{home}/own.py:add"], environment_factory={"game": "builtins:dict"}))
+    run = RunFile.read(recipe(tools=[f"{home}/own.py:add"], environment_factory={"game": "builtins:dict"}))
     found = load_tools(run)
     assert found["tools"][0](1, 2) == 3
     assert found["environment_factory"] == {"game": dict}
-    assert load_tools(Run.read(recipe(rollout_func=f"{home}/own.py:ask"))).keys() == {"rollout_func"}
-    assert load_tools(Run.read(recipe())) == {}
+    assert load_tools(RunFile.read(recipe(rollout_func=f"{home}/own.py:ask"))).keys() == {"rollout_func"}
+    assert load_tools(RunFile.read(recipe())) == {}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_rows_in_files_globs_and_folders(name: str, count: int, files: Path, recipe: Any) -> None:
-    train, evaluation = load_datasets(Run.read(recipe(dataset=str(files / name))))
+    train, evaluation = load_datasets(RunFile.read(recipe(dataset=str(files / name))))
     assert (len(train), evaluation) == (count, None)
     assert train[0]["prompt"] == "a"
 
@@ -105,12 +105,12 @@ def test_rows_in_files_globs_and_folders(name: str, count: int, files: Path, rec
 def test_a_file_is_looked_for_beside_the_recipe(recipe: Any) -> None:
     path = recipe(dataset="near.jsonl")
     (path.parent / "near.jsonl").write_text('{"prompt": "x"}\n')
-    assert load_datasets(Run.read(path))[0]["prompt"][:] == ["x"]
+    assert load_datasets(RunFile.read(path))[0]["prompt"][:] == ["x"]
 
 
 def test_rows_to_evaluate_on(files: Path, recipe: Any) -> None:
     def both(**changes: Any) -> tuple[int, int]:
-        train, evaluation = load_datasets(Run.read(recipe(eval_strategy="steps", eval_steps=1, **changes)))
+        train, evaluation = load_datasets(RunFile.read(recipe(eval_strategy="steps", eval_steps=1, **changes)))
         return len(train), len(evaluation)
 
     assert both(dataset=str(files / "plain")) == (2, 1), "its own split"
@@ -129,7 +129,7 @@ def test_a_name_on_the_hub(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     about = {"dataset": "openai/gsm8k", "dataset_config": "main", "eval_strategy": "epoch"}
-    train, evaluation = load_datasets(Run.read(recipe(**about)))
+    train, evaluation = load_datasets(RunFile.read(recipe(**about)))
     assert [(each["path"], each["name"], each["split"]) for each in asked] == [
         ("openai/gsm8k", "main", "train"),
         ("openai/gsm8k", "main", "test"),
@@ -138,14 +138,14 @@ def test_a_name_on_the_hub(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_stream(files: Path, recipe: Any) -> None:
-    train, _ = load_datasets(Run.read(recipe(dataset=str(files / "rows.jsonl"), dataset_streaming=True)))
+    train, _ = load_datasets(RunFile.read(recipe(dataset=str(files / "rows.jsonl"), dataset_streaming=True)))
     assert [row["prompt"] for row in train] == ["a", "b"]
 
 
 def test_rows_are_changed_by_a_function(home: Path, recipe: Any) -> None:
     path = recipe(dataset="questions.jsonl", dataset_map=f"{home}/own.py:ask")
     (path.parent / "questions.jsonl").write_text('{"question": "2+2?"}\n')
-    train, _ = load_datasets(Run.read(path))
+    train, _ = load_datasets(RunFile.read(path))
     assert train[0] == {"question": "2+2?", "prompt": [{"role": "user", "content": "2+2?"}]}
 
 
@@ -168,23 +168,23 @@ def test_rows_that_cannot_be_had(
 ) -> None:
     monkeypatch.chdir(files)
     with pytest.raises(error, match=message):
-        load_datasets(Run.read(recipe(**changes)))
+        load_datasets(RunFile.read(recipe(**changes)))
 
 
 def test_adapters_in_two_ways(recipe: Any) -> None:
-    assert load_adapter(Run.read(recipe())) is None
-    assert load_adapter(Run.read(recipe(peft={"r": 4, "target_modules": "all-linear"}))).r == 4
-    assert load_adapter(Run.read(recipe(use_peft=True, lora_r=2))).r == 2
+    assert load_adapter(RunFile.read(recipe())) is None
+    assert load_adapter(RunFile.read(recipe(peft={"r": 4, "target_modules": "all-linear"}))).r == 4
+    assert load_adapter(RunFile.read(recipe(use_peft=True, lora_r=2))).r == 2
     for changes, message in [
         ({"peft": {"lora_alfa": 4}}, "LoraConfig has no field `lora_alfa`. Did you mean `lora_alpha`"),
         ({"peft": {"r": 4}, "use_peft": True}, "both ask for an adapter"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            load_adapter(Run.read(recipe(**changes)))
+            load_adapter(RunFile.read(recipe(**changes)))
 
 
 def test_a_reward_model_comes_before_the_functions(recipe: Any) -> None:
-    run = Run.read(recipe(reward_model_name_or_path="owner/model", rewards=["think_format_reward"]))
+    run = RunFile.read(recipe(reward_model_name_or_path="owner/model", rewards=["think_format_reward"]))
     first, second = load_rewards(run)
     assert (first, second.__name__) == ("owner/model", "think_format_reward")
 
@@ -231,11 +231,11 @@ def test_files_that_hold_nothing(name: str, text: str, message: str, tmp_path: P
 
 def test_splits_of_files(files: Path, recipe: Any) -> None:
     def rows(**changes: Any) -> list[int]:
-        return load_datasets(Run.read(recipe(dataset=str(files / "rows.jsonl"), **changes)))[0]["n"][:]
+        return load_datasets(RunFile.read(recipe(dataset=str(files / "rows.jsonl"), **changes)))[0]["n"][:]
 
     assert rows(dataset_train_split="train[1:]") == [2]
     with pytest.raises(ConfigError, match=r"rows\.jsonl has no split 'validation': files have the split `train` only"):
         rows(dataset_train_split="validation")
     evaluated = {"eval_dataset": str(files / "rows.csv"), "eval_strategy": "steps", "eval_steps": 1}
-    run = Run.read(recipe(dataset=str(files / "rows.jsonl"), dataset_test_split="test[:1]", **evaluated))
+    run = RunFile.read(recipe(dataset=str(files / "rows.jsonl"), dataset_test_split="test[:1]", **evaluated))
     assert load_datasets(run)[1]["n"][:] == [1]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from gruppo import cli
-from gruppo.cli.recipe import Run, accelerate_options, make_parser
+from gruppo.cli.recipe import RunFile, accelerate_options, make_parser
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text()
@@ -44,7 +44,7 @@ def test_its_other_commands_are_understood(tmp_path: Path, monkeypatch: pytest.M
     commands = [shlex.split(line)[1:] for line in blocks("bash")[1].splitlines()]
     assert len(commands) == 4
     for command, *argv in commands:
-        assert Run.read(argv, command, build=False).model
+        assert RunFile.read(argv, command, build=False).model
 
 
 def test_its_keys_are_all_there_are() -> None:

@@ -16,7 +16,7 @@ import yaml
 from gruppo import GRPOConfig, cli
 from gruppo.cli.plan import forecast_here, forecast_on
 from gruppo.cli.plan_job import Asked
-from gruppo.cli.recipe import Run
+from gruppo.cli.recipe import RunFile
 from gruppo.demo import model_path
 from gruppo.plan import DEVICES
 
@@ -229,7 +229,7 @@ def test_options_over_the_adapter_of_a_file(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_few_lines_for_a_check(tmp_path: Path) -> None:
-    run = Run.of_another_machine([recipe(tmp_path)])
+    run = RunFile.of_another_machine([recipe(tmp_path)])
     forecast = forecast_on(DEVICES["L4"], run, prompt_tokens=40)
     lines, weights = forecast.lines(), forecast.job.model.weights
     assert 0 < weights < 1e9
@@ -240,9 +240,9 @@ def test_a_few_lines_for_a_check(tmp_path: Path) -> None:
     nothing = forecast_on(replace(DEVICES["L4"], memory=0.5), run).lines()
     assert "does not fit" in nothing[1]
     assert len(nothing) == 4, "nor does it take any time"
-    strange = Run.of_another_machine([recipe(tmp_path, optim="galore_adamw", optim_target_modules=["attn"])])
+    strange = RunFile.of_another_machine([recipe(tmp_path, optim="galore_adamw", optim_target_modules=["attn"])])
     assert "is unknown" in forecast_on(DEVICES["L4"], strange).lines()[-1]
-    here = forecast_here(Run.of_another_machine([recipe(tmp_path, use_cpu=True)]))
+    here = forecast_here(RunFile.of_another_machine([recipe(tmp_path, use_cpu=True)]))
     assert here is not None
     assert here.job.on_cpu
     assert torch.cuda.is_available() or forecast_here(run) is None
@@ -266,5 +266,5 @@ def test_a_config_that_is_made_is_planned_as_a_file_of_its_fields(tmp_path: Path
         output_dir=str(tmp_path), use_cpu=True, bf16=True, model_init_kwargs={"dtype": "bfloat16"}, **fields
     )
     path = recipe(tmp_path, model="qwen2-0.5b", bf16=True, dtype="bfloat16", **fields)
-    said = Asked.of_run(Run.of_another_machine([path]))
+    said = Asked.of_run(RunFile.of_another_machine([path]))
     assert Asked.of_config("qwen2-0.5b", made).job(DEVICES["L4"]) == said.job(DEVICES["L4"])

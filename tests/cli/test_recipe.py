@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 
-from gruppo.cli.recipe import Run, accelerate_options, take_help
+from gruppo.cli.recipe import RunFile, accelerate_options, take_help
 from gruppo.errors import ConfigError
 
 LEAST = ["--model", "m", "--dataset", "d", "--reward", "accuracy_reward", "--use_cpu", "true"]
 
 
 def test_the_short_names_are_those_of_trl(recipe: Any, home: Path) -> None:
-    short = Run.read(recipe())
-    line = Run.read([*("--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "a", "b"), "--use_cpu"])
+    short = RunFile.read(recipe())
+    line = RunFile.read(
+        [*("--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "a", "b"), "--use_cpu"]
+    )
     assert short.model == str(home / "model")
     assert short.script.dataset_name == str(home / "rows.jsonl")
     assert short.rewards == [f"{home / 'own.py'}:brevity"]
@@ -43,7 +45,7 @@ multi_gpu: true
 env: {GRUPPO_TEST_OF_TRL: 1}
 """
     )
-    run = Run.read(["--config", str(path), "--beta", "0.04"], "grpo")
+    run = RunFile.read(["--config", str(path), "--beta", "0.04"], "grpo")
     assert run.trainer == "grpo"
     assert run.rewards == ["some/reward-model", "accuracy_reward", "think_format_reward"], "the model comes first"
     assert (run.config.learning_rate, run.config.beta, run.config.num_generations) == (1e-6, 0.04, 8)
@@ -54,7 +56,7 @@ env: {GRUPPO_TEST_OF_TRL: 1}
 
 
 def test_the_line_wins_over_the_file(recipe: Any) -> None:
-    run = Run.read([str(recipe(beta=0.1, learning_rate=1e-5)), "--beta", "0.2", "--model", "other"])
+    run = RunFile.read([str(recipe(beta=0.1, learning_rate=1e-5)), "--beta", "0.2", "--model", "other"])
     assert (run.config.beta, run.config.learning_rate, run.model) == (0.2, 1e-5, "other")
 
 
@@ -96,12 +98,12 @@ def test_the_line_wins_over_the_file(recipe: Any) -> None:
 )
 def test_what_cannot_be_meant(argv: list[str], command: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Run.read(argv, command)
+        RunFile.read(argv, command)
 
 
 def test_two_names_of_one_setting(recipe: Any) -> None:
     with pytest.raises(ConfigError, match="`model_name_or_path` and `model` are two names"):
-        Run.read(recipe(model_name_or_path="m"))
+        RunFile.read(recipe(model_name_or_path="m"))
 
 
 def test_an_unknown_key_names_the_file_and_the_nearest(recipe: Any) -> None:
@@ -109,50 +111,50 @@ def test_an_unknown_key_names_the_file_and_the_nearest(recipe: Any) -> None:
     with pytest.raises(
         ConfigError, match=rf"{path.name}: Unknown argument `learning_rat`. Did you mean `learning_rate`"
     ):
-        Run.read(path)
+        RunFile.read(path)
 
 
 def test_a_wrong_value_names_the_field_and_the_file(recipe: Any) -> None:
     path = recipe(reward_weights=["a"])
     with pytest.raises(ConfigError, match=rf"{path.name}: reward_weights=\['a'\]: could not convert string to float"):
-        Run.read(path)
+        RunFile.read(path)
 
 
 def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "latin.yaml"
     path.write_bytes("model: Modèle".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin\.yaml is not UTF-8 text"):
-        Run.read(path)
+        RunFile.read(path)
 
 
 def test_the_algorithm_is_the_commands_or_the_files(recipe: Any) -> None:
-    assert type(Run.read(recipe(trainer="rloo")).config).__name__ == "RLOOConfig"
-    assert type(Run.read(recipe()).config).__name__ == "GRPOConfig"
-    assert type(Run.read(LEAST, "rloo").config).__name__ == "RLOOConfig"
+    assert type(RunFile.read(recipe(trainer="rloo")).config).__name__ == "RLOOConfig"
+    assert type(RunFile.read(recipe()).config).__name__ == "GRPOConfig"
+    assert type(RunFile.read(LEAST, "rloo").config).__name__ == "RLOOConfig"
 
 
 def test_a_dataset_that_is_more_than_a_name_is_a_mixture(recipe: Any) -> None:
-    one = Run.read(recipe(dataset={"path": "a", "name": "main", "fraction": 1.0}))
+    one = RunFile.read(recipe(dataset={"path": "a", "name": "main", "fraction": 1.0}))
     assert one.script.dataset_name is None
     assert [(each.path, each.name) for each in one.mixture.datasets] == [("a", "main")]
-    several = Run.read(recipe(dataset=[{"path": "a"}, {"path": "b", "split": "x"}], test_split_size=0.5))
+    several = RunFile.read(recipe(dataset=[{"path": "a"}, {"path": "b", "split": "x"}], test_split_size=0.5))
     assert [each.path for each in several.mixture.datasets] == ["a", "b"]
     assert several.mixture.test_split_size == 0.5
 
 
 def test_datasets_beat_a_name(recipe: Any, caplog: pytest.LogCaptureFixture) -> None:
-    run = Run.read(recipe(datasets=[{"path": "a"}]))
+    run = RunFile.read(recipe(datasets=[{"path": "a"}]))
     assert [each.path for each in run.mixture.datasets] == ["a"]
     assert "is not used" in caplog.text
 
 
 def test_adapter_settings_without_an_adapter_are_named(recipe: Any, caplog: pytest.LogCaptureFixture) -> None:
-    Run.read(recipe(lora_r=8))
+    RunFile.read(recipe(lora_r=8))
     assert "lora_r: no effect without use_peft" in caplog.text
 
 
 def test_loading_by_keywords_wins_as_in_trl(recipe: Any, caplog: pytest.LogCaptureFixture) -> None:
-    run = Run.read(recipe(dtype="bfloat16", model_init_kwargs={"dtype": "auto", "revision": "x"}))
+    run = RunFile.read(recipe(dtype="bfloat16", model_init_kwargs={"dtype": "auto", "revision": "x"}))
     assert run.config.model_init_kwargs == {"dtype": "auto", "revision": "x"}
     assert "model_init_kwargs sets dtype='auto', so dtype='bfloat16' is not used" in caplog.text
 
@@ -160,13 +162,13 @@ def test_loading_by_keywords_wins_as_in_trl(recipe: Any, caplog: pytest.LogCaptu
 def test_the_config_of_one_process_among_several() -> None:
     small = [*LEAST, "--per_device_train_batch_size", "1", "--num_generations", "8"]
     with pytest.raises(ConfigError, match="must be divisible by num_generations"):
-        Run.read(small)
-    assert Run.read(small, processes=8).config.generation_batch_size == 8
-    assert Run.read(small, build=False).config.num_generations == 8, "not built, so not refused"
+        RunFile.read(small)
+    assert RunFile.read(small, processes=8).config.generation_batch_size == 8
+    assert RunFile.read(small, build=False).config.num_generations == 8, "not built, so not refused"
 
 
 def test_a_run_is_read_where_it_does_not_run() -> None:
-    run = Run.of_another_machine([*LEAST[:-2], "--bf16", "true", "--num-processes=4", "--num_generations", "8"])
+    run = RunFile.of_another_machine([*LEAST[:-2], "--bf16", "true", "--num-processes=4", "--num_generations", "8"])
     assert run.accelerate == ("--num_processes", "4")
     assert (run.config.world_size, run.config.generation_batch_size) == (4, 32)
     assert run.config.bf16

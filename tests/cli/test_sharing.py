@@ -11,7 +11,7 @@ from gruppo import cli
 from gruppo.cli.arguments import LaunchArguments
 from gruppo.cli.launching import launch_config
 from gruppo.cli.plan import forecast_on
-from gruppo.cli.recipe import Run
+from gruppo.cli.recipe import RunFile
 from gruppo.cli.sharing import Sharing, sharing_of
 from gruppo.errors import ConfigError
 from gruppo.plan import DEVICES
@@ -97,7 +97,7 @@ def test_an_accelerate_config_is_planned_and_checked_for(
     path.write_text(yaml.safe_dump(values))
     assert cli.main(["plan", str(path), "--device", "H100", "--json"]) == 0
     assert "/ 8 processes" in capsys.readouterr().out
-    run = Run.of_another_machine([str(path)])  # as `gruppo check` reads it
+    run = RunFile.of_another_machine([str(path)])  # as `gruppo check` reads it
     assert (run.processes, run.config.world_size) == (8, 8)
     job = forecast_on(DEVICES["H100"], run).job
     assert (job.sharding, job.processes, job.shares) == ("fsdp2" if by_file else "zero3", 8, 8)

@@ -11,7 +11,7 @@ import pytest
 
 from gruppo import cli
 from gruppo.cli.loading import load_named, make_trainer
-from gruppo.cli.recipe import Run
+from gruppo.cli.recipe import RunFile
 from gruppo.errors import AuditError
 from gruppo.runs.record import RunRecorder
 from tests.runs import saving
@@ -44,7 +44,7 @@ def test_flags_are_a_run(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_adapters_and_evaluation_reach_the_trainer(recipe: Any, home: Path) -> None:
     changes = {"peft": {"r": 2}, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     path = recipe(eval_dataset=str(home / "rows.jsonl"), ignore_bias_buffers=True, **changes)
-    trainer = make_trainer(Run.read(path))
+    trainer = make_trainer(RunFile.read(path))
     assert type(trainer.model).__name__.startswith("PeftModel")
     assert len(trainer.eval_dataset) == 8
     assert trainer.model._ddp_params_and_buffers_to_ignore == []
@@ -64,7 +64,7 @@ def test_tools_reach_the_trainer(recipe: Any, chat_model: str, tmp_path: Path) -
     (tmp_path / "chats.jsonl").write_text('{"prompt": [{"role": "user", "content": "6*7"}], "answer": "42"}\n' * 4)
     calculator = ROOT / "examples" / "calculator.py"
     about = {"model": chat_model, "dataset": "chats.jsonl", "rewards": [f"{calculator}:exact_match"]}
-    trainer = make_trainer(Run.read(recipe(tools=[f"{calculator}:calc"], max_steps=1, **about)))
+    trainer = make_trainer(RunFile.read(recipe(tools=[f"{calculator}:calc"], max_steps=1, **about)))
     assert [tool.__name__ for tool in trainer.tools] == ["calc"]
     trainer.train()
     assert "tools/call_frequency" in trainer.state.log_history[0]
@@ -74,10 +74,10 @@ def test_environments_and_rollout_functions_reach_the_trainer(recipe: Any, chat_
     game = ROOT / "examples" / "guessing_game.py"
     path = recipe(model=chat_model, dataset=None, rewards=None, environment_factory=f"{game}:GuessingGame")
     (tmp_path / "chats.jsonl").write_text('{"prompt": [{"role": "user", "content": "?"}], "number": 3}\n' * 4)
-    trainer = make_trainer(Run.read([str(path), "--dataset", "chats.jsonl", "--reward", f"{game}:found"]))
+    trainer = make_trainer(RunFile.read([str(path), "--dataset", "chats.jsonl", "--reward", f"{game}:found"]))
     assert trainer.toolset.environments is not None
     (tmp_path / "sampler.py").write_text("def nothing(prompts, trainer):\n    raise NotImplementedError\n")
-    trainer = make_trainer(Run.read(recipe(rollout_func="sampler.py:nothing")))
+    trainer = make_trainer(RunFile.read(recipe(rollout_func="sampler.py:nothing")))
     assert trainer.custom_rollout is not None
 
 
@@ -92,7 +92,7 @@ def test_a_process_that_was_launched_starts_no_others(recipe: Any, monkeypatch: 
 
 def test_a_value_may_look_like_a_request_for_help(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
-    monkeypatch.setattr(train, "train", lambda argv, command: begun.append(Run.read(argv, command)) or 0)
+    monkeypatch.setattr(train, "train", lambda argv, command: begun.append(RunFile.read(argv, command)) or 0)
     assert cli.main(["train", str(recipe()), "--run_name", "-h", "--max_steps", "3"]) == 0
     assert [(run.config.run_name, run.config.max_steps) for run in begun] == [("-h", 3)]
 

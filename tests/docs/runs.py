@@ -7,7 +7,7 @@ import yaml
 
 from gruppo.cli.check import _take_template
 from gruppo.cli.loading import load_reward
-from gruppo.cli.recipe import Run
+from gruppo.cli.recipe import RunFile
 from tests.docs.blocks import ROOT
 
 # Required fields that a page with an incomplete run may leave out: any of the names counts, the first is filled in.
@@ -29,7 +29,7 @@ def check_run(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
         path.write_text(yaml.safe_dump(whole(yaml.safe_load(text))), encoding="utf-8")
-        for entry in Run.read(path).rewards:
+        for entry in RunFile.read(path).rewards:
             if ".py:" not in str(entry) and "/" not in str(entry):  # neither a reader's own function nor a model
                 load_reward(entry, Path(folder))
 
@@ -47,4 +47,4 @@ def check_command(command: str, words: list[str]) -> None:
             return str(named if named.is_file() else stand_in) if word.endswith(".yaml") else word
 
         rest, _ = _take_template(words) if command == "check" else (words, None)
-        Run.read(list(map(file, rest)), "train" if command == "check" else command, build=False)
+        RunFile.read(list(map(file, rest)), "train" if command == "check" else command, build=False)

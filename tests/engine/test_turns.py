@@ -18,7 +18,7 @@ from gruppo.engine.engine import Engine
 from gruppo.engine.kv import RangeAllocator
 from gruppo.engine.noise import derive_key
 from gruppo.engine.runner import Runner
-from gruppo.engine.scheduler import PromptWork, Scheduler, Turn
+from gruppo.engine.scheduler import KeptTurn, PromptWork, Scheduler
 from gruppo.engine.settings import SamplingSettings
 from gruppo.engine.work import Work
 from gruppo.errors import RolloutError
@@ -526,7 +526,7 @@ def test_what_ended_stays_with_the_places_it_used() -> None:
     scheduler = Scheduler(works((4, 5, 2)), places, rows=4, keeps=True)
     scheduler.admit()
     scheduler.finish(0, written=2)
-    assert scheduler.ended[0] == Turn((0,) * 5, ((0, 4), (4, 2)))
+    assert scheduler.ended[0] == KeptTurn((0,) * 5, ((0, 4), (4, 2)))
     scheduler.finish(1)
     assert places.used == 4 + 2, "the prefix stays with the one that is kept"
     scheduler.ended[0].free(places)
@@ -539,7 +539,7 @@ def test_what_is_kept_makes_room_in_this_order() -> None:
     for prompt in (third, fourth):
         start = places.take(5)
         assert start is not None
-        prompt.kept = Turn(prompt.ids[:6], ((start, 5),))
+        prompt.kept = KeptTurn(prompt.ids[:6], ((start, 5),))
     scheduler = Scheduler(prompts, places, rows=2, keeps=True)
     assert [e.completion for e in scheduler.admit().entries] == [0, 1]
     scheduler.finish(0, written=6)
@@ -578,7 +578,7 @@ def test_a_prefix_placed_between_what_is_kept_is_placed_anew() -> None:
     for length in (4, 3, 5):
         places.take(length)
     (prompt,) = works((3, 9, 1))
-    prompt.kept = Turn(prompt.ids[:2], ((0, 4), (7, 5)))
+    prompt.kept = KeptTurn(prompt.ids[:2], ((0, 4), (7, 5)))
     places.give_back(4)
     scheduler = Scheduler([prompt], places, rows=2, keeps=True)
     admission = scheduler.admit()
@@ -601,7 +601,7 @@ def test_all_completions_run_through_three_calls(
     choose = random.Random(seed)
     size = max(prefix + tail for prefix, tail, _ in prompts) + 12 + more
     places = RangeAllocator(size)
-    kept: list[Turn] = []
+    kept: list[KeptTurn] = []
     for _ in range(3):
         work = works(*prompts)
         for prompt in work:

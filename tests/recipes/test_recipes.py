@@ -11,7 +11,7 @@ from transformers import AutoProcessor
 
 from gruppo import cli
 from gruppo.cli.check import check
-from gruppo.cli.recipe import Run
+from gruppo.cli.recipe import RunFile
 from gruppo.data.templates import HERMES_TEMPLATE
 from gruppo.demo import load_task, model_path
 from tests.helpers import tiny_model, tiny_tokenizer
@@ -50,8 +50,8 @@ def test_it_says_what_it_reproduces_and_what_is_different(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_is_the_recipe_of_the_table(name: str) -> None:
-    processes = Run.read(RECIPES[name], build=False).processes
-    run = Run.read([str(RECIPES[name]), "--use_cpu"], processes=processes)
+    processes = RunFile.read(RECIPES[name], build=False).processes
+    run = RunFile.read([str(RECIPES[name]), "--use_cpu"], processes=processes)
     assert {field: getattr(run.config, field) for field in MADE_BY[name]} == MADE_BY[name]
     assert run.trainer == ("rloo" if name == "rloo" else "grpo")
     assert yaml.safe_load(RECIPES[name].read_text())["output_dir"] == f"runs/{name}"

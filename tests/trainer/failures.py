@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 import gruppo.engine.reference
 import gruppo.engine.work
-import gruppo.trainer.updating
+import gruppo.trainer.losses
 from gruppo import GRPOTrainer
 from gruppo.data.sampler import RepeatSampler
 from gruppo.engine.shadow import Shadow
@@ -89,13 +89,13 @@ def change_completions(trainer: Any, patch: pytest.MonkeyPatch, change: Callable
 
 def change_loss(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
     """Apply `change` to the loss of every pack."""
-    policy_loss = gruppo.trainer.updating.policy_loss
+    policy_loss = gruppo.trainer.losses.policy_loss
 
     def changed(*args: Any) -> Any:
         output = policy_loss(*args)
         return output._replace(loss=change(output.loss))
 
-    patch.setattr(gruppo.trainer.updating, "policy_loss", changed)
+    patch.setattr(gruppo.trainer.losses, "policy_loss", changed)
 
 
 def spread_out(factor: float = 60.0) -> Any:

@@ -29,6 +29,12 @@ def check_config(args: Any, config_class: Any) -> None:
         )
 
 
+def warn_once(args: Any) -> None:
+    """Leave warnings about settings to the main process."""
+    if args.process_index:
+        logging.getLogger(__package__).setLevel(logging.ERROR)
+
+
 def warn_combinations(args: Any) -> None:
     """Warn about combinations of settings that work but rarely do what was intended, or that have no effect."""
     level, loss_type = args.importance_sampling_level, args.loss_type

@@ -7,7 +7,7 @@ the loss is a sum over all rows of all processes, divided by a size that all of 
 row's home process, to which its scores are returned.
 
     plan_moves          which units of work move from which process to which
-    exchange_rows       moves the rows; `Work` is what a process then runs
+    exchange_rows       moves the rows; `RowExchange` is what a process then runs
     report_stragglers   logs how uneven the processes were
 """
 
@@ -88,7 +88,7 @@ def units_of(batch: TrainBatch, rows: Sequence[int]) -> tuple[list[list[int]], l
 
 
 @dataclass
-class Work:
+class RowExchange:
     """The rows that this process runs in an update."""
 
     home: Update
@@ -97,7 +97,7 @@ class Work:
     guests: list[tuple[int, list[int], int]]  # rows of other processes, in order: home process, rows there, width
 
     @classmethod
-    def of(cls, accelerator: Any, update: Update, rows: Sequence[int]) -> "Work | None":
+    def of(cls, accelerator: Any, update: Update, rows: Sequence[int]) -> "RowExchange | None":
         """Exchange rows between all processes; None if all rows stay where they are."""
         units, costs = units_of(update.batch, rows)
         every: list[list[int]] = gather_object([costs])
@@ -158,14 +158,14 @@ def _parcel(update: Update, source: int, rows: list[int], target: int) -> dict[s
     }
 
 
-def exchange_rows(trainer: Any, update: Update, rows: Sequence[int]) -> Work | None:
+def exchange_rows(trainer: Any, update: Update, rows: Sequence[int]) -> RowExchange | None:
     """Balance the tokens that processes run; None if all rows stay on their home process."""
     alone = trainer.accelerator.num_processes == 1 or not trainer.args.balance_processes
     # The entropy threshold and the router loss are computed over a micro-batch as a whole.
     if alone or trainer.entropy_share < 1 or trainer.aux_loss_enabled:
         return None
     with trainer.presence.waiting():
-        return Work.of(trainer.accelerator, update, rows)
+        return RowExchange.of(trainer.accelerator, update, rows)
 
 
 def report_stragglers(trainer: Any, passes: float, costs: Sequence[int]) -> None:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.types import Vision
 
 MicroBatch = dict[str, Any]
@@ -137,3 +138,15 @@ def give_states(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     for name, part in parts.items():
         if states.get(name) is not None:
             part.load_state_dict(states[name])
+
+
+@dataclass
+class Boundary:
+    """The state of a run between two updates, which is saved if the next update is abandoned."""
+
+    state: RunState
+    random: RandomState
+    position: dict[str, Any] | None  # in the record
+    tokens_seen: float
+    flops: float
+    ahead: InFlight | None  # the generation requested ahead; waited for only if the boundary is saved

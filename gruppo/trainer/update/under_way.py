@@ -23,6 +23,6 @@ class UpdateUnderWay:
     pass_seconds: float = 0.0  # of the passes alone
     ended: bool = False  # its gradients are computed, but not yet examined
 
-    def rows(self) -> list[TrainBatch]:
+    def micro_batches(self) -> list[TrainBatch]:
         """The micro-batches, without entries that a subclass has added."""
         return [TrainBatch.from_dict(batch) for batch in self.batches if "completion_mask" in batch]
