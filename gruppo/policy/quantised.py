@@ -67,7 +67,8 @@ def narrow_adapters(model: Any) -> None:
     """Cast trained matrices on a 4-bit or 8-bit model to bfloat16, including all of LoRA's, whatever their rank.
 
     Vectors keep their dtype: magnitudes of DoRA, scales of (IA)³ and norms are near 1, where bfloat16 has a resolution
-    of 0.4% and smaller optimizer steps would be lost.
+    of 0.4% and smaller optimizer steps would be lost. So do modules that are trained in full: their inputs have the
+    dtype of the modules that they replace.
     """
     inner = inner_model(model)
     if not (getattr(inner, "is_loaded_in_4bit", False) or getattr(inner, "is_loaded_in_8bit", False)):
@@ -75,7 +76,8 @@ def narrow_adapters(model: Any) -> None:
     for name, weight in model.named_parameters():
         # By name: at rank 1 a LoRA matrix has the shape of a scale, and its bias must have the matrix's dtype.
         is_wide = any(part in name for part in _LORA) or weight.numel() > max(weight.shape, default=1)
-        if weight.requires_grad and weight.is_floating_point() and is_wide:
+        is_whole_module = ".modules_to_save." in name
+        if weight.requires_grad and weight.is_floating_point() and is_wide and not is_whole_module:
             weight.data = weight.data.to(torch.bfloat16)
 
 

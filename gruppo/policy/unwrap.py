@@ -24,6 +24,15 @@ def inner_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def bare_model(accelerator: Any, model: Any) -> Any:
+    """The model without what accelerate wrapped around it: the exchange between processes, and compilation.
+
+    accelerate compiles around DDP, and `unwrap_model` keeps that wrapper by default. Its forward would still be that
+    of DDP, which waits for the other processes.
+    """
+    return accelerator.unwrap_model(model, keep_torch_compile=False)
+
+
 def forward_arguments(model: Any) -> set[str]:
     """The argument names that the model's forward accepts, whatever wraps it."""
     return set(inspect.signature(type(inner_model(model)).forward).parameters)

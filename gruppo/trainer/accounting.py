@@ -10,6 +10,7 @@ from torch import Tensor
 from gruppo.algo.advantages import Advantages, frac_zero_std
 from gruppo.policy.loading import vocabulary_size
 from gruppo.policy.modes import weights_version
+from gruppo.policy.unwrap import bare_model
 from gruppo.trainer.books.metrics import length_metrics, reward_metrics, rows_scored
 from gruppo.trainer.collect.generation import Generation
 from gruppo.trainer.collect.recording import recorded_rows
@@ -44,7 +45,7 @@ class Accounting(Sampling):
     def _audit_sampling(self, rollouts: Sequence[Rollout]) -> None:
         if self.mode != "train" or not rollouts:
             return
-        policy = self.accelerator.unwrap_model(self.model)
+        policy = bare_model(self.accelerator, self.model)
         ahead = any(rollout.completion.sampled_at is not None for rollout in rollouts)
         asked = self._under_way.asked
         used = self.backend.weights_version if asked and not ahead else None

@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from gruppo.errors import ConfigError
+from gruppo.policy.unwrap import bare_model
 from gruppo.trainer.display.completion_callbacks import LogCompletionsCallback, WeaveCallback
 from gruppo.trainer.display.rich_progress import RichProgressCallback
 
@@ -59,7 +60,7 @@ class SyncRefModelCallback(TrainerCallback):
             return
         model, reference = kwargs["model"], self.ref_model
         if self.accelerator is not None:
-            model, reference = self.accelerator.unwrap_model(model), self.accelerator.unwrap_model(reference)
+            model, reference = bare_model(self.accelerator, model), bare_model(self.accelerator, reference)
         self.sync_target_model(model, reference, args.ref_model_mixup_alpha)
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from gruppo.policy.unwrap import bare_model
 from gruppo.runs import checkpoints
 from gruppo.trainer.auditing import Auditing
 from gruppo.trainer.books.machine import environment_of
@@ -207,7 +208,7 @@ class Checkpointing(Auditing):
     def _write_reference(self, folder: Path) -> None:
         """Write a reference that is blended with the policy; any other is made again when a run starts."""
         if self.ref_model is not None and self.args.sync_ref_model and not self.args.save_only_model:
-            save_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REFERENCE))
+            save_model(bare_model(self.accelerator, self.ref_model), str(folder / REFERENCE))
 
     def _disk_is_full(self, part: Callable[[], Any], folder: Path) -> bool:
         """Run one part of saving; returns whether it failed because the disk is full."""

@@ -14,6 +14,7 @@ from gruppo.errors import ConfigError
 from gruppo.policy import loading
 from gruppo.policy.modes import autocast_dtype
 from gruppo.policy.routing import router_coefficient
+from gruppo.policy.unwrap import bare_model
 from gruppo.rewards.resolve import resolve_rewards
 from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.select import choose_backend
@@ -79,7 +80,6 @@ class PolicyTrainer(KnownNames):
             name = model if isinstance(model, str) else loading.model_name(model)
             args = self.config_class(f"{name.rstrip('/').split('/')[-1] or 'model'}-{self.algorithm.upper()}")
         checks.check_config(args, self.config_class)
-        checks.warn_once(args)
         checks.warn_combinations(args)
         self.benchmarks = load_benchmarks(args, eval_dataset)  # before the model, which takes longer
         self.toolset = tooling.make_toolset(tools, environment_factory, args)
@@ -98,6 +98,7 @@ class PolicyTrainer(KnownNames):
             trust_remote_code=args.trust_remote_code,
         )
         self.prompt_encoder = preparing.make_prompt_encoder(self.toolset, policy, processing, args)
+        preparing.settle_unused_weights(args, policy, images=self.prompt_encoder.takes_images)
         if rollout_func is not None and args.max_prompt_length is not None:
             raise ConfigError("max_prompt_length has no effect with rollout_func, which renders the prompts itself.")
         train_dataset = tooling.rows_of_environment(self.toolset, args) if train_dataset is None else train_dataset
@@ -171,7 +172,7 @@ class PolicyTrainer(KnownNames):
         """Make the objects that plan an update, check its fast path, and hold its results."""
         self.planner = UpdatePlanner(
             self.args,
-            lambda: self.accelerator.unwrap_model(self.model),
+            lambda: bare_model(self.accelerator, self.model),
             self.packed,
             lambda: self.backend.release(),
             agree=(lambda plan: sharded.least_plan(self.accelerator, plan)) if self.sharding.is_sharded else None,
@@ -198,7 +199,7 @@ class PolicyTrainer(KnownNames):
             self.custom_rollout = CustomRollout(rollout_func, self, vocabulary_size)
         self.backend = choose_backend(
             args,
-            lambda: self.accelerator.unwrap_model(self.model_wrapped),
+            lambda: bare_model(self.accelerator, self.model_wrapped),
             generation_config(
                 args,
                 pad_token_id=self._tokenizer.pad_token_id,

@@ -16,6 +16,7 @@ from gruppo.policy.modes import sampling_mode
 from gruppo.policy.packing import PackedRows, Packer, idle_pack
 from gruppo.policy.routing import Routing
 from gruppo.policy.sharding import reshard
+from gruppo.policy.unwrap import bare_model
 from gruppo.trainer.books.metrics import ratio_metrics
 from gruppo.trainer.feeding import Feeding
 from gruppo.trainer.processes.collectives import gather_rows
@@ -75,7 +76,7 @@ class LogProbs(Feeding):
         """Compare packed rows with padded ones, where that is due; see `ParityGuard`."""
         if self.mode == "train":
             self.parity.check(
-                self.accelerator.unwrap_model(self.model),
+                bare_model(self.accelerator, self.model),
                 batch,
                 self.state.global_step,
                 temperature=self.temperature,
@@ -135,7 +136,7 @@ class LogProbs(Feeding):
 
     def _frozen_logps(self, model: nn.Module, batch: TrainBatch, packs: Sequence[PackedRows] | None) -> Tensor:
         """Log-probs in evaluation mode: the distribution that was sampled from, without dropout."""
-        bare = self.accelerator.unwrap_model(model) if model is self.model else model
+        bare = bare_model(self.accelerator, model) if model is self.model else model
         with sampling_mode(model), self.presence.during("computing log-probs"):
             if packs is None:
                 return self._logps_of(bare, batch, batch_size=self._forward_rows)[0]
@@ -144,7 +145,7 @@ class LogProbs(Feeding):
     def _reference_logps(self, batch: TrainBatch, packs: Sequence[PackedRows] | None) -> Tensor:
         if self.ref_model is not None:
             return self._frozen_logps(self.ref_model, batch, packs)
-        with reference_policy(self.accelerator.unwrap_model(self.model)):
+        with reference_policy(bare_model(self.accelerator, self.model)):
             return self._frozen_logps(self.model, batch, packs)
 
     def _packs(self, batch: TrainBatch) -> list[PackedRows] | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gruppo.algo.loss import LossInputs, LossOutput, Stat, policy_loss
 from gruppo.algo.masks import entropy_threshold
 from gruppo.algo.reduce import UpdateSize
+from gruppo.policy.unwrap import bare_model
 from gruppo.trainer.books.metrics import value_stat
 from gruppo.trainer.collecting import Collecting
 from gruppo.trainer.logprobs import LogpsAndLoss
@@ -76,7 +77,7 @@ class Losses(Collecting):
     def _logps_for_loss(self, model: nn.Module, batch: TrainBatch) -> LogpsAndLoss:
         """Log-probs and entropies of the micro-batch; rows whose gradient is 0 are run without an autograd graph."""
         if self.packed is not None and not torch.is_grad_enabled():
-            bare = self.accelerator.unwrap_model(model)
+            bare = bare_model(self.accelerator, model)
             pack = self._whole_packs if self.aux_loss_enabled else self._packs
             return self._retry_smaller(lambda: self._logps_of_packs(bare, batch, pack(batch) or [], entropy=True))
         if self.aux_loss_enabled:
@@ -88,7 +89,7 @@ class Losses(Collecting):
         moving = self._logps_of(model, batch.rows(moving_B), compute_entropy=True)
         with torch.no_grad():
             # Not through the wrapper: its forward may communicate, and not every process has such rows.
-            bare = self.accelerator.unwrap_model(model)
+            bare = bare_model(self.accelerator, model)
             still = self._logps_of(bare, batch.rows(~moving_B), compute_entropy=True)
         back = torch.cat([moving_B.nonzero()[:, 0], (~moving_B).nonzero()[:, 0]]).argsort()
         logps_BT, entropy_BT = (

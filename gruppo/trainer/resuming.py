@@ -19,6 +19,7 @@ from gruppo.errors import CheckpointError
 from gruppo.policy.adapters import is_peft_model, reload_trained_adapter, same_dtypes
 from gruppo.policy.loading import is_saved_under_other_names, load_converted_weights
 from gruppo.policy.sharding import REPLICATED
+from gruppo.policy.unwrap import bare_model
 from gruppo.runs.record import RunRecorder
 from gruppo.runs.secrets import without_secrets
 from gruppo.trainer.books.machine import environment_of
@@ -59,7 +60,7 @@ class Resuming(Checkpointing):
 
     def _settings(self) -> dict[str, Any]:
         """What a resumed run must have in common with this one."""
-        policy = self.accelerator.unwrap_model(self.model)
+        policy = bare_model(self.accelerator, self.model)
         functions = [] if self.toolset is None else self.toolset.functions
         tools = sorted(getattr(tool, "__name__", str(tool)) for tool in functions)
         return settings_of(
@@ -99,7 +100,7 @@ class Resuming(Checkpointing):
             assert state is not None
             self._restore(state)
         if (folder / REFERENCE).exists() and self.ref_model is not None and self.args.sync_ref_model:
-            load_model(self.accelerator.unwrap_model(self.ref_model), str(folder / REFERENCE))
+            load_model(bare_model(self.accelerator, self.ref_model), str(folder / REFERENCE))
         for callback in self.callback_handler.callbacks:
             if hasattr(callback, "read_state"):
                 callback.read_state(folder)
@@ -157,7 +158,7 @@ class Resuming(Checkpointing):
         return self.accelerator.distributed_type in REPLICATED
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        policy = self.accelerator.unwrap_model(model or self.model)
+        policy = bare_model(self.accelerator, model or self.model)
         if self._replicated and is_saved_under_other_names(policy, resume_from_checkpoint):
             load_converted_weights(policy, resume_from_checkpoint)
             return
@@ -167,7 +168,7 @@ class Resuming(Checkpointing):
                 reload_trained_adapter(policy, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        policy, best = self.accelerator.unwrap_model(self.model), self.state.best_model_checkpoint
+        policy, best = bare_model(self.accelerator, self.model), self.state.best_model_checkpoint
         if self._replicated and best is not None and is_saved_under_other_names(policy, best):
             load_converted_weights(policy, best)
         else:

@@ -27,7 +27,7 @@ from gruppo.algo.reduce import UpdateSize
 from gruppo.plan import UpdatePlan
 from gruppo.policy.inplace import without_collection
 from gruppo.policy.packing import PackedRows, Packer
-from gruppo.policy.unwrap import inner_model, is_noisy
+from gruppo.policy.unwrap import bare_model, inner_model, is_noisy
 from gruppo.trainer.losses import Losses
 from gruppo.trainer.processes.balancing import RowExchange, exchange_rows, report_stragglers
 from gruppo.trainer.update.drift import Sums
@@ -187,7 +187,7 @@ class Updating(Losses):
         self, model: nn.Module, update: Update, packs: Sequence[PackedRows], micro_batch: int | None = None
     ) -> None:
         # Not through the wrapper: its forward may communicate, and not every process has such rows.
-        bare, idle = self.accelerator.unwrap_model(model), self._passes_in_step(len(packs)) - len(packs)
+        bare, idle = bare_model(self.accelerator, model), self._passes_in_step(len(packs)) - len(packs)
         for pack in packs:
             scores, routing = self._logps_of_pack(bare, pack, entropy=True)
             update.add_routing(micro_batch, routing)

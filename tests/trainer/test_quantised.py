@@ -175,6 +175,7 @@ TYPES: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "DoRA of rank 1": (lambda: peft.LoraConfig(r=1, target_modules=["q_proj"], use_dora=True), {"magnitude"}),
     "(IA)3": (lambda: peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]), {""}),
     "a norm": (lambda: peft.LoraConfig(r=1, target_modules=["q_proj"], modules_to_save=["norm"]), {"norm"}),
+    "a head": (lambda: peft.LoraConfig(r=1, target_modules=["q_proj"], modules_to_save=["lm_head"]), {"lm_head"}),
 }
 
 
@@ -218,6 +219,22 @@ def test_scales_on_eight_bits_in_bfloat16(feedforward: list[str], base: str, tmp
     trainer = trainer_of(base, tmp_path, peft_config=adapter, quantization_config=bits("8-bit"), **settings)
     before = trained_weights(trainer.model)
     assert trainer.packed is not None
+    trainer.train()
+    after = trained_weights(trainer.model)
+    assert [name for name, weight in before.items() if torch.equal(after[name], weight)] == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens", "lm_head"]])
+def test_modules_trained_in_full_beside_eight_bits(modules: list[str], dtype: str, base: str, tmp_path: Path) -> None:
+    """They have the dtype of those that they replace; everything that is fast stays so."""
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=modules)
+    settings: dict[str, Any] = {"model_init_kwargs": {"dtype": dtype}, "bf16": True, "max_steps": 2, "use_cpu": True}
+    trainer = trainer_of(base, tmp_path, peft_config=adapter, quantization_config=bits("8-bit"), **settings)
+    before = {name: weight for name, weight in trained_weights(trainer.model).items() if "lora" not in name}
+    assert len(before) == len(modules)
+    assert {weight.dtype for weight in before.values()} == {getattr(torch, dtype)}
+    assert (trainer.backend.name, trainer.packed is not None) == ("builtin", True)
     trainer.train()
     after = trained_weights(trainer.model)
     assert [name for name, weight in before.items() if torch.equal(after[name], weight)] == []

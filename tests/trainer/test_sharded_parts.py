@@ -176,6 +176,14 @@ STAGE_3 = accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespac
         ({"images", "used"}, accelerator(DistributedType.MULTI_GPU), "ddp_find_unused_parameters=False is not avail"),
         ({"images", "used"}, accelerator(DistributedType.NO, processes=1), None),
         ({"reentrant", "used"}, accelerator(DistributedType.MULTI_GPU), None),
+        (
+            {"reentrant", "search"},
+            accelerator(DistributedType.MULTI_GPU),
+            "ddp_find_unused_parameters=True cannot work",
+        ),
+        ({"reentrant model", "search"}, accelerator(DistributedType.MULTI_CPU), "parameters=True cannot work"),
+        ({"reentrant", "search"}, accelerator(DistributedType.NO, processes=1), None),
+        ({"reentrant", "search"}, STAGE_2, None),
         ({"images", "reentrant"}, accelerator(DistributedType.NO, processes=1), None),
         ({"cast", "quantised", "images"}, accelerator(DistributedType.MULTI_GPU), None),
         (set(), FULLY, None),
@@ -187,7 +195,7 @@ def test_models_that_cannot_be_spread(has: set[str], processes: Any, named: str 
     if "reentrant model" in has:
         model.gradient_checkpointing_enable({"use_reentrant": True})
     args = {"gradient_checkpointing_kwargs": {"use_reentrant": True}} if "reentrant" in has else {}
-    args |= {"ddp_find_unused_parameters": False} if "used" in has else {}
+    args |= {"ddp_find_unused_parameters": "search" in has} if has & {"used", "search"} else {}
     trainer = trainer_on(processes, model, images="images" in has, cast_lm_head_to_fp32="cast" in has, **args)
     with nullcontext() if named is None else pytest.raises((NotImplementedError, ConfigError), match=named):
         find_sharding(trainer)

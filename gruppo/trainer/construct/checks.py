@@ -12,6 +12,7 @@ from gruppo.errors import ConfigError, DataError, warn_deprecated
 from gruppo.policy.modes import may_recompute_reentrantly
 from gruppo.policy.routing import check_router
 from gruppo.policy.sharding import REPLICATED
+from gruppo.policy.unwrap import bare_model
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +30,10 @@ def check_config(args: Any, config_class: Any) -> None:
         )
 
 
-def warn_once(args: Any) -> None:
-    """Leave warnings about settings to the main process."""
-    if args.process_index:
-        logging.getLogger(__package__).setLevel(logging.ERROR)
-
-
 def warn_combinations(args: Any) -> None:
     """Warn about combinations of settings that work but rarely do what was intended, or that have no effect."""
+    if args.process_index:
+        logging.getLogger(__package__).setLevel(logging.ERROR)  # warnings about settings are left to the main process
     level, loss_type = args.importance_sampling_level, args.loss_type
     if loss_type == "luspo" and level != "sequence":
         logger.warning("loss_type='luspo' is meant for importance_sampling_level='sequence'.")
@@ -83,7 +80,7 @@ def check_router_loss(trainer: Any) -> None:
             "gradient_checkpointing_kwargs={'use_reentrant': False}, or router_aux_loss_coef=0."
         )
     if trainer.accelerator.distributed_type in REPLICATED:
-        check_router(trainer.accelerator.unwrap_model(trainer.model))
+        check_router(bare_model(trainer.accelerator, trainer.model))
 
 
 # ---- datasets

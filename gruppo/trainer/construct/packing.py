@@ -12,7 +12,7 @@ from gruppo.policy.modes import autocast_dtype
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.sharding import REPLICATED
 from gruppo.policy.support import why_not_packed, why_not_routed
-from gruppo.policy.unwrap import inner_model
+from gruppo.policy.unwrap import bare_model, inner_model
 from gruppo.trainer.hooks import PADDED_HOOKS, overridden
 from gruppo.trainer.processes.collectives import from_main
 
@@ -32,7 +32,7 @@ def packed_policy(trainer: Any) -> PackedPolicy | None:
     )
     if not args.packed_update:
         return None
-    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = bare_model(trainer.accelerator, trainer.model)
     reasons = against_packing(trainer) or why_not_packed(model, policy)
     if not reasons and trainer.router_aux_loss_coef:
         reasons = why_not_routed(model, policy)

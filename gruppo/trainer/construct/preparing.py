@@ -13,7 +13,7 @@ from gruppo.policy import adapters, loading
 from gruppo.policy.checkpoints import enable_checkpointing, require_input_gradients
 from gruppo.policy.float32_head import cast_head
 from gruppo.policy.inplace import compiled_modules
-from gruppo.policy.modes import has_reentrant_checkpoints
+from gruppo.policy.modes import has_reentrant_checkpoints, may_recompute_reentrantly
 from gruppo.policy.quantised import keep_input_types, narrow_adapters, reject_adapter, reject_full_training
 from gruppo.policy.routing import router_coefficient
 from gruppo.policy.unwrap import forward_arguments, inner_model
@@ -77,6 +77,16 @@ def recompute_by_default(trainer: Any) -> None:
         enable_checkpointing(trainer.model, args)
 
 
+def settle_unused_weights(args: Any, policy: Any, *, images: bool) -> None:
+    """Tell DDP whether to look for weights that an update leaves out, unless the config does.
+
+    With images it must, because a process whose rows have none does not use the vision weights. With reentrant
+    checkpointing it must not.
+    """
+    if args.ddp_find_unused_parameters is None and (images or may_recompute_reentrantly(policy, args)):
+        args.ddp_find_unused_parameters = images
+
+
 def make_prompt_encoder(toolset: Any, policy: Any, processing: Any, args: Any) -> PromptEncoder:
     """The encoder of rows into prompts: text only with a tokenizer, text and images with a processor."""
     settings = {
@@ -89,7 +99,5 @@ def make_prompt_encoder(toolset: Any, policy: Any, processing: Any, args: Any) -
     }
     if inner_tokenizer(processing) is processing:
         return PromptEncoder(processing, **settings)
-    if args.ddp_find_unused_parameters is None:
-        args.ddp_find_unused_parameters = True  # a process whose rows have no images does not use the vision weights
     tokens = loading.placeholder_ids(inner_model(policy))
     return VisionEncoder(processing, accepts=forward_arguments(policy), placeholders=tokens, **settings)

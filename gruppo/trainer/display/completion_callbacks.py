@@ -16,6 +16,7 @@ from transformers import GenerationConfig, TrainerCallback, TrainerState
 from gruppo.data.chat import is_conversational, maybe_apply_chat_template
 from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError, DataError
+from gruppo.policy.unwrap import bare_model
 from gruppo.trainer.display.completions import log_to_trackers
 
 __all__ = ["LogCompletionsCallback", "WeaveCallback"]
@@ -149,7 +150,7 @@ def _evaluation_prompts(trainer: Any, count: int | None, who: str) -> list[Any]:
 def _sample(trainer: Any, prompts: list[Any], config: GenerationConfig | None) -> list[tuple[str, str]]:
     """One completion of each prompt, as (prompt text, completion) in the order of the prompts, on every process."""
     accelerator = trainer.accelerator
-    model = accelerator.unwrap_model(trainer.model)
+    model = bare_model(accelerator, trainer.model)
     if config is None:
         config = copy.deepcopy(model.generation_config)
         config.max_new_tokens = getattr(trainer.args, "max_completion_length", None) or config.max_new_tokens

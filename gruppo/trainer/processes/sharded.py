@@ -19,6 +19,7 @@ from gruppo.plan import UpdatePlan, free_memory, plan_whole_weights, training_by
 from gruppo.policy.modes import may_recompute_reentrantly
 from gruppo.policy.quantised import is_quantised
 from gruppo.policy.sharding import (
+    REPLICATED,
     Sharding,
     WholeWeights,
     compute_dtype,
@@ -27,7 +28,7 @@ from gruppo.policy.sharding import (
     reduce_in_float32,
     sharding_of,
 )
-from gruppo.policy.unwrap import dropouts, functional_dropouts
+from gruppo.policy.unwrap import bare_model, dropouts, functional_dropouts
 from gruppo.rollout.select import ShardedSampling
 from gruppo.trainer.processes.collectives import any_process, from_main
 
@@ -45,6 +46,7 @@ def find_sharding(trainer: Any) -> Sharding:
     if trainer.prompt_encoder.takes_images:
         _reject_images(trainer, kind)
     if not kind.is_sharded:
+        _reject_search_for_unused(trainer)
         return kind
     if trainer.args.cast_lm_head_to_fp32:
         raise NotImplementedError(
@@ -85,6 +87,18 @@ def _reject_images(trainer: Any, kind: Sharding) -> None:
         raise ConfigError(
             "ddp_find_unused_parameters=False is not available for images on several processes: DDP would wait for "
             "gradients of the vision weights from a process whose rows have no images. Leave it out."
+        )
+
+
+def _reject_search_for_unused(trainer: Any) -> None:
+    """Raise where DDP would search for weights without a gradient, which reentrant checkpoints do not allow."""
+    args, processes = trainer.args, trainer.accelerator
+    if processes.distributed_type not in REPLICATED or processes.num_processes == 1:
+        return
+    if args.ddp_find_unused_parameters and may_recompute_reentrantly(trainer.model, args):
+        raise ConfigError(
+            "ddp_find_unused_parameters=True cannot work with gradient checkpointing and use_reentrant=True. Leave "
+            "the former out, or set gradient_checkpointing_kwargs={'use_reentrant': False}."
         )
 
 
@@ -160,7 +174,7 @@ def make_sharded_sampling(trainer: Any, *, needed: bool) -> ShardedSampling | No
         _reject_offload(accelerator, kind)
         whole = WholeWeights(
             trainer.model,
-            lambda: accelerator.unwrap_model(trainer.model_wrapped),
+            lambda: bare_model(accelerator, trainer.model_wrapped),
             dtype=compute_dtype(accelerator, kind),
             device=accelerator.device,
             clock=lambda: trainer.state.global_step,
