@@ -192,6 +192,12 @@ class TrainBatch:
         """The fields that are not None, by name: tensors, and the list `vision`."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
 
+    @property
+    def has_images_B(self) -> "Tensor":
+        """Bool (B,): rows whose prompt has images."""
+        shown = [vision is not None and bool(vision.pixels) for vision in self.vision or [None] * len(self)]
+        return self.completion_mask.new_tensor(shown).bool()
+
     @classmethod
     def from_dict(cls, tensors: "Mapping[str, Any]") -> "TrainBatch":
         """The inverse of `to_dict`; unknown keys (a subclass may add some) are ignored."""

@@ -82,8 +82,7 @@ class Losses(Collecting):
             return self._retry_smaller(lambda: self._logps_of_packs(bare, batch, pack(batch) or [], entropy=True))
         if self.aux_loss_enabled:
             return self._logps_of(model, batch, compute_entropy=True, compute_aux_loss=True)
-        moving_B = self._can_move(batch)
-        moving_B[0] |= ~moving_B.any()
+        moving_B = self._rows_with_gradient(batch)
         if moving_B.all() or not torch.is_grad_enabled() or self.sharding.is_sharded:
             return self._logps_of(model, batch, compute_entropy=True)
         moving = self._logps_of(model, batch.rows(moving_B), compute_entropy=True)
@@ -96,6 +95,19 @@ class Losses(Collecting):
             torch.cat([required(a), required(b)])[back] for a, b in zip(moving[:2], still[:2], strict=True)
         )
         return logps_BT, entropy_BT, None
+
+    def _rows_with_gradient(self, batch: TrainBatch) -> Tensor:
+        """Bool (B,): the rows that can move and, of all rows and of those with images, at least one.
+
+        So every process has a backward pass, and the vision weights have a gradient, even if it is 0, in every update
+        that has images: an optimizer leaves out weights without a gradient, but not those whose gradient is 0.
+        """
+        moving_B = self._can_move(batch)
+        everything_B = torch.ones_like(moving_B)
+        for rows_B in (everything_B, batch.has_images_B):
+            if rows_B.any() and not (moving_B & rows_B).any():
+                moving_B[rows_B.nonzero()[0]] = True
+        return moving_B
 
     # ---- a hook of TRL's trainers: name and shapes are theirs
 

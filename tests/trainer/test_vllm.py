@@ -377,6 +377,45 @@ def test_generation_kwargs_and_a_regex_reach_vllm(folder: Path, tmp_path: Path, 
     assert (asked["presence_penalty"], asked["max_tokens"]) == (0.5, 3)
 
 
+def test_every_setting_reaches_the_engine(folder: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "vllm_gpu_memory_utilization": 0.4,
+        "vllm_model_impl": "transformers",
+        "vllm_max_model_length": 99,
+        "vllm_enable_sleep_mode": True,
+        "vllm_seed_requests": False,
+        "trust_remote_code": True,
+        "model_init_kwargs": {"revision": "main"},
+        "max_steps": 1,
+    }
+    trainer = trainer_of(folder, tmp_path, **settings)
+    trainer.train()
+    engine = FakeLLM.made[-1]
+    asked = {
+        "gpu_memory_utilization": 0.4,
+        "model_impl": "transformers",
+        "max_model_len": 99,
+        "enable_sleep_mode": True,
+        "trust_remote_code": True,
+        "revision": "main",
+    }
+    assert {name: engine.arguments[name] for name in asked} == asked
+    assert {words.seed for _, words in engine.asked} == {None}
+    with pytest.raises(ConfigError, match="vllm_tensor_parallel_size=2"):
+        trainer_of(folder, tmp_path, vllm_tensor_parallel_size=2)
+
+
+def test_every_setting_reaches_the_server(
+    folder: Path, tmp_path: Path, double: Double, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = {"vllm_server_timeout": 31.0, "vllm_request_timeout": 32.0, "vllm_group_port": 33333}
+    backend = trainer_of(folder, tmp_path, server=double, vllm_seed_requests=False, **waits).backend
+    assert (backend.start_timeout, backend.client.request_timeout, backend.seeded) == (31.0, 32.0, False)
+    double.transfer = "nccl"
+    monkeypatch.setattr(transfer, "_nccl_code", lambda: (None, None))
+    assert trainer_of(folder, tmp_path, server=double, **waits).backend.sender.group_port == 33333
+
+
 def test_the_policy_decides_the_dtype_of_the_engine(folder: Path, tmp_path: Path) -> None:
     trainer_of(folder, tmp_path)
     trainer_of(folder, tmp_path, bf16=True)

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 
 from gruppo.policy.unwrap import inner_model
 from gruppo.trainer.update import planning
 from tests.vision.families import FAMILIES
-from tests.vision.runs import make
+from tests.vision.runs import make, rows, weights
 
 
 def alternating(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -56,6 +57,40 @@ def test_a_model_that_comes_with_checkpoints(tmp_path: Path) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": True})
     settings = {"max_steps": 2, "learning_rate": 1e-2, "arguments": {"peft_config": adapter_of("qwen3_vl")}}
     assert_sees_and_is_trained(make(tmp_path, model=model, processor=processor, rewards=alternating, **settings))
+
+
+def only_without_images(completions: list[Any], images: list[Any], **kwargs: Any) -> list[float]:
+    """From the second generation on, groups of prompts with images have no spread."""
+    only_without_images.calls += 1  # type: ignore[attr-defined]
+    first = only_without_images.calls == 1  # type: ignore[attr-defined]
+    return [float(i % 2) if first or not shown else 1.0 for i, shown in enumerate(images)]
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 0, 0, 1, 0, 0, 2), (0, 1, 1, 0)])
+def test_vision_weights_move_as_if_every_row_were_run(tmp_path: Path, counts: tuple[int, ...]) -> None:
+    """Where no image matters, their gradient is 0, with which Adam moves them, and not missing."""
+    ended = []
+    for skips in (True, False):
+        only_without_images.calls = 0  # type: ignore[attr-defined]
+        model, processor = FAMILIES["qwen2_vl"].make()
+        trainer = make(
+            tmp_path / str(skips),
+            model=model.double(),
+            processor=processor,
+            dataset=Dataset.from_list(rows(counts)),
+            rewards=only_without_images,
+            skip_zero_advantage=skips,
+            shuffle_dataset=False,
+            learning_rate=1e-2,
+            max_steps=len(counts) // 2,
+        )
+        start = weights(trainer)
+        trainer.train()
+        assert trainer.state.global_step == len(counts) // 2
+        ended.append(weights(trainer))
+        assert any("visual" in key and not torch.equal(weight, start[key]) for key, weight in ended[-1].items())
+    skipping, running = ended
+    assert all((skipping[key] - weight).abs().max() < 1e-9 for key, weight in running.items())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
