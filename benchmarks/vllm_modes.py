@@ -12,6 +12,8 @@ All modes use the same model, prompts, seed and settings, and run in one process
     server           a stock server on the same GPU that gets its weights by CUDA IPC
     server-async     the same; it samples the next generation while updates run
     server-unseeded  the same; completions have no seeds of their own
+    colocate-regex   as colocate, with structured outputs: completions must match an expression
+    server-regex     the same of a server
     server-nccl      the server gets its weights by NCCL. Because NCCL refuses two ranks on one GPU of a host, the two
                      processes pose as two hosts: this exercises the code, but its speed is not meaningful
 
@@ -25,6 +27,7 @@ import argparse
 import faulthandler
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -43,7 +46,11 @@ from benchmarks.common import provenance
 from benchmarks.vllm_processes import Runner, vllm_version
 
 RESULTS = Path(__file__).parent / "results"
-MODES = ("builtin", "colocate", "sleep", "server", "server-async", "server-unseeded", "server-nccl")
+MODES = (
+    *("builtin", "colocate", "sleep", "server", "server-async", "server-unseeded", "server-nccl"),
+    *("colocate-regex", "server-regex"),
+)
+REGEX = "[a-f]{2,4}"
 FIELDS: dict[str, Any] = {
     "per_device_train_batch_size": 32,
     "num_generations": 16,
@@ -101,6 +108,7 @@ def config_fields(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     if mode == "builtin":
         return {"rollout_backend": "builtin"}
     fields: dict[str, Any] = {"use_vllm": True, "vllm_seed_requests": mode != "server-unseeded"}
+    fields |= {"vllm_structured_outputs_regex": REGEX} if mode.endswith("-regex") else {}
     if mode.startswith("server"):
         ahead = {"async_rollouts": 1} if mode == "server-async" else {}
         fields |= {"vllm_mode": "server", "vllm_server_port": options.port}
@@ -114,6 +122,12 @@ def train(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     from gruppo import GRPOConfig, GRPOTrainer
 
     rows, reward = tiny_task() if options.tiny else task(options.model)
+    matches: list[bool] = []
+
+    def noting(completions: list[Any], **columns: Any) -> Any:
+        matches.extend(bool(re.fullmatch(REGEX, text_of(completion))) for completion in completions)
+        return reward(completions=completions, **columns)
+
     fields = (TINY if options.tiny else FIELDS) | config_fields(mode, options)
     fields["gradient_accumulation_steps"] = micro_batches(options.groups, fields)
     with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +144,7 @@ def train(mode: str, options: argparse.Namespace) -> dict[str, Any]:
             seed=0,
             **fields,
         )
-        trainer = GRPOTrainer(str(options.model), reward, args, rows)
+        trainer = GRPOTrainer(str(options.model), noting, args, rows)
         made = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - made
@@ -140,9 +154,14 @@ def train(mode: str, options: argparse.Namespace) -> dict[str, Any]:
         "seconds_until_ready": round(made - start, 2),
         "seconds_of_training": round(seconds, 2),
         "phases": {name: round(value, 3) for name, value in trainer.timings.seconds.items()},
+        "matching": sum(matches) / len(matches) if mode.endswith("-regex") else None,
         "updates": [kept(log) for log in updates],
         **summary(updates),
     }
+
+
+def text_of(completion: Any) -> str:
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def micro_batches(groups: int, fields: Mapping[str, Any]) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Self
 from benchmarks import rollout_vllm, vllm_without_cuda
 
 # Modes with vLLM in the trainer's process; server-nccl needs only vLLM's NCCL code there.
-WITH_VLLM = ("colocate", "sleep", "server-nccl")
+WITH_VLLM = ("colocate", "colocate-regex", "sleep", "server-nccl")
 # NCCL refuses two ranks on one GPU of a host. With different host ids they count as two hosts and use sockets.
 NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 LEAST = 20.0  # seconds; a mode is not started with less time left

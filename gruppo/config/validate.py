@@ -1,5 +1,6 @@
 """Every check of the configs, run once at construction. Each error names the field, its value and the fix."""
 
+import inspect
 import logging
 import os
 import re
@@ -82,8 +83,27 @@ def in_range(
         raise ConfigError(f"{name}={value!r} must be at most {high}.")
 
 
+def check_checkpointing_kwargs(config: Any) -> None:
+    """Raise for options of gradient checkpointing that do not exist; torch notices only in the first update."""
+    if not config.gradient_checkpointing_kwargs:
+        return
+    from torch.utils.checkpoint import checkpoint  # here, since ModelConfig does without torch
+    from transformers import PreTrainedModel
+
+    known = set(inspect.signature(checkpoint).parameters) - {"function", "args", "kwargs"}
+    if hasattr(PreTrainedModel, "activation_checkpointing_enable"):  # from transformers 5.23
+        known |= {"every_n_layers", "offload"}
+    for name in config.gradient_checkpointing_kwargs:
+        if name not in known:
+            raise ConfigError(
+                f"gradient_checkpointing_kwargs has {name!r}, which is not one of {', '.join(sorted(known))}."
+                f"{nearest(name, known)}"
+            )
+
+
 def check_inherited(config: Any) -> None:
     """Raise for inherited fields that cannot work here."""
+    check_checkpointing_kwargs(config)
     for f in fields(config):
         if f.name in MEANINGLESS and getattr(config, f.name) != f.default:
             raise ConfigError(f"{f.name}={getattr(config, f.name)!r} has no meaning here: {MEANINGLESS[f.name]}.")

@@ -457,6 +457,14 @@ def test_a_copy_does_not_warn_again():
         assert replace(made).log_unique_prompts is True
 
 
+@pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
+def test_options_of_checkpointing_are_known(config):
+    options = {"use_reentrant": False, "determinism_check": "none"}
+    assert config(**QUIET, gradient_checkpointing_kwargs=options).gradient_checkpointing_kwargs == options
+    with pytest.raises(ConfigError, match=r"'use_reentrent', which is not one of .*Did you mean .use_reentrant"):
+        config(**QUIET, gradient_checkpointing_kwargs={"use_reentrent": False})
+
+
 # ---- names of transformers 5.23
 
 

@@ -99,6 +99,9 @@ def main(folder: Path) -> None:
         freed = trainer_of(folder / "freed", 2, fsdp_config=one_loads)
         freed.train()
         assert not freed.backend.whole.is_held
+        assert (freed.backend.engine.graphs, straight.backend.engine.graphs) == (False, True), (
+            "graphs are lost as well"
+        )
         for name, weight in weights_of(freed.model).items():
             assert torch.equal(weight, found["weights"][name]), name
         patch.setattr(sharded, "plan_whole_weights", lambda size, free: None)
