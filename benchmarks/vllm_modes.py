@@ -300,7 +300,8 @@ def main() -> None:
         if options.tiny and options.model is None:
             from tests.rollout.vllm_doubles import saved_model
 
-            options.model = saved_model(folder / "model", hidden_size=128)  # vLLM has no heads of less than 32
+            wide = {} if options.vllm_site is None else {"hidden_size": 128}  # vLLM has no heads of less than 32
+            options.model = saved_model(folder / "model", **wide)
         if options.model is None:
             parser().error("--model is missing; benchmarks/prepare_smollm2.py makes one")
         measure(options, begun(options), folder)
