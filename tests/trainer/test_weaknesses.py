@@ -37,7 +37,7 @@ from tests.trainer.scripted import make_trainer, update_of
 # ---- compute and memory
 
 
-def test_2_a_micro_batch_is_no_wider_than_its_rows(tmp_path: Path) -> None:
+def test_a_micro_batch_is_no_wider_than_its_rows(tmp_path: Path) -> None:
     widths: list[tuple[int, int]] = []
 
     class Watching(GRPOTrainer):
@@ -65,7 +65,7 @@ def test_2_a_micro_batch_is_no_wider_than_its_rows(tmp_path: Path) -> None:
     assert {longest for _, longest in widths} >= {1, 2, 28, 18}
 
 
-def test_2_trimming_keeps_tokens_behind_a_hole_in_the_mask(tmp_path: Path) -> None:
+def test_trimming_keeps_tokens_behind_a_hole_in_the_mask(tmp_path: Path) -> None:
     """A subclass may take single tokens out of the loss."""
     seen: list[Tensor] = []
 
@@ -86,7 +86,7 @@ def test_2_trimming_keeps_tokens_behind_a_hole_in_the_mask(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("trainer_class", "loss"), [(RecordedGRPO, "dapo"), (RecordedGRPO, "grpo"), (RecordedRLOO, "")]
 )
-def test_3_rows_that_cannot_move_the_update_have_no_backward_pass(
+def test_rows_that_cannot_move_the_update_have_no_backward_pass(
     trainer_class: Any, loss: str, tmp_path: Path
 ) -> None:
     graded: list[int] = []
@@ -112,7 +112,7 @@ def test_3_rows_that_cannot_move_the_update_have_no_backward_pass(
     assert timeless(logs(fast)[0]) == pytest.approx(timeless(logs(slow)[0]), rel=1e-5, abs=1e-7)
 
 
-def test_5_on_policy_rloo_runs_no_pass_for_old_log_probs(tmp_path: Path) -> None:
+def test_on_policy_rloo_runs_no_pass_for_old_log_probs(tmp_path: Path) -> None:
     assert run(tmp_path, RecordedRLOO, beta=0.0, max_steps=2).frozen_passes == 0
     assert run(tmp_path, RecordedRLOO, beta=0.0, max_steps=2, num_iterations=2).frozen_passes == 1
 
@@ -123,7 +123,7 @@ def tiny_reward_model() -> LlamaForSequenceClassification:
     return LlamaForSequenceClassification(config)
 
 
-def test_7_a_reward_model_scores_a_batch_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_model_scores_a_batch_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     judge = tiny_reward_model()
     judge.register_forward_pre_hook(
@@ -136,7 +136,7 @@ def test_7_a_reward_model_scores_a_batch_in_pieces(tmp_path: Path, monkeypatch: 
     assert max(sizes) < 16
 
 
-def test_11_each_row_is_read_once_per_generation(tmp_path: Path) -> None:
+def test_each_row_is_read_once_per_generation(tmp_path: Path) -> None:
     reads: list[str] = []
 
     def watched(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -162,7 +162,7 @@ class NoLoading:
         monkeypatch.setattr(AutoConfig, "from_pretrained", refuse)
 
 
-def test_13_the_reference_is_a_copy_of_the_policy_as_it_was_passed(
+def test_the_reference_is_a_copy_of_the_policy_as_it_was_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     NoLoading(monkeypatch)
@@ -191,7 +191,7 @@ def dropping_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def test_14_dropout_is_off_while_sampling_and_scoring(tmp_path: Path) -> None:
+def test_dropout_is_off_while_sampling_and_scoring(tmp_path: Path) -> None:
     modes: dict[str, set[bool]] = {"generate": set(), "score": set(), "loss": set()}
     old: list[tuple[Tensor, ...]] = []
 
@@ -227,7 +227,7 @@ def test_14_dropout_is_off_while_sampling_and_scoring(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("steps", "accumulation", "updates"), [(4, 2, 2), (2, 3, 1), (3, 2, 2)])
-def test_19_the_normaliser_is_the_number_of_tokens_in_the_update(
+def test_the_normaliser_is_the_number_of_tokens_in_the_update(
     steps: int, accumulation: int, updates: int, tmp_path: Path
 ) -> None:
     """Every loss of dapo times the tokens of its update is the plain sum over tokens, whatever the generation held."""
@@ -267,7 +267,7 @@ def test_19_the_normaliser_is_the_number_of_tokens_in_the_update(
     assert told_apart
 
 
-def test_19_the_gradient_is_divided_by_the_number_of_tokens_in_the_update(tmp_path: Path) -> None:
+def test_the_gradient_is_divided_by_the_number_of_tokens_in_the_update(tmp_path: Path) -> None:
     """The first update of a generation with three slices takes two of them."""
     batches: list[dict[str, Tensor]] = []
 
@@ -316,7 +316,7 @@ def varied_lengths(prompt_list: list[str], trainer: Any) -> dict[str, Any]:
 # ---- robustness (25, resuming, is in test_batching.py)
 
 
-def test_26_a_dataset_too_small_for_one_generation_is_an_error(tmp_path: Path) -> None:
+def test_a_dataset_too_small_for_one_generation_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"3 prompts.*4 of one generation"):
         make(tmp_path, dataset=prompts(3), gradient_accumulation_steps=2)
 
@@ -331,13 +331,13 @@ def test_26_a_dataset_too_small_for_one_generation_is_an_error(tmp_path: Path) -
         ("vllm_importance_sampling_mode", "mask"),
     ],
 )
-def test_27_choices_are_checked_before_anything_is_loaded(field: str, value: str, tmp_path: Path) -> None:
+def test_choices_are_checked_before_anything_is_loaded(field: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{field}='{value}'"):
         GRPOConfig(**base_args(tmp_path, **{field: value}))
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_30_an_empty_completion_is_data(masked: bool, tmp_path: Path) -> None:
+def test_an_empty_completion_is_data(masked: bool, tmp_path: Path) -> None:
     texts = {"p0:": ["", "abc<eos>"], "p1:": ["ab<eos>", ""]}
     trainer = run(
         tmp_path,
@@ -357,7 +357,7 @@ def test_30_an_empty_completion_is_data(masked: bool, tmp_path: Path) -> None:
     assert logs(nothing)[0]["loss"] == 0
 
 
-def test_33_two_rewards_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_two_rewards_of_one_name_are_told_apart(tmp_path: Path) -> None:
     def make_reward(value: float) -> Any:
         def judge(completions: Sequence[str], **kwargs: Any) -> list[float]:
             return [value] * len(completions)
@@ -377,7 +377,7 @@ def test_33_two_rewards_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert (table["judge"], table["judge_2"]) == ([1.0] * 4, [2.0] * 4)
 
 
-def test_34_evaluation_leaves_the_completions_of_training_alone(tmp_path: Path) -> None:
+def test_evaluation_leaves_the_completions_of_training_alone(tmp_path: Path) -> None:
     trainer = run(tmp_path, eval_dataset=prompts(1), per_device_eval_batch_size=2, max_steps=1)
     before = list(trainer._logs["prompt"])
     trainer.evaluate()
@@ -385,7 +385,7 @@ def test_34_evaluation_leaves_the_completions_of_training_alone(tmp_path: Path) 
     assert list(trainer.completion_logs["eval"].columns["prompt"]) == ["p0:"] * 2
 
 
-def test_35_what_the_user_passed_is_not_changed(tmp_path: Path) -> None:
+def test_what_the_user_passed_is_not_changed(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "policy")
     judge_folder = tmp_path / "judge"
     tiny_reward_model().save_pretrained(judge_folder)
@@ -426,7 +426,7 @@ def test_35_what_the_user_passed_is_not_changed(tmp_path: Path) -> None:
     assert all(row == rows[i // 2] for i, row in enumerate(trainer.rows[0]))
 
 
-def test_36_reward_models_do_not_inherit_how_the_policy_is_loaded(
+def test_reward_models_do_not_inherit_how_the_policy_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge_folder = tmp_path / "judge"
@@ -452,7 +452,7 @@ def test_36_reward_models_do_not_inherit_how_the_policy_is_loaded(
     assert trainer.reward_funcs[0].dtype == torch.float32
 
 
-def test_37_plain_and_conversational_prompts_in_one_batch(tmp_path: Path) -> None:
+def test_plain_and_conversational_prompts_in_one_batch(tmp_path: Path) -> None:
     mixed = [{"prompt": "plain"}, {"prompt": [{"role": "user", "content": "chat"}]}]
     seen: list[tuple[Any, Any]] = []
 
@@ -484,7 +484,7 @@ def test_37_plain_and_conversational_prompts_in_one_batch(tmp_path: Path) -> Non
     assert lengths == [len("plain")] * 2 + [len(["<user>", *"chat", "<eos>", "<assistant>"])] * 2
 
 
-def test_38_prompt_length_is_under_control(tmp_path: Path) -> None:
+def test_prompt_length_is_under_control(tmp_path: Path) -> None:
     dataset = Dataset.from_dict({"prompt": ["x" * 100, "y" * 200]})
     with pytest.raises(DataError, match="200 tokens"):
         make(tmp_path, dataset=dataset)
@@ -499,7 +499,7 @@ def test_38_prompt_length_is_under_control(tmp_path: Path) -> None:
     assert lengths == [10] * 4
 
 
-def test_39_a_config_can_be_copied(tmp_path: Path) -> None:
+def test_a_config_can_be_copied(tmp_path: Path) -> None:
     config = GRPOConfig(**base_args(tmp_path, gradient_accumulation_steps=2))
     twin = dataclasses.replace(config, learning_rate=0.5)
     assert (twin.generation_batch_size, twin.steps_per_generation) == (8, 2)
@@ -517,7 +517,7 @@ class Meddling(TrainerCallback):
 
 
 @pytest.mark.parametrize("trainer_class", [RecordedGRPO, RecordedRLOO])
-def test_42_the_mode_of_the_model_decides_nothing(trainer_class: Any, tmp_path: Path) -> None:
+def test_the_mode_of_the_model_decides_nothing(trainer_class: Any, tmp_path: Path) -> None:
     settings = {"max_steps": 3, "gradient_accumulation_steps": 2, "steps_per_generation": 3, "dataset": prompts(24)}
     calm = run(tmp_path, trainer_class, **settings)
     meddled = run(tmp_path, trainer_class, callbacks=[Meddling()], **settings)
@@ -531,7 +531,7 @@ def test_42_the_mode_of_the_model_decides_nothing(trainer_class: Any, tmp_path: 
 # ---- kept, so that numbers stay those that users know
 
 
-def test_15_cut_distributions_bias_the_ratios_and_a_warning_says_so(
+def test_cut_distributions_bias_the_ratios_and_a_warning_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -552,7 +552,7 @@ MODELS_OWN: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("own", MODELS_OWN, ids=lambda own: next(iter(own)))
-def test_15_what_the_model_itself_asks_for_is_seen_as_well(
+def test_what_the_model_itself_asks_for_is_seen_as_well(
     own: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The samplers take it over where the config says nothing; then it is no finding that it shows."""
@@ -566,7 +566,7 @@ def test_15_what_the_model_itself_asks_for_is_seen_as_well(
     trainer.train()
 
 
-def test_15_what_no_sampler_reads_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_no_sampler_reads_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model()
     model.generation_config.min_p = 0.9
     make(tmp_path / "a", GRPOTrainer, model=model, min_p=0.0)
@@ -575,14 +575,14 @@ def test_15_what_no_sampler_reads_is_not_warned_of(tmp_path: Path, caplog: pytes
     assert "biased" not in caplog.text
 
 
-def test_17_the_sampler_correction_is_a_product_over_tokens_by_default(tmp_path: Path) -> None:
+def test_the_sampler_correction_is_a_product_over_tokens_by_default(tmp_path: Path) -> None:
     """It comes with the engines that report log-probs; its defaults are those that users know."""
     config = GRPOConfig(**base_args(tmp_path))
     assert config.vllm_importance_sampling_mode == "sequence_mask"
     assert (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max) == (None, 3.0)
 
 
-def test_18_cispo_caps_at_epsilon_high_itself_and_a_warning_says_so(
+def test_cispo_caps_at_epsilon_high_itself_and_a_warning_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -595,7 +595,7 @@ def test_18_cispo_caps_at_epsilon_high_itself_and_a_warning_says_so(
     assert not any("cispo" in record.message for record in caplog.records)
 
 
-def test_20_the_entropy_threshold_is_that_of_the_micro_batch(tmp_path: Path) -> None:
+def test_the_entropy_threshold_is_that_of_the_micro_batch(tmp_path: Path) -> None:
     """So the update depends on how it is cut, which the other settings do not."""
     updates = [
         update_of(
@@ -613,7 +613,7 @@ def test_20_the_entropy_threshold_is_that_of_the_micro_batch(tmp_path: Path) -> 
     assert (updates[0][name] - updates[1][name]).norm() > 1e-3 * updates[0][name].norm()
 
 
-def test_21_none_counts_as_zero_beside_a_sibling_that_has_the_reward(tmp_path: Path) -> None:
+def test_none_counts_as_zero_beside_a_sibling_that_has_the_reward(tmp_path: Path) -> None:
     def base(completions: Sequence[str], **kwargs: Any) -> list[float]:
         return [1.0] * len(completions)
 
