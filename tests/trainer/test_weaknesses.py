@@ -86,9 +86,7 @@ def test_trimming_keeps_tokens_behind_a_hole_in_the_mask(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("trainer_class", "loss"), [(RecordedGRPO, "dapo"), (RecordedGRPO, "grpo"), (RecordedRLOO, "")]
 )
-def test_rows_that_cannot_move_the_update_have_no_backward_pass(
-    trainer_class: Any, loss: str, tmp_path: Path
-) -> None:
+def test_rows_that_cannot_move_the_update_have_no_backward_pass(trainer_class: Any, loss: str, tmp_path: Path) -> None:
     graded: list[int] = []
 
     class Watching(trainer_class):  # type: ignore[misc]
