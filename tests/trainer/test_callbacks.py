@@ -36,6 +36,11 @@ def filled(value, *shapes):
     return module
 
 
+def unwrapped(model, keep_torch_compile=True):
+    """accelerate's `unwrap_model`, of a model that nothing wraps."""
+    return model
+
+
 def values(module):
     return [p.detach().flatten()[0].item() for p in module.parameters()]
 
@@ -50,7 +55,7 @@ def test_all_are_callbacks(callback):
 class TestSyncRefModel:
     args = SimpleNamespace(ref_model_sync_steps=3, ref_model_mixup_alpha=0.25)
 
-    @pytest.mark.parametrize("accelerator", [None, SimpleNamespace(unwrap_model=lambda model: model)])
+    @pytest.mark.parametrize("accelerator", [None, SimpleNamespace(unwrap_model=unwrapped)])
     def test_blends_every_few_steps(self, accelerator):
         policy, reference = filled(4), filled(0)
         callback = SyncRefModelCallback(reference, accelerator)
@@ -218,7 +223,7 @@ class TestRichProgress:
 
 def one_process(rank=0, processes=1):
     return SimpleNamespace(
-        unwrap_model=lambda model: model, num_processes=processes, process_index=rank, device=torch.device("cpu")
+        unwrap_model=unwrapped, num_processes=processes, process_index=rank, device=torch.device("cpu")
     )
 
 
