@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
+from accelerate.utils import gather_object
 
 from benchmarks.common import provenance
 from gruppo.algo.reduce import UpdateSize
-from gruppo.trainer.processes.balancing import Work, max_over_mean
-from gruppo.trainer.update.rows import Update
+from gruppo.trainer.processes.balancing import RowExchange, max_over_mean, plan_moves, units_of
+from gruppo.trainer.update.rows import PackedUpdate
 from gruppo.types import TrainBatch
 
 PROMPTS, COMPLETIONS, PROMPT_TOKENS, LONGEST = 16, 16, 200, 1024
@@ -55,15 +56,20 @@ def work(rank: int, meeting: str, rounds: int, out: str) -> None:
     batch, times = batch_of(rank), []
     facts: dict[str, Any] = {}
     for _ in range(rounds):
-        update = Update.of([batch], UpdateSize(rows=512, tokens=1, micro_batches=1))
+        update = PackedUpdate.of([batch], UpdateSize(rows=512, tokens=1, micro_batches=1))
         torch.distributed.barrier()
         start = time.perf_counter()
-        moved = Work.of(accelerator, update, range(len(batch)))
-        assert moved is not None
+        units, costs = units_of(batch, range(len(batch)))
+        every = gather_object([costs])
+        moved = RowExchange.of(rank, update, units, plan_moves(every))
         away = time.perf_counter()
         moved.bring_home(accelerator)
         times.append({"exchange": away - start, "bring_home": time.perf_counter() - away})
-        facts = {"rows_given": len(batch) - len(moved.kept), "rows": len(batch), "before": max_over_mean(update.costs)}
+        facts = {
+            "rows_given": len(batch) - len(moved.kept),
+            "rows": len(batch),
+            "before": max_over_mean([sum(own) for own in every]),
+        }
         tokens = int(moved.run.batch.completion_mask.sum())
         shares = torch.tensor([tokens, 0]) if rank == 0 else torch.tensor([0, tokens])
         torch.distributed.all_reduce(shares)

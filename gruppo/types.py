@@ -119,6 +119,11 @@ class Completion:
     entropies: Sequence[float] | None = None  # of that distribution, at each token
     sampled_at: int | None = None  # number of updates behind the sampler's weights; None: the current weights
 
+    @property
+    def written(self) -> int:
+        """The number of tokens that the model wrote."""
+        return len(self.ids) if self.model_mask is None else sum(self.model_mask)
+
 
 @dataclass(frozen=True)
 class Rollout:

@@ -78,10 +78,15 @@ def _clean(inputs: LossInputs) -> LossInputs:
 def _tokens(inputs: LossInputs, settings: LossSettings) -> Tokens:
     old_BT = _required(inputs.old_logps_BT, "old_logps_BT", "the ratio")
     per_token = old_BT.shape == inputs.logps_BT.shape
+    token_BT = log_ratio(inputs.logps_BT, old_BT, inputs.mask_BT, "token") if per_token else None
+    if token_BT is not None and settings.ratio == "token":
+        ratio = token_BT
+    else:
+        ratio = log_ratio(inputs.logps_BT, old_BT, inputs.mask_BT, settings.ratio)
     return Tokens(
         logps_BT=inputs.logps_BT,
-        log_ratio=log_ratio(inputs.logps_BT, old_BT, inputs.mask_BT, settings.ratio),
-        token_log_ratio_BT=log_ratio(inputs.logps_BT, old_BT, inputs.mask_BT, "token") if per_token else None,
+        log_ratio=ratio,
+        token_log_ratio_BT=token_BT,
         advantages=inputs.advantages,
         mask_BT=inputs.mask_BT,
         importance_weights=inputs.importance_weights,

@@ -57,7 +57,7 @@ def fields(run: RunFile, findings: Findings) -> None:
     config = run.config
     check_launch(run)
     checks.warn_combinations(config)
-    prompts = config.generation_batch_size // config.num_generations
+    prompts = config.prompts_per_generation
     where = "" if run.processes == 1 else f" on {run.processes} processes"
     said = f"{type(config).__name__}: {prompts} prompts × {config.num_generations} completions per generation{where}"
     findings.ok("fields", f"{said}, up to {config.max_completion_length} tokens each")

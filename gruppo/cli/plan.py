@@ -36,7 +36,7 @@ USAGE = "gruppo plan [RUN.YAML] [--model MODEL] [--device NAME] [--gpus N] [--ke
 class PlanParser(CommandParser):
     """A parser whose options can be written with dashes or underscores."""
 
-    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:  # type: ignore[override]
+    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
         spelled = [f"--{name[2:].replace('-', '_')}" for name in names if name.startswith("--")]
         return super().add_argument(*dict.fromkeys([*names, *spelled]), **kwargs)
 

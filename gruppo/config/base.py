@@ -173,6 +173,13 @@ class PolicyConfig(
         return self.num_generations_eval or self.num_generations
 
     @property
+    def prompts_per_generation(self) -> int:
+        """Prompts of a generation, over all processes."""
+        assert self.generation_batch_size is not None
+        assert self.num_generations is not None
+        return self.generation_batch_size // self.num_generations
+
+    @property
     def micro_steps_per_generation(self) -> int:
         """Micro-batches per generation: its slices times the passes over them."""
         assert self.steps_per_generation is not None

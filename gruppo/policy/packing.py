@@ -59,6 +59,12 @@ class PackedRows:
         return replace(self, segments=segments, **moved)
 
 
+def prompts_of(batch: TrainBatch) -> list[np.ndarray]:
+    """The prompt of each row without padding, on the host, copied there in one piece."""
+    ids_BT, mask_BT = batch.prompt_ids.cpu().numpy(), batch.prompt_mask.bool().cpu().numpy()
+    return [ids[on] for ids, on in zip(ids_BT, mask_BT, strict=True)]
+
+
 class Packer:
     """Divides the rows of a batch into packs with a limited number of tokens.
 
@@ -78,8 +84,7 @@ class Packer:
             part.cpu().numpy()
             for part in (batch.completion_ids, batch.completion_mask.bool(), batch.loss_mask_BT.bool())
         )
-        prompt_mask = batch.prompt_mask.bool().cpu().numpy()
-        self.prompts = [ids[on] for ids, on in zip(batch.prompt_ids.cpu().numpy(), prompt_mask, strict=True)]
+        self.prompts = prompts_of(batch)
         self.lengths = self.mask.sum(1)
         self.tails = np.maximum(self.lengths - self.left_out, 0)
         self.keys: list[Hashable] = [(i if not share else None, ids.tobytes()) for i, ids in enumerate(self.prompts)]

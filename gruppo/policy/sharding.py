@@ -62,10 +62,10 @@ def shard_reference(accelerator: Any, sharding: Sharding, model: nn.Module) -> n
     if sharding is Sharding.FSDP2:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-        return fsdp2_prepare_model(accelerator, model)  # type: ignore[no-any-return]
+        return fsdp2_prepare_model(accelerator, model)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         return _with_deepspeed(accelerator, model)
-    return accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
+    return accelerator.prepare_model(model, evaluation_mode=True)
 
 
 def _with_deepspeed(accelerator: Any, model: nn.Module) -> nn.Module:
@@ -75,7 +75,7 @@ def _with_deepspeed(accelerator: Any, model: nn.Module) -> nn.Module:
     config = inference_config(accelerator.state.deepspeed_plugin.deepspeed_config, _hidden_size(model))
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.eval()
-    return engine  # type: ignore[no-any-return]
+    return engine
 
 
 def inference_config(training: Mapping[str, Any], hidden_size: int | None) -> dict[str, Any]:

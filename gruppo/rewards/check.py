@@ -170,7 +170,7 @@ class _Timed:
         if not isinstance(output, str | bytes | Mapping) and hasattr(output, "__iter__"):
             output = list(output)  # a generator does its work while it is consumed
         log_metric(SECONDS, time.monotonic() - begin)
-        return output  # type: ignore[no-any-return]  # `read_output` reports what is wrong with it
+        return output
 
 
 async def _wait_for(output: Any) -> Any:

@@ -127,7 +127,7 @@ class ContinuousBatchingBackend(RolloutBackend):
         return Completion(ids, stop, logps if len(logps) == len(ids) else None)
 
 
-class _Autocast(ContinuousMixin):  # type: ignore[misc]  # transformers has no types
+class _Autocast(ContinuousMixin):
     """A model wrapped for continuous batching: activations and KV cache in `dtype`, the weights unchanged.
 
     Continuous batching runs its loop in a separate thread, to which an autocast around the call does not extend.

@@ -26,7 +26,7 @@ from gruppo.rollout.base import RolloutBackend, stop_strings, with_limits_of
 from gruppo.types import Completion, SampleRequest, StopReason
 
 
-class StopStrings(StoppingCriteria):  # type: ignore[misc]  # transformers has no types
+class StopStrings(StoppingCriteria):
     """Ends a row when its completion contains one of the strings, and records at which length.
 
     `generate` has a criterion of this kind, but it also looks at the end of the prompt and does not report which rows

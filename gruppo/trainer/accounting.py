@@ -29,7 +29,7 @@ class Accounting(Sampling):
         """(N, 4), rows of all processes: completion tokens, prompt tokens, unfinished, prompt truncated."""
         counts = [
             [
-                sum(r.completion.model_mask or [1] * len(r.completion.ids)),
+                r.completion.written,
                 len(r.prompt.ids),
                 not r.completion.stop.ended,
                 r.prompt.truncated,
@@ -114,7 +114,7 @@ class Accounting(Sampling):
         self.metrics.add(self.mode, means, {name: len(values) for name, values in numbers.items()})
         keeps = self._tracks_images
         texts = [(r.prompt.shown, r.output, list(r.prompt.images) if keeps else []) for r in rollouts]
-        texts = gather_object(texts) if self.accelerator.num_processes > 1 else texts
+        texts = gather_object(texts)
         self.completion_logs[self.mode].extend(
             [prompt for prompt, _, _ in texts],
             [output for _, output, _ in texts],
@@ -127,7 +127,7 @@ class Accounting(Sampling):
     def _gather_user_logs(self, generation: Generation) -> tuple[dict[str, list[float]], dict[str, list[Any]]]:
         """`log_metric` values and `log_extra` columns of all processes; None where a process has no such column."""
         local = [(generation.metrics, generation.columns, len(generation.rollouts))]
-        parts = gather_object(local) if self.accelerator.num_processes > 1 else local
+        parts = gather_object(local)
         values: dict[str, list[float]] = {}
         for metrics, _, _ in parts:
             for name, numbers in metrics.items():
@@ -137,7 +137,7 @@ class Accounting(Sampling):
         return values, columns
 
     def _record_rows(self, generation: Generation, batch: TrainBatch, rewards_N: Tensor) -> None:
-        if self.recorder is None or self.args.record != "all":
+        if self.recorder is None or not self._records_rows:
             return
         with self._recording():
             rows = recorded_rows(

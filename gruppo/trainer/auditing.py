@@ -129,7 +129,7 @@ class Auditing(Updating):
 
     def _record_update(self) -> None:
         """Write the rows of the update to the record."""
-        if self.recorder is None or self.args.record != "all":
+        if self.recorder is None or not self._records_rows:
             return
         with self._recording():
             self.recorder.update(self.state.global_step + 1, self._recorded_rows())

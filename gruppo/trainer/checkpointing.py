@@ -43,7 +43,7 @@ LONGEST_PAUSE = 64  # updates between two attempts to save on a full disk
 
 
 class Checkpointing(Auditing):
-    """The part of the trainer that saves its state, and restores it."""
+    """The part of the trainer that saves its state."""
 
     # ---- the state of a process
 
@@ -104,6 +104,7 @@ class Checkpointing(Auditing):
             return
         boundary.random.restore()
         self.state.num_input_tokens_seen, self.current_flos = boundary.tokens_seen, boundary.flops
+        # Not as an argument: this goes through Trainer's method, which subclasses override.
         self._abandoned = boundary
         try:
             self._save_checkpoint(self.model_wrapped, None)
@@ -139,7 +140,7 @@ class Checkpointing(Auditing):
         staged = run / f"{checkpoints.SAVING}{name}"
         steps: tuple[Callable[[], Any], ...] = (
             lambda: self.args.should_save and checkpoints.stage(run, name),
-            lambda: self._write_parts(model, run, staged),
+            lambda: self._write_parts(run, staged),
             lambda: self.args.should_save and checkpoints.publish(staged, self._about()),
         )
         for part in steps:
@@ -154,7 +155,7 @@ class Checkpointing(Auditing):
             spare = [] if best is None else [Path(best)]
             checkpoints.rotate(run, self.args.save_total_limit, spare, run_id=self._run_id)
 
-    def _write_parts(self, model: nn.Module, run: Path, folder: Path) -> None:
+    def _write_parts(self, run: Path, folder: Path) -> None:
         """Write this process's share of a checkpoint."""
         self._note_best(run)
         self.save_model(str(folder), _internal_call=True)
@@ -165,8 +166,8 @@ class Checkpointing(Auditing):
             at = self._abandoned
             state, ahead = (self.run_state(), self._ahead.flight) if at is None else (at.state, at.ahead)
             with_flight(state, ahead, self.backend.pause).save(folder, self.accelerator.process_index)
-        position = None if self.recorder is None else self.recorder.sync()
-        self._position = position if self._abandoned is None else self._abandoned.position
+        if self.recorder is not None:
+            self.recorder.sync()
         if not self.args.should_save:
             return
         self._write_reference(folder)
@@ -180,10 +181,11 @@ class Checkpointing(Auditing):
 
     def _about(self) -> dict[str, Any]:
         """The description of the run in the manifest."""
+        now = None if self.recorder is None else self.recorder.position()
         return {
             "run_id": self._run_id,
             "step": self.state.global_step,
-            "position": self._position,
+            "position": now if self._abandoned is None else self._abandoned.position,
             "settings": self._settings_now,
             "versions": environment_of(self.args)["versions"],
         }

@@ -173,7 +173,7 @@ class Collecting(Accounting):
             return None
         values_BR = generation.rewards_NR[generation.own]
         lengths = [len(rollout.completion.ids) for rollout in generation.rollouts]
-        steps = StepTable.gather(self.accelerator, generation.steps, values_BR, lengths)
+        steps = StepTable.gather(generation.steps, values_BR, lengths)
         if steps is not None and self.args.multi_objective_aggregation == "normalize_then_sum":
             names = ", ".join(self.rewards.names[reward] for reward in steps.by_reward)
             raise RewardError(

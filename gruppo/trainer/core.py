@@ -20,13 +20,14 @@ from gruppo.rollout.custom import CustomRollout
 from gruppo.rollout.select import choose_backend
 from gruppo.rollout.settings import generation_config
 from gruppo.trainer import hooks
-from gruppo.trainer.books.auditing import Audits
+from gruppo.trainer.books.audits import Audits
 from gruppo.trainer.books.ledger import make_ledger
 from gruppo.trainer.books.metrics import MetricStore
 from gruppo.trainer.books.profiling import Stopwatch, Timings
 from gruppo.trainer.collect.ahead import RolloutsAhead
 from gruppo.trainer.collect.rewarding import Rewards
 from gruppo.trainer.collect.tool_turns import make_tool_loop
+from gruppo.trainer.collect.under_way import RolloutUnderWay
 from gruppo.trainer.construct import arguments, checks, packing, preparing, tooling
 from gruppo.trainer.construct.benchmarks import load_benchmarks
 from gruppo.trainer.construct.frozen import make_reference
@@ -36,7 +37,6 @@ from gruppo.trainer.names import KnownNames
 from gruppo.trainer.processes import sharded
 from gruppo.trainer.processes.presence import presence_of
 from gruppo.trainer.processes.stopping import Stopper
-from gruppo.trainer.sampling import RolloutUnderWay
 from gruppo.trainer.update.buffer import UpdateBuffer
 from gruppo.trainer.update.entropy import EntropyControl
 from gruppo.trainer.update.guard import ParityGuard
@@ -117,11 +117,11 @@ class PolicyTrainer(KnownNames):
             # transformers before 5.19 has no loss_is_scaled_for_ga; this keeps it from dividing the loss again.
             compute_loss_func=_never_called,
         )
-        self._make_run_state(rewards, rollout_func)
+        self._make_parts(rewards, rollout_func)
 
     # ---- construction
 
-    def _make_run_state(self, rewards: tuple[list[Any], list[Any], Tensor], rollout_func: Any) -> None:
+    def _make_parts(self, rewards: tuple[list[Any], list[Any], Tensor], rollout_func: Any) -> None:
         """Make everything that needs the accelerator, which exists once Trainer is initialised."""
         args = self.args
         self.sharding = sharded.find_sharding(self)

@@ -6,7 +6,7 @@ are restored afterwards, so that the weights of a run do not depend on its bench
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from gruppo.trainer.display.completions import CompletionLog
 from gruppo.trainer.resume.state import RandomState
 from gruppo.trainer.running import Running
-
-if TYPE_CHECKING:
-    pass
 
 
 class Evaluating(Running):

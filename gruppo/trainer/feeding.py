@@ -116,7 +116,7 @@ class Feeding(Reporting):
         return RepeatSampler(
             self.train_dataset if dataset is None else dataset,
             mini_repeat_count=args.num_generations,
-            batch_size=args.generation_batch_size // args.num_generations,
+            batch_size=args.prompts_per_generation,
             repeat_count=args.micro_steps_per_generation,
             shuffle=bool(args.shuffle_dataset),
             seed=args.seed if args.data_seed is None else args.data_seed,
@@ -133,7 +133,7 @@ class Feeding(Reporting):
         if isinstance(dataset, IterableDataset):
             if args.shuffle_dataset:
                 dataset = dataset.shuffle(seed=args.seed if args.data_seed is None else args.data_seed)
-            prompts = args.generation_batch_size // args.num_generations
+            prompts = args.prompts_per_generation
             self._stream = IterableStream(dataset, prompts=prompts, **place)
         else:
             sampler = self._get_train_sampler(dataset)

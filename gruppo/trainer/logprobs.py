@@ -55,10 +55,10 @@ class LogProbs(Feeding):
         charge_kl = self.recipe.kl == "reward"
         if not (off_policy or has_reference):
             return None
-        packs = self._packs(batch)
+        # The KL compares two passes of the same kind, so that it is exactly 0 where the policies are equal.
+        known_BT = batch.engine_logps if self.parity.reuses_engine_logps and not charge_kl else None
+        packs = self._packs(batch) if has_reference or known_BT is None else None
         if off_policy or charge_kl:
-            # The KL compares two passes of the same kind, so that it is exactly 0 where the policies are equal.
-            known_BT = batch.engine_logps if self.parity.reuses_engine_logps and not charge_kl else None
             old_BT = self._frozen_logps(self.model, batch, packs) if known_BT is None else known_BT
         if off_policy and self.recipe.ratio == "sequence_sum":
             batch.old_logps = (old_BT * batch.loss_mask_BT).sum(1)
@@ -67,7 +67,7 @@ class LogProbs(Feeding):
         if self.corrects_sampler:
             self._weigh_samples(batch, old_BT)
         if charge_kl:
-            return self.beta * self._kl_in_reward(batch, k1(old_BT, self._reference_logps(batch, packs)))
+            return self._kl_in_reward(batch, k1(old_BT, self._reference_logps(batch, packs)))
         if has_reference:
             batch.ref_per_token_logps = self._reference_logps(batch, packs)
         return None
@@ -110,7 +110,7 @@ class LogProbs(Feeding):
         local = torch.stack([kl_B.sum(), batch.loss_mask_BT.sum().to(kl_B)])
         total, tokens = self.accelerator.reduce(local, reduction="sum").tolist()
         self.metrics.add(self.mode, {"kl": total / max(tokens, 1)}, of=tokens)
-        return gather_rows(self.accelerator, kl_B)
+        return gather_rows(self.accelerator, batch.kl_penalty)
 
     def _logps_of(self, model: nn.Module, batch: TrainBatch, **options: Any) -> LogpsAndLoss:
         """Log-probs and (with `compute_entropy`) entropies of the completions, (B, T) each.

@@ -21,7 +21,6 @@ from gruppo.trainer.processes.collectives import gather_rows
 from gruppo.trainer.update.buffer import MicroBatchResult
 from gruppo.trainer.update.drift import drift_stats
 from gruppo.trainer.update.routing import share_of_micro_batch
-from gruppo.trainer.update.rows import enter_padded
 from gruppo.types import TrainBatch, required
 
 
@@ -120,7 +119,7 @@ class Losses(Collecting):
         output = self._policy_loss(batch, logps_BT, entropy_BT, threshold, self._size)
         self._defer_stats(batch, logps_BT, output)
         if self.mode == "train":
-            enter_padded(batch, self.ledger, self.state.global_step)
+            self._this_update.padded.append(batch)
             self._remember(output.loss, logps_BT, entropy_BT, threshold)
         return self._with_router_loss(output.loss, router_loss) * self.accelerator.num_processes
 
@@ -180,7 +179,7 @@ class Losses(Collecting):
         self, loss: Tensor, logps_BT: Tensor, entropy_BT: Tensor, threshold: Tensor | None, ran_B: Tensor | None = None
     ) -> None:
         """Keep the results of the next micro-batch for the record; `threshold` is the entropy threshold."""
-        if self.recorder is None or self.args.record != "all":
+        if not self._records_rows:
             return
         counts = self.entropy_control.enabled or threshold is not None
         entropies = entropy_BT.detach() if counts else None

@@ -50,6 +50,11 @@ class Reporting(TrainerState):
             if isinstance(callback, LiveProgressCallback):
                 callback.close()
 
+    @property
+    def _records_rows(self) -> bool:
+        """Whether the record of the run holds every completion."""
+        return self.recorder is not None and bool(self.args.record == "all")
+
     @contextmanager
     def _recording(self) -> Iterator[None]:
         """Time work on the record."""

@@ -72,6 +72,7 @@ class Resuming(Checkpointing):
             self.audits.keep_books(None)  # the run restarts the epoch and sees prompts again on purpose
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._saved_at = self._retry_at = self._state_to_finish = self._boundary = self._random_at_boundary = None
+        self._retry_after = 1
         if resume_from_checkpoint is None:
             self._note_random_state()
         else:
@@ -179,7 +180,7 @@ class Resuming(Checkpointing):
 
     def _start_record(self, checkpoint: Path | None) -> None:
         """Begin the record of a run, or continue the one that the checkpoint belongs to."""
-        self.recorder = None
+        self.recorder, self._plan_recorded, self._record_seconds = None, False, 0.0
         folder = Path(self._get_output_dir(trial=getattr(self, "_trial", None)))
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         kept = {"keeps": self.args.record != "off", "rollouts": self.args.record == "all"}

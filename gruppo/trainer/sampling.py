@@ -23,6 +23,8 @@ from gruppo.trainer.logprobs import LogProbs
 from gruppo.trainer.processes.collectives import rows_in_batch
 from gruppo.types import Completion, Prompt, Rollout, Row, SampleRequest, StopReason
 
+OUTSIDE_RUNS = 2**63  # begins the place of rollouts outside training and evaluation; no run has this number
+
 
 class Sampling(LogProbs):
     """The part of the trainer that samples."""
@@ -164,8 +166,9 @@ class Sampling(LogProbs):
         ]
 
     def _requests(self, prompt_ids: list[list[int]], vision: Sequence[Any]) -> list[SampleRequest]:
-        place, under_way = self._place or (2**63, self._asked_elsewhere), self._under_way
-        key = self._noise_of(place, (self.mode == "eval") + 2 * under_way.attempt, under_way.requests_made)
+        place, under_way = self._place or (OUTSIDE_RUNS, self._asked_elsewhere), self._under_way
+        kind = (self.mode == "eval") + 2 * under_way.attempt  # a number of its own for each attempt in each mode
+        key = self._noise_of(place, kind, under_way.requests_made)
         turn, size = under_way.turn, self.group_size
         rows = under_way.own_rows if turn is None else [under_way.own_rows[row] for row in turn.rows]
         limits: Sequence[int | None] = [None] * len(prompt_ids) if turn is None else turn.limits
@@ -276,7 +279,7 @@ class Sampling(LogProbs):
         if self.mode != "train":
             return
         prompt_tokens = [len(prompt.ids) for prompt in prompts]
-        lengths = [len(c.ids) if c.model_mask is None else sum(c.model_mask) for c in completions]
+        lengths = [completion.written for completion in completions]
         self.ledger.sampled(prompts=prompt_tokens, completions=lengths, seconds=seconds, **self._under_way.work)
 
     # ---- tools

@@ -25,7 +25,7 @@ from gruppo.rollout.custom import CustomRollout
 from gruppo.runs.record import RunRecorder
 from gruppo.tools.loop import ToolLoop
 from gruppo.tools.toolset import Toolset
-from gruppo.trainer.books.auditing import Audits
+from gruppo.trainer.books.audits import Audits
 from gruppo.trainer.books.ledger import Ledger
 from gruppo.trainer.books.metrics import MetricStore
 from gruppo.trainer.books.profiling import Stopwatch, Timings
@@ -137,7 +137,6 @@ class TrainerState(Trainer):
     _retry_at: int | None = None  # the update after which to save again, when the disk was full
     _retry_after = 1  # updates until then; doubled each time
     _plan_recorded = False
-    _position: dict[str, Any] | None = None  # of the last checkpoint in the record
 
     # Resuming
     _settings_now: dict[str, Any]  # at the start of the run; a callback may change some later

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from gruppo.algo.reduce import UpdateSize
 from gruppo.data.collate import shuffle_sequence_dict, split_tensor_dict, trim
 from gruppo.errors import AuditError
+from gruppo.trainer.collect.under_way import Place
 from gruppo.trainer.evaluating import Evaluating
-from gruppo.trainer.sampling import Place
 from gruppo.trainer.update.under_way import UpdateUnderWay
 from gruppo.types import TrainBatch
 
@@ -41,13 +41,8 @@ class Stepping(Evaluating):
     ) -> tuple[list[dict[str, Any]], UpdateSize | None]:
         """The micro-batches of one update and their size, the denominator of every reduction."""
         start = time.perf_counter()
-        self._count_epoch(epoch_iterator)
-        self._restore_loss()
-        self.model.train()  # as in the update itself; an evaluation may have changed it
-        if callable(getattr(self.optimizer, "train", None)):  # some optimizers use other weights for evaluation
-            self.optimizer.train()
-        self._mark_boundary()
-        self._this_update = update = UpdateUnderWay()
+        self._begin_update(epoch_iterator)
+        update = self._this_update
         steps = list(islice(epoch_iterator, num_batches))
         self._load_rng_state(self._random_state_due)  # here, as a loader may draw a number when it skips
         with self.stopper.abandonable():
@@ -62,6 +57,15 @@ class Stepping(Evaluating):
             batches = batches if self.packed is None else self.as_update(rows, size)
         update.seconds += time.perf_counter() - start
         return batches, size
+
+    def _begin_update(self, epoch_iterator: Iterator[Any]) -> None:
+        self._count_epoch(epoch_iterator)
+        self._restore_loss()
+        self.model.train()  # as in the update itself; an evaluation may have changed it
+        if callable(getattr(self.optimizer, "train", None)):  # some optimizers use other weights for evaluation
+            self.optimizer.train()
+        self._mark_boundary()
+        self._this_update = UpdateUnderWay()
 
     def _next_micro_batch(self, step: Any, position: int) -> dict[str, Any]:
         """Micro-step `step` of the epoch, the `position`-th of its update, from the queue.
@@ -120,7 +124,8 @@ class Stepping(Evaluating):
 
     def _end_of_update(self) -> None:
         """After the last backward pass."""
-        sums = self._reduce_metrics()
+        sums = self._close_books()
+        self._control_entropy(sums)
         self._this_update.means = self._audited_means(sums)
         self._record_update()
         self._this_update.ended = True

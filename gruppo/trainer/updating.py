@@ -30,9 +30,9 @@ from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.unwrap import bare_model, inner_model, is_noisy
 from gruppo.trainer.losses import Losses
 from gruppo.trainer.processes.balancing import RowExchange, exchange_rows, report_stragglers
-from gruppo.trainer.update.drift import Sums
+from gruppo.trainer.update.drift import Sums, mean_of
 from gruppo.trainer.update.routing import share_of_pack
-from gruppo.trainer.update.rows import Update
+from gruppo.trainer.update.rows import PackedUpdate, enter_padded
 from gruppo.types import TrainBatch, required
 
 
@@ -44,9 +44,9 @@ class Updating(Losses):
 
         This undoes the split into micro-batches, which hooks of subclasses see: packs do not depend on it.
         """
-        return [{} for _ in batches[1:]] + [{"update": Update.of(batches, size)}]
+        return [{} for _ in batches[1:]] + [{"update": PackedUpdate.of(batches, size)}]
 
-    def run_update(self, model: nn.Module, update: Update) -> Tensor:
+    def run_update(self, model: nn.Module, update: PackedUpdate) -> Tensor:
         """Run forward and backward of every pack; returns the loss (0-d).
 
         If memory runs out, the gradients so far are dropped and all rows are run again in smaller packs.
@@ -56,7 +56,7 @@ class Updating(Losses):
         if isinstance(model, DistributedDataParallel):
             # A decoder's buffers are constants, and a process that repeats a forward pass would broadcast them alone.
             model.broadcast_buffers = False
-        moving = self._moving_rows(update)
+        moving = self._rows_to_run(update)
         work = exchange_rows(self, update, moving)
         while True:
             self._sending_gradients = False
@@ -76,7 +76,9 @@ class Updating(Losses):
             self.planner.shrink()  # not in the handler: the traceback keeps tensors that must be freed
             model.zero_grad()
 
-    def _run_packs(self, model: nn.Module, update: Update, moving: list[int], work: RowExchange | None = None) -> None:
+    def _run_packs(
+        self, model: nn.Module, update: PackedUpdate, moving: list[int], work: RowExchange | None = None
+    ) -> None:
         share = not is_noisy(model, inner_model(model))
         packer = update.packer(share=share, whole=self.aux_loss_enabled)
         plan = self.planner.plan(update.batch)
@@ -91,7 +93,7 @@ class Updating(Losses):
     def _run_units(
         self,
         model: nn.Module,
-        update: Update,
+        update: PackedUpdate,
         units: Sequence[tuple[int | None, list[int]]],
         packer: Packer,
         plan: UpdatePlan,
@@ -126,13 +128,13 @@ class Updating(Losses):
         if steps is not None and self.state.global_step % steps == 0:
             clear_device_cache()
 
-    def _units(self, update: Update, moving: list[int]) -> list[tuple[int | None, list[int]]]:
+    def _units(self, update: PackedUpdate, moving: list[int]) -> list[tuple[int | None, list[int]]]:
         """Rows that may share packs: all rows to run, or each micro-batch's if the loss is defined per micro-batch."""
         if self.entropy_share >= 1 and not self.aux_loss_enabled:
             return [(None, moving)]
         return [(i, list(range(part.start, part.stop))) for i, part in enumerate(update.micro_batches)]
 
-    def _pack_loss(self, model: nn.Module, pack: PackedRows, update: Update, micro_batch: int | None) -> Tensor:
+    def _pack_loss(self, model: nn.Module, pack: PackedRows, update: PackedUpdate, micro_batch: int | None) -> Tensor:
         """One pack's share of the update's loss."""
         scores, routing = self._logps_of_pack(model, pack, entropy=True, entropy_gradient=self.entropy_control.enabled)
         logps_bT, entropy_bT = pack.padded(scores.logps), pack.padded(required(scores.entropies))
@@ -153,12 +155,12 @@ class Updating(Losses):
         # The size is that of all processes, but DDP averages their gradients.
         return loss * self.accelerator.num_processes
 
-    def _set_threshold(self, update: Update, micro_batch: int) -> None:
+    def _set_threshold(self, update: PackedUpdate, micro_batch: int) -> None:
         part = update.micro_batches[micro_batch]
         mask_bT = update.batch.loss_mask_BT[part]
         update.thresholds[micro_batch] = self._entropy_threshold(update.entropy_BT[part], mask_bT)
 
-    def _chosen_tokens(self, update: Update, micro_batch: int | None, rows: Tensor) -> Tensor:
+    def _chosen_tokens(self, update: PackedUpdate, micro_batch: int | None, rows: Tensor) -> Tensor:
         """(b, 1): the number of tokens in each row's micro-batch over which an entropy bonus is averaged."""
         if micro_batch is None or self.entropy_share >= 1:
             return update.tokens_B1[rows]
@@ -166,13 +168,13 @@ class Updating(Losses):
         chosen = top_entropy_mask(update.entropy_BT[part], update.batch.loss_mask_BT[part], threshold)
         return chosen.sum().to(update.tokens_B1).expand(len(rows), 1)
 
-    def _moving_rows(self, update: Update) -> list[int]:
+    def _rows_to_run(self, update: PackedUpdate) -> list[int]:
         """The rows to run, at least one, so that every process has a backward pass."""
         moving_B = self._can_move(update.batch)
         rows = moving_B.nonzero()[:, 0].tolist()
         return rows or [int((update.batch.prompt_mask.sum(1) + update.batch.completion_mask.sum(1)).argmin())]
 
-    def _run_skipped_rows(self, model: nn.Module, update: Update, packer: Packer, plan: UpdatePlan) -> None:
+    def _run_skipped_rows(self, model: nn.Module, update: PackedUpdate, packer: Packer, plan: UpdatePlan) -> None:
         """Compute the entropies of skipped rows, for the metrics, if the sampler did not return them."""
         known = update.batch.engine_entropies is not None
         # With sharded weights another process may have such rows, and all must make the same number of passes.
@@ -184,7 +186,7 @@ class Updating(Losses):
 
     @torch.no_grad()
     def _run_without_gradient(
-        self, model: nn.Module, update: Update, packs: Sequence[PackedRows], micro_batch: int | None = None
+        self, model: nn.Module, update: PackedUpdate, packs: Sequence[PackedRows], micro_batch: int | None = None
     ) -> None:
         # Not through the wrapper: its forward may communicate, and not every process has such rows.
         bare, idle = bare_model(self.accelerator, model), self._passes_in_step(len(packs)) - len(packs)
@@ -194,7 +196,7 @@ class Updating(Losses):
             update.keep(pack, pack.padded(scores.logps), pack.padded(required(scores.entropies)))
         self._idle(bare, idle)
 
-    def _loss_of_update(self, update: Update, work: RowExchange | None) -> Tensor:
+    def _loss_of_update(self, update: PackedUpdate, work: RowExchange | None) -> Tensor:
         """The metrics and the loss (0-d) of the update's nominal micro-batches, from the scores of the packs.
 
         This is not the sum of the packs' losses: a skipped row may contribute to the loss, without a gradient.
@@ -210,13 +212,12 @@ class Updating(Losses):
             self._remember(output.loss, update.logps_BT[part], entropy_bT, threshold, update.ran_B[part])
         for rows in (update,) if work is None else (update, work.run):
             rows.enter(self.ledger, self.state.global_step)
-        self._this_update.costs = update.costs
         return loss
 
     # ---- metrics of the update
 
-    def _reduce_metrics(self) -> Sums:
-        """Reduce the metrics of the update over all processes, and let the entropy controller act on them.
+    def _close_books(self) -> Sums:
+        """Reduce the metrics of the update over all processes, and count what it ran.
 
         Returns numerator and denominator of each micro-batch's means.
         """
@@ -224,11 +225,16 @@ class Updating(Losses):
         means = self.metrics.flush("train")  # waits for the device
         waited = time.perf_counter() - start
         update = self._this_update
+        for batch in update.padded:  # only now, as reading their lengths waits for the device too
+            enter_padded(batch, self.ledger, self.state.global_step)
         self.ledger.took(update.pass_seconds + waited)
         if self.accelerator.num_processes > 1:
             report_stragglers(self, self._stopwatch.take(), update.costs)
         self.metrics.add("train", self.ledger.metrics() | {"step_time": update.seconds + waited})
-        if self.entropy_control.enabled:
-            self.entropy_control.update(means.get("_chosen_entropy", []))
-            self.metrics.add("train", {"entropy_coef": self.entropy_control.coef})
         return means
+
+    def _control_entropy(self, sums: Sums) -> None:
+        """Let the entropy of the update set the weight of the bonus in the next one."""
+        if self.entropy_control.enabled:
+            self.entropy_control.update(mean_of(sums, "_chosen_entropy"))
+            self.metrics.add("train", {"entropy_coef": self.entropy_control.coef})

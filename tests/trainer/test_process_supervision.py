@@ -16,10 +16,6 @@ from tests.trainer.scripted import G, make_trainer, relative_difference, update_
 NAN = math.nan
 
 
-class Alone:
-    num_processes = 1
-
-
 def thirds(completion_ids: list[list[int]], **kwargs: Any) -> list[Any]:
     """A step at a third of the completion and one at its end, worth what the tokens there say."""
     return [
@@ -107,7 +103,7 @@ def test_steps_and_a_formula_that_has_no_place_for_them(tmp_path: Path) -> None:
 
 def test_a_number_among_steps_is_a_step_at_the_end() -> None:
     values = torch.tensor([[1.5], [2.0], [NAN], [3.0]])
-    table = StepTable.gather(Alone(), [[[(0, 1.0), (2, 0.5)]], [None], [None], [None]], values, [3, 5, 4, 0])
+    table = StepTable.gather([[[(0, 1.0), (2, 0.5)]], [None], [None], [None]], values, [3, 5, 4, 0])
     assert table is not None
     rows, ends, given = table.by_reward[0]
     # The third row abstained or failed, the fourth has no token that could get an advantage.
@@ -119,8 +115,8 @@ def test_a_number_among_steps_is_a_step_at_the_end() -> None:
 
 
 def test_without_steps_there_is_no_table() -> None:
-    assert StepTable.gather(Alone(), None, torch.ones(2, 1), [1, 1]) is None
-    assert StepTable.gather(Alone(), [[None], [None]], torch.ones(2, 1), [1, 1]) is None
+    assert StepTable.gather(None, torch.ones(2, 1), [1, 1]) is None
+    assert StepTable.gather([[None], [None]], torch.ones(2, 1), [1, 1]) is None
 
 
 def test_groups_without_spread_are_those_whose_steps_are_equal_too() -> None:
@@ -131,14 +127,14 @@ def test_groups_without_spread_are_those_whose_steps_are_equal_too() -> None:
     outcome = [1.0, 1.0, 2.0, 2.0, 0.0, 1.0, NAN, NAN]
     sums = [1.0, 1.0, 2.0, 1.0, 1.0, 1.0, NAN, NAN]
     values = torch.tensor([sums, outcome]).T
-    table = StepTable.gather(Alone(), steps, values, [2] * 8)
+    table = StepTable.gather(steps, values, [2] * 8)
     assert table is not None
     assert table.groups_without_spread(values, torch.ones(2), 2) == [1]
 
 
 def test_steps_of_no_weight_are_no_spread() -> None:
     values = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
-    table = StepTable.gather(Alone(), [[[(0, 1.0)], None], [[(0, 0.0)], None]], values, [2, 2])
+    table = StepTable.gather([[[(0, 1.0)], None], [[(0, 0.0)], None]], values, [2, 2])
     assert table is not None
     assert table.groups_without_spread(values, torch.tensor([0.0, 1.0]), 2) == [0]
     assert table.groups_without_spread(values, torch.tensor([-0.5, 1.0]), 2) == []

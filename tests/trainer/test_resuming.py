@@ -321,6 +321,20 @@ def test_the_plan_is_in_the_record(tmp_path: Path) -> None:
     assert plan["rollout"]["plan"]["rows"] > 0
 
 
+def test_a_second_run_of_a_trainer_starts_with_empty_books(tmp_path: Path) -> None:
+    once = iter([fail, int])  # the second run is not ended
+    at = At(3, lambda: next(once)())
+    trainer = make(tmp_path, GRPOTrainer, max_steps=4, logging_steps=2, callbacks=[at])
+    with pytest.raises(RuntimeError, match="killed"):
+        trainer.train()  # with an update that is not logged
+    averaged: list[int] = []
+    take = trainer.metrics.take
+    trainer.metrics.take = lambda mode: averaged.append(len(trainer.metrics.values[mode]["reward"])) or take(mode)
+    trainer.train()
+    assert averaged[:2] == [2, 2]
+    assert "plan" in Run(tmp_path).environment["starts"][-1]
+
+
 @pytest.mark.parametrize(
     ("record", "written"),
     [

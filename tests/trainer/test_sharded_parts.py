@@ -17,7 +17,7 @@ from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, plan_whole_weights, training_bytes
 from gruppo.policy.sharding import Sharding, WholeWeights, compute_dtype, shape_of, sharding_of
 from gruppo.trainer.processes.sharded import SAVES_WHOLE, find_sharding, least_plan, reject_together
-from gruppo.trainer.update.rows import Update
+from gruppo.trainer.update.rows import PackedUpdate
 from tests.helpers import tiny_gpt2, tiny_model
 from tests.trainer.scripted import make_trainer
 from tests.trainer.test_parity import rows
@@ -345,7 +345,7 @@ def test_a_process_that_knows_its_entropies_enters_the_collectives_of_one_that_d
         batch = rows()
         batch.advantages = torch.zeros(len(batch))
         batch.engine_entropies = torch.ones(batch.completion_ids.shape) if known else None
-        update = Update.of([batch], UpdateSize(4, 24, 1))
+        update = PackedUpdate.of([batch], UpdateSize(4, 24, 1))
         with trainer.packed.active(trainer.model):
             trainer._run_skipped_rows(trainer.model, update, update.packer(share=True), UpdatePlan(99, 99, False))
         seen.append((list(entered), bool(update.ran_B.any())))

@@ -334,7 +334,7 @@ def _response_by(deadline: float) -> type[http.client.HTTPResponse]:
     class Response(http.client.HTTPResponse):
         def __init__(self, sock: Any, *args: Any, **settings: Any):
             super().__init__(sock, *args, **settings)
-            self.fp = io.BufferedReader(_InTime(self.fp.detach(), sock, deadline))  # type: ignore[attr-defined]
+            self.fp = io.BufferedReader(_InTime(self.fp.detach(), sock, deadline))
 
     return Response
 

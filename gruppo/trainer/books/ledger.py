@@ -10,8 +10,8 @@ to learning are counted by class:
     padding          positions that were computed but hold no token
     stale            tokens trained on after the weights that sampled them had changed
 
-A completion may be in several of these classes; tokens in none of them are useful. All counts come from numbers that
-are already on the host, so no process waits for its device or for another process.
+A completion may be in several of these classes; tokens in none of them are useful. Nothing here waits
+for another process, and an update waits for its device once, when its metrics are read anyway.
 """
 
 from collections.abc import Sequence

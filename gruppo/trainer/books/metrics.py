@@ -67,8 +67,9 @@ class MetricStore:
         self._pending.append(stats)
 
     def discard(self) -> None:
-        """Drop the deferred statistics of an update that was interrupted."""
+        """Drop what an earlier run has not logged, and the deferred statistics of an update that was interrupted."""
         self._pending = []
+        self.values["train"].clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The training metrics that wait for the next log."""

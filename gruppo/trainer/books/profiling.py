@@ -10,7 +10,7 @@ import torch
 
 
 class Timings:
-    """Seconds and number of calls per phase, summed over the run.
+    """Seconds and number of calls per phase, summed since the trainer was made.
 
     Example:
         trainer.timings.seconds == {"transformers.generate": 12.3, "compute_loss": 4.5, …}

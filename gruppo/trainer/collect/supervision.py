@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -28,7 +27,6 @@ class StepTable:
     @classmethod
     def gather(
         cls,
-        accelerator: Any,
         steps: Sequence[Sequence[Steps | None]] | None,
         values_BR: Tensor,
         lengths: Sequence[int],
@@ -39,12 +37,11 @@ class StepTable:
         If a reward returned steps for some rows and a number for others, the number counts as a single step that ends
         with the completion.
         """
-        gather = gather_object if accelerator.num_processes > 1 else list
         # First find the rewards that return steps: on some processes such a reward may have returned numbers only.
-        stepping = sorted(set().union(*gather([_stepping(steps)])))
+        stepping = sorted(set().union(*gather_object([_stepping(steps)])))
         if not stepping:
             return None
-        parts = gather([(len(lengths), _listed(stepping, steps, values_BR.tolist(), lengths))])
+        parts = gather_object([(len(lengths), _listed(stepping, steps, values_BR.tolist(), lengths))])
         by_reward = {}
         for reward in stepping:
             entries, first = [], 0

@@ -29,7 +29,7 @@ class RolloutUnderWay:
 
 
 class Place(NamedTuple):
-    """The position of a generation in the program."""
+    """The position of a generation among all runs of this trainer."""
 
     run: int  # number of the call of `train`
     epoch: int

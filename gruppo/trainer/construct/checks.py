@@ -95,7 +95,7 @@ def check_datasets(train: Any, evaluation: Any, args: Any, encoder: PromptEncode
 
 def check_train_dataset(dataset: Any, args: Any, encoder: PromptEncoder | None, images: bool = False) -> None:
     """Check the training prompts: type, columns, size, and, with an encoder, that they can be encoded."""
-    prompts = args.generation_batch_size // args.num_generations
+    prompts = args.prompts_per_generation
     if dataset is None:
         raise ConfigError("train_dataset is missing: pass a datasets.Dataset with a `prompt` column.")
     if isinstance(dataset, IterableDataset):

@@ -94,7 +94,7 @@ def rows_of_environment(toolset: Toolset | None, args: Any) -> Dataset | None:
         )
     if args.max_steps <= 0:
         raise ConfigError("train_dataset=None: an environment has no length. Set max_steps.")
-    count = args.generation_batch_size // args.num_generations
+    count = args.prompts_per_generation
     return Dataset.from_list([{"prompt": [{"role": "user", "content": ""}]}] * count)
 
 

@@ -112,11 +112,12 @@ def print_prompt_completions_sample(
         # A separate random generator: displaying a run must not change it.
         chosen = sorted(random.Random(step).sample(chosen, min(num_samples, len(chosen))))
     table = Table(show_header=True, header_style="bold", expand=True)
-    columns = {"Prompt": prompts, "Completion": completions, **rewards, "Advantage": advantages, **(extra or {})}
+    given = {"Prompt": prompts, "Completion": completions, **rewards, "Advantage": advantages, **(extra or {})}
+    columns = {name: list(values) for name, values in given.items()}
     for name in columns:
         table.add_column(Text(name), justify="left" if name in ("Prompt", "Completion") else "right")
     for i in chosen:
-        table.add_row(*(_cell(list(values)[i]) for values in columns.values()))
+        table.add_row(*(_cell(values[i]) for values in columns.values()))
         table.add_section()
     (console or Console()).print(Panel(table, title=f"Step {step}", border_style="bold white"))
 

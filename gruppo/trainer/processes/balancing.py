@@ -20,7 +20,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from gruppo.data.collate import trim
-from gruppo.trainer.update.rows import Update
+from gruppo.policy.packing import prompts_of
+from gruppo.trainer.update.rows import PackedUpdate
 from gruppo.types import TrainBatch
 
 OWN_WORK = ("sampling", "running tools", "asking the rewards", "computing log-probs")  # besides the update
@@ -36,7 +37,7 @@ class Move(NamedTuple):
     target: int
 
 
-def plan_moves(costs: Sequence[Sequence[int]], worthwhile: float = WORTHWHILE) -> list[Move]:
+def plan_moves(costs: Sequence[Sequence[int]]) -> list[Move]:
     """The moves that make the loads of processes about equal, given the costs of each process's units of work.
 
     Repeatedly, the process with the largest load gives the one with the smallest load the unit that makes their loads
@@ -49,7 +50,7 @@ def plan_moves(costs: Sequence[Sequence[int]], worthwhile: float = WORTHWHILE) -
     loads = [sum(own) for own in costs]
     left = [dict(enumerate(own)) for own in costs]
     moves: list[Move] = []
-    if not sum(loads) or max(loads) * len(loads) <= worthwhile * sum(loads):
+    if not sum(loads) or max(loads) * len(loads) <= WORTHWHILE * sum(loads):
         return moves
     while True:
         source, target = loads.index(max(loads)), loads.index(min(loads))
@@ -76,10 +77,10 @@ def units_of(batch: TrainBatch, rows: Sequence[int]) -> tuple[list[list[int]], l
     twice as many tokens as the prompt.
     """
     prompts, completions = batch.prompt_mask.sum(1).tolist(), batch.completion_mask.sum(1).tolist()
+    keys = [prompt.tobytes() for prompt in prompts_of(batch)]
     groups: dict[bytes, list[list[int]]] = {}
     for row in rows:
-        key = batch.prompt_ids[row][batch.prompt_mask[row].bool()].cpu().numpy().tobytes()
-        parts = groups.setdefault(key, [[]])
+        parts = groups.setdefault(keys[row], [[]])
         if sum(completions[other] for other in parts[-1]) >= 2 * prompts[row] and parts[-1]:
             parts.append([])
         parts[-1].append(row)
@@ -91,21 +92,16 @@ def units_of(batch: TrainBatch, rows: Sequence[int]) -> tuple[list[list[int]], l
 class RowExchange:
     """The rows that this process runs in an update."""
 
-    home: Update
-    run: Update  # the rows that are run: first own rows, then guests
+    home: PackedUpdate
+    run: PackedUpdate  # the rows that are run: first own rows, then guests
     kept: list[int]  # own rows that are run here, in order
     guests: list[tuple[int, list[int], int]]  # rows of other processes, in order: home process, rows there, width
 
     @classmethod
-    def of(cls, accelerator: Any, update: Update, rows: Sequence[int]) -> "RowExchange | None":
-        """Exchange rows between all processes; None if all rows stay where they are."""
-        units, costs = units_of(update.batch, rows)
-        every: list[list[int]] = gather_object([costs])
-        moves = plan_moves(every)
-        update.costs = [sum(own) for own in every]
-        if not moves:
-            return None
-        process = accelerator.process_index
+    def of(
+        cls, process: int, update: PackedUpdate, units: Sequence[list[int]], moves: Sequence[Move]
+    ) -> "RowExchange":
+        """Send the units that `process`, this one, gives away, and receive those that it gets."""
         given = {move.unit: move.target for move in moves if move.source == process}
         rows_for: dict[int, list[int]] = {}
         for unit, target in given.items():
@@ -116,7 +112,7 @@ class RowExchange:
         device = update.batch.completion_ids.device
         batches = [update.batch.rows(torch.tensor(kept, device=device))]
         batches += [TrainBatch.from_dict({k: v.to(device) for k, v in p["rows"].items()}) for p in arrived]
-        run = Update.of(batches, update.size)
+        run = PackedUpdate.of(batches, update.size)
         run.tokens_B1 = torch.cat([update.tokens_B1[kept], *(p["tokens"].to(update.tokens_B1) for p in arrived)])
         guests = [(p["source"], p["places"], p["rows"]["completion_ids"].shape[1]) for p in arrived]
         return cls(update, run, kept, guests)
@@ -146,7 +142,7 @@ class RowExchange:
         home.ran_B[rows] = True
 
 
-def _parcel(update: Update, source: int, rows: list[int], target: int) -> dict[str, Any]:
+def _parcel(update: PackedUpdate, source: int, rows: list[int], target: int) -> dict[str, Any]:
     index = torch.tensor(rows, device=update.batch.completion_ids.device)
     tensors = trim({k: v for k, v in update.batch.rows(index).to_dict().items() if v.dim()})
     return {
@@ -158,14 +154,18 @@ def _parcel(update: Update, source: int, rows: list[int], target: int) -> dict[s
     }
 
 
-def exchange_rows(trainer: Any, update: Update, rows: Sequence[int]) -> RowExchange | None:
+def exchange_rows(trainer: Any, update: PackedUpdate, rows: Sequence[int]) -> RowExchange | None:
     """Balance the tokens that processes run; None if all rows stay on their home process."""
     alone = trainer.accelerator.num_processes == 1 or not trainer.args.balance_processes
     # The entropy threshold and the router loss are computed over a micro-batch as a whole.
     if alone or trainer.entropy_share < 1 or trainer.aux_loss_enabled:
         return None
+    units, costs = units_of(update.batch, rows)
     with trainer.presence.waiting():
-        return RowExchange.of(trainer.accelerator, update, rows)
+        every: list[list[int]] = gather_object([costs])
+        trainer._this_update.costs = [sum(own) for own in every]
+        moves = plan_moves(every)
+        return RowExchange.of(trainer.accelerator.process_index, update, units, moves) if moves else None
 
 
 def report_stragglers(trainer: Any, passes: float, costs: Sequence[int]) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,11 @@ class EntropyControl:
         """The weight of the bonus in the current update."""
         return active_entropy_coef(self.coef, self.last_entropy, self.target, self.adaptive)
 
-    def update(self, entropies: Sequence[tuple[float, float]]) -> None:
-        """End an update, given its (sum of entropies, tokens) per micro-batch."""
-        total, tokens = (sum(values) for values in zip(*entropies, strict=True)) if entropies else (0.0, 0.0)
-        if not self.adaptive or not tokens:
+    def update(self, entropy: float | None) -> None:
+        """End an update, given the mean entropy of its tokens; None if it had none."""
+        if not self.adaptive or entropy is None:
             return
-        self.last_entropy = total / tokens
+        self.last_entropy = entropy
         self.coef = next_entropy_coef(self.coef, self.last_entropy, self.target, self.delta, self.low, self.high)
 
     def state_dict(self) -> dict[str, float]:

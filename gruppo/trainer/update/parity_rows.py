@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from gruppo.plan.budgets import PARITY_TOKENS
+from gruppo.policy.packing import prompts_of
 from gruppo.types import TrainBatch
 
 
@@ -16,9 +17,9 @@ def choose(batch: TrainBatch, count: int) -> TrainBatch | None:
     batch = TrainBatch(batch.prompt_ids, batch.prompt_mask, **cut)
     lengths, scored = batch.completion_mask.sum(1).tolist(), batch.loss_mask_BT.any(1).tolist()
     groups: dict[bytes, list[int]] = {}
-    for row, (ids, on) in enumerate(zip(batch.prompt_ids.cpu(), batch.prompt_mask.bool().cpu(), strict=True)):
+    for row, prompt in enumerate(prompts_of(batch)):
         if scored[row]:
-            groups.setdefault(ids[on].numpy().tobytes(), []).append(row)
+            groups.setdefault(prompt.tobytes(), []).append(row)
     if not groups:
         return None
     first, *others = sorted(groups.values(), key=lambda members: len(members) < 2)

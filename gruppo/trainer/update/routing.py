@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gruppo.algo.reduce import UpdateSize
 from gruppo.policy.routing import Routing
-from gruppo.trainer.update.rows import Update
+from gruppo.trainer.update.rows import PackedUpdate
 
 
 def share_of_micro_batch(router_loss: Tensor, coefficient: float, size: UpdateSize) -> Tensor:
@@ -17,7 +17,7 @@ def share_of_micro_batch(router_loss: Tensor, coefficient: float, size: UpdateSi
     return coefficient * router_loss / size.micro_batches
 
 
-def share_of_pack(routing: Routing, update: Update, micro_batch: int, coefficient: float) -> Tensor:
+def share_of_pack(routing: Routing, update: PackedUpdate, micro_batch: int, coefficient: float) -> Tensor:
     """A pack's share, from the routing of its own tokens and how often the whole micro-batch chose each expert."""
     whole = update.routing.setdefault(micro_batch, routing.detach())
     return share_of_micro_batch(whole.loss(routing), coefficient, update.size)

@@ -16,7 +16,7 @@ from gruppo.types import TrainBatch
 
 
 @dataclass
-class Update:
+class PackedUpdate:
     """All rows that this process contributes to an update.
 
     They come in nominal micro-batches (`per_device_train_batch_size` rows each), on which metrics and some losses are
@@ -32,12 +32,11 @@ class Update:
     ran_B: Tensor  # bool
     tokens_B1: Tensor  # (B, 1): the loss tokens of the micro-batch that each row belongs to
     thresholds: list[Tensor | None] = field(default_factory=list)  # entropy thresholds, per micro-batch
-    costs: list[int] = field(default_factory=list)  # tokens of each process, before rows were exchanged
     routing: dict[int, Routing] = field(default_factory=dict)  # of a mixture-of-experts model, by micro-batch
     passes: list[tuple[PackedRows, bool]] = field(default_factory=list)  # packs that were run; True: with backward
 
     @classmethod
-    def of(cls, batches: Sequence[TrainBatch], size: UpdateSize) -> "Update":
+    def of(cls, batches: Sequence[TrainBatch], size: UpdateSize) -> "PackedUpdate":
         bounds = [0, *accumulate(map(len, batches))]
         batch = join(batches)
         shape, device = batch.completion_ids.shape, batch.completion_ids.device

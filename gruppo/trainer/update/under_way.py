@@ -19,9 +19,10 @@ class UpdateUnderWay:
     grad_norm: float = math.nan
     means: Mapping[str, float | None] = field(default_factory=dict)  # over its loss tokens, for the audits
     costs: Sequence[int] = ()  # tokens of each process, before rows were exchanged
+    padded: list[TrainBatch] = field(default_factory=list)  # micro-batches of padded rows that were run
     seconds: float = 0.0  # of rollout and passes so far
     pass_seconds: float = 0.0  # of the passes alone
-    ended: bool = False  # its gradients are computed, but not yet examined
+    ended: bool = False  # its backward passes are done, and what follows the optimizer's step is still due
 
     def micro_batches(self) -> list[TrainBatch]:
         """The micro-batches, without entries that a subclass has added."""
