@@ -1,5 +1,6 @@
 """The common base of GRPOConfig and RLOOConfig, combined from one mixin per concern."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -109,6 +110,11 @@ class PolicyConfig(
         super().__post_init__()
         for name in unset:
             setattr(self, name, None)
+        for pair in RENAMED[1:]:  # torch would take options without `use_reentrant` as a request for the older variant
+            for name in pair:
+                options = getattr(self, name, None)
+                if isinstance(options, Mapping) and options.get("use_reentrant") is None:
+                    setattr(self, name, {**options, "use_reentrant": False})
 
     def _derive_generation_batch(self) -> None:
         """Derive steps_per_generation and generation_batch_size from each other.

@@ -90,7 +90,7 @@ def check_checkpointing_kwargs(config: Any) -> None:
     from torch.utils.checkpoint import checkpoint  # here, since ModelConfig does without torch
     from transformers import PreTrainedModel
 
-    known = set(inspect.signature(checkpoint).parameters) - {"function", "args", "kwargs"}
+    known = {*inspect.signature(checkpoint).parameters, "preserve_rng_state"} - {"function", "args", "kwargs"}
     if hasattr(PreTrainedModel, "activation_checkpointing_enable"):  # from transformers 5.23
         known |= {"every_n_layers", "offload"}
     for name in config.gradient_checkpointing_kwargs:

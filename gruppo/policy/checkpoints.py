@@ -18,7 +18,7 @@ def enable_checkpointing(policy: Any, args: Any) -> None:
     further = {name: options.pop(name) for name in _OF_TRANSFORMERS if name in options}
     # The first is the name in transformers 5.23 and later.
     enable = getattr(policy, "activation_checkpointing_enable", None) or policy.gradient_checkpointing_enable
-    enable(options or {"use_reentrant": False}, **further)
+    enable({"use_reentrant": False} | options, **further)
     require_input_gradients(policy, args)
 
 

@@ -30,7 +30,7 @@ from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
 from gruppo.policy.quantised import is_quantised, with_quantisation
 from gruppo.policy.sharding import is_tensor_parallel, shape_of
-from gruppo.policy.unwrap import dropouts, functional_dropouts
+from gruppo.policy.unwrap import dropouts, functional_dropouts, inner_model
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,19 @@ def reject_tensor_parallel(kwargs: Mapping[str, Any]) -> None:
 
 
 def compiled_in_place(model: Any) -> Any:
-    """The module inside a `torch.compile` wrapper, compiled in place in the same way; its names have no prefix."""
+    """The model without `torch.compile` wrappers, of itself or its parts, whose names would have a prefix.
+
+    What was wrapped is compiled in place in the same way.
+    """
+    model = _without_wrapper(model)
+    for module in list(model.modules()) if isinstance(model, nn.Module) else ():
+        for name, part in module.named_children():
+            if (inside := _without_wrapper(part)) is not part:
+                setattr(module, name, inside)
+    return model
+
+
+def _without_wrapper(model: Any) -> Any:
     if not hasattr(model, "_orig_mod") or not hasattr(model, "dynamo_ctx"):
         return model
     module: Any = model._orig_mod
@@ -180,6 +192,16 @@ def placeholder_ids(model: Any) -> list[int]:
     found = (getattr(model.config, name, None) for name in names)
     known = model.get_input_embeddings().weight.shape[0]  # a config may name tokens that its model does not have
     return sorted({token for token in found if isinstance(token, int) and 0 <= token < known})
+
+
+def trained_vision_weights(model: Any) -> list[nn.Parameter]:
+    """The trainable weights of a vision-language model that rows without images do not use; empty for a text model."""
+    inner = inner_model(model)
+    if not placeholder_ids(inner):
+        return []
+    text = (inner.get_decoder(), inner.get_input_embeddings(), inner.get_output_embeddings())
+    used = {id(weight) for part in text if part is not None for weight in part.parameters()}
+    return [weight for weight in model.parameters() if weight.requires_grad and id(weight) not in used]
 
 
 def model_name(model: Any) -> str:

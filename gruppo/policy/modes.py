@@ -52,7 +52,7 @@ def has_reentrant_checkpoints(model: nn.Module) -> bool:
     """Whether reentrant gradient checkpointing, the older variant, is on."""
     on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     options = [getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", None) for module in on]
-    return any(option is not None and option.get("use_reentrant", True) for option in options)
+    return any(option is not None and option.get("use_reentrant") is not False for option in options)
 
 
 def may_recompute_reentrantly(model: nn.Module, args: Any) -> bool:
@@ -61,6 +61,16 @@ def may_recompute_reentrantly(model: nn.Module, args: Any) -> bool:
         "use_reentrant"
     )
     return bool(asked) or has_reentrant_checkpoints(model)
+
+
+def looks_for_unused_weights(model: nn.Module, args: Any) -> bool:
+    """Whether DDP looks for weights that an update leaves out.
+
+    It must where a process whose rows have no images does not use the vision weights. transformers' default is not to
+    with any checkpointing, but only with the reentrant one it must not.
+    """
+    asked = args.ddp_find_unused_parameters
+    return not may_recompute_reentrantly(model, args) if asked is None else bool(asked)
 
 
 def arithmetic_dtype(model: nn.Module, autocast_dtype: torch.dtype | None = None) -> torch.dtype:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gruppo.errors import ConfigError
 from gruppo.policy.adapters import is_peft_model
 from gruppo.policy.quantised import is_quantised
-from gruppo.policy.sharding import full_value, is_sharded, plain_name
+from gruppo.policy.sharding import full_value, is_sharded, plain_name, shape_of
 from gruppo.policy.unwrap import inner_model
 
 __all__ = ["check_copyable", "named_weights"]
@@ -91,7 +91,7 @@ def _checkpoint_names(inner: Any) -> Callable[[str, Tensor], Walk] | None:
 
     if not hasattr(inner, "save_pretrained"):
         return None
-    here = {plain_name(name): torch.empty(p.shape, device="meta") for name, p in inner.named_parameters()}
+    here = {plain_name(name): torch.empty(shape_of(p), device="meta") for name, p in inner.named_parameters()}
     here = {name: tensor for name, tensor in here.items() if ".base_layer." not in name}
     saved = revert_weight_conversion(inner, here)
     if saved.keys() == here.keys():

@@ -28,6 +28,8 @@ class RolloutBackend:
     lockstep = False  # all processes must call `sample` equally often, each time with at least one request
     _is_ready = False
     pause: Callable[[], None] = staticmethod(lambda: None)  # called periodically while sampling; may raise to stop it
+    # A context in which a process works by itself, with the name of what it does, for those that wait for it.
+    working: Callable[[str], AbstractContextManager[None]] = staticmethod(lambda phase: nullcontext())
     clock: Callable[[], Any] = staticmethod(lambda: None)  # returns a new value after each update of the weights
     context_length: int | None = None  # most tokens of prompt and completion together; None: the model's limit
     has_own_weights = False  # it samples from a copy, so its log-probs come from another program's arithmetic

@@ -6,13 +6,13 @@
 from collections import deque
 from typing import Any
 
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import Tensor
 
 from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError
 from gruppo.policy import loading
-from gruppo.policy.modes import autocast_dtype
+from gruppo.policy.modes import autocast_dtype, looks_for_unused_weights
 from gruppo.policy.routing import router_coefficient
 from gruppo.policy.unwrap import bare_model
 from gruppo.rewards.resolve import resolve_rewards
@@ -98,7 +98,6 @@ class PolicyTrainer(KnownNames):
             trust_remote_code=args.trust_remote_code,
         )
         self.prompt_encoder = preparing.make_prompt_encoder(self.toolset, policy, processing, args)
-        preparing.settle_unused_weights(args, policy, images=self.prompt_encoder.takes_images)
         if rollout_func is not None and args.max_prompt_length is not None:
             raise ConfigError("max_prompt_length has no effect with rollout_func, which renders the prompts itself.")
         train_dataset = tooling.rows_of_environment(self.toolset, args) if train_dataset is None else train_dataset
@@ -120,6 +119,14 @@ class PolicyTrainer(KnownNames):
         self._make_parts(rewards, rollout_func)
 
     # ---- construction
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Trainer's method, with another default for `ddp_find_unused_parameters`."""
+        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        for handler in built["kwargs_handlers"]:
+            if isinstance(handler, DistributedDataParallelKwargs):
+                handler.find_unused_parameters = looks_for_unused_weights(self.model, self.args)
+        return built
 
     def _make_parts(self, rewards: tuple[list[Any], list[Any], Tensor], rollout_func: Any) -> None:
         """Make everything that needs the accelerator, which exists once Trainer is initialised."""
@@ -219,6 +226,7 @@ class PolicyTrainer(KnownNames):
             checks.warn_biased_sampling(self)
         self.backend.pause = self.stopper.check
         self.backend.clock = lambda: self.state.global_step
+        self.backend.working = self.presence.during
         self.tool_loop = make_tool_loop(self, lambda count: self._summed([count])[0])
         sharded.reject_together(self)
 

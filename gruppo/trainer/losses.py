@@ -157,7 +157,9 @@ class Losses(Collecting):
         share = self.entropy_share
         if share >= 1:
             return None
-        entropies = gather_rows(self.accelerator, entropy_BT.detach()[mask_BT.bool()])
+        local = entropy_BT.detach()[mask_BT.bool()]
+        with self.presence.waiting(), self._stopwatch.paused():
+            entropies = gather_rows(self.accelerator, local)
         return entropy_threshold(entropies, share)
 
     def _defer_stats(

@@ -223,7 +223,7 @@ class Sampling(LogProbs):
             return
         if self._ahead.flight is not None:
             start = time.perf_counter()
-            with self.timer("wait_for_rollouts"):
+            with self.timer("wait_for_rollouts"), self.presence.during("waiting for rollouts"):
                 self._ahead.wait(self.backend.pause)
             if self.mode == "train":
                 self.metrics.add("train", {"rollout/wait_seconds": time.perf_counter() - start})

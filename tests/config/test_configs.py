@@ -465,6 +465,17 @@ def test_options_of_checkpointing_are_known(config):
         config(**QUIET, gradient_checkpointing_kwargs={"use_reentrent": False})
 
 
+@pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"preserve_rng_state": False, "use_reentrant": None}])
+def test_options_of_checkpointing_do_not_choose_its_older_variant(options):
+    made = GRPOConfig(**QUIET, gradient_checkpointing=True, gradient_checkpointing_kwargs=options)
+    assert made.gradient_checkpointing_kwargs == options | {"use_reentrant": False}
+    assert replace(made).gradient_checkpointing_kwargs == made.gradient_checkpointing_kwargs
+    assert "use_reentrant" not in options or options["use_reentrant"] is None, "the user's own is left alone"
+    assert GRPOConfig(**QUIET, gradient_checkpointing_kwargs=None).gradient_checkpointing_kwargs is None
+    asked = GRPOConfig(**QUIET, gradient_checkpointing_kwargs={"use_reentrant": True, "early_stop": False})
+    assert asked.gradient_checkpointing_kwargs["use_reentrant"] is True
+
+
 # ---- names of transformers 5.23
 
 

@@ -1,6 +1,7 @@
 """Gradient checkpointing: every way of turning it on gives gradients to all weights that are trained."""
 
 import inspect
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
+from gruppo.errors import ConfigError
 from gruppo.policy.checkpoints import enable_checkpointing, require_input_gradients
-from gruppo.trainer.construct.preparing import recompute_by_default
-from tests.helpers import tiny_model
+from gruppo.policy.modes import has_reentrant_checkpoints
+from gruppo.trainer.construct.preparing import recompute_by_default, reject_other_noise
+from tests.helpers import tiny_gpt2, tiny_model
 from tests.vision.families import FAMILIES
 
 
@@ -41,6 +44,26 @@ def test_by_deepspeed() -> None:
     recompute_by_default(SimpleNamespace(args=asked(use_reentrant=True), model=model, accelerator=accelerator))
     assert model.get_base_model().is_gradient_checkpointing
     assert hooks(tower_of(model)) == 1
+
+
+@pytest.mark.parametrize("options", [{"early_stop": False}, {"use_reentrant": None}, {"use_reentrant": True}])
+def test_a_model_says_which_variant_its_creator_chose(options: dict[str, Any]) -> None:
+    model = tiny_model()
+    assert not has_reentrant_checkpoints(model)
+    model.gradient_checkpointing_enable(options)
+    assert has_reentrant_checkpoints(model), "torch takes it for the older one"
+    model.gradient_checkpointing_enable(options | {"use_reentrant": False})
+    assert not has_reentrant_checkpoints(model)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_layers_that_drop_something_else_when_recomputed(dropout: float) -> None:
+    model = tiny_gpt2(embd_pdrop=dropout, resid_pdrop=dropout, attn_pdrop=dropout).train()
+    args = SimpleNamespace(gradient_checkpointing=True, gradient_checkpointing_kwargs={"preserve_rng_state": False})
+    with pytest.raises(ConfigError, match="set disable_dropout=True") if dropout else nullcontext():
+        reject_other_noise(model, args)
+    args.gradient_checkpointing = False
+    reject_other_noise(model, args)
 
 
 def test_towers_are_listened_to_once_and_only_if_that_is_needed() -> None:

@@ -2,7 +2,8 @@
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -464,6 +465,28 @@ def test_a_server_that_goes_away_is_waited_for(double: Double, monkeypatch: pyte
 
     backend.pause = pause
     assert_sampled_from(model, backend.sample(REQUESTS))
+
+
+def test_it_says_when_it_is_busy_with_the_server(double: Double) -> None:
+    """The trainer names this process if it takes long, instead of counting it among those that wait."""
+    backend, now, entered, during = backend_of(double), [], [], []
+
+    @contextmanager
+    def working(phase: str) -> Iterator[None]:
+        now.append(phase)
+        entered.append(phase)
+        yield
+        now.pop()
+
+    double.before["/update_weights"] = lambda: during.append(list(now))
+    backend.working = working
+    backend.refresh()
+    assert during == [["sending weights"]]
+    backend.begin(REQUESTS)
+    backend.forget()
+    backend.refresh()
+    assert during == [["sending weights"]] * 2
+    assert entered == ["sending weights", "waiting for rollouts", "sending weights"]
 
 
 def test_a_server_that_stays_away_is_an_error(double: Double) -> None:

@@ -67,7 +67,7 @@ def main(folder: Path) -> None:
     if facts.pop("elsewhere", False):  # as if each process were on a different host
         attendance._place = lambda: f"host {RANK}"
     deadline = facts.pop("ddp_timeout", 1800)
-    packed = facts.pop("packed", True)
+    packed, quantile = facts.pop("packed", True), facts.pop("quantile", 1.0)
     if (stage := facts.pop("zero", None)) is not None:
         zero.prepare()
         os.environ.pop("ACCELERATE_USE_CPU")
@@ -99,6 +99,7 @@ def main(folder: Path) -> None:
         per_device_train_batch_size=4,
         logging_steps=1,
         packed_update=packed,
+        top_entropy_quantile=quantile,
         **({} if stage is None else {"deepspeed": zero.config(stage)}),
     )
     trainer.model.model.layers[0].register_forward_pre_hook(lambda *_: mishap("update"))

@@ -1,6 +1,7 @@
 """Rows that go where there is least to do: the plan, the exchange, and what is logged about it."""
 
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,19 @@ def test_a_stopwatch_forgets_what_was_taken() -> None:
     watch.stop()
     assert watch.take() > 0.0
     assert watch.take() == 0.0
+
+
+def test_a_stopwatch_does_not_count_its_pauses() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    with watch.paused():
+        pass
+    assert watch.take() == 0.0, "a pause does not start it"
+    watch.start()
+    with watch.paused():
+        time.sleep(0.3)
+    time.sleep(0.01)
+    watch.stop()
+    assert 0.01 <= watch.take() < 0.3
 
 
 @pytest.mark.medium

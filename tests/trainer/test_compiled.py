@@ -54,6 +54,13 @@ def layers_compiled(backend: Any) -> Any:
     return model
 
 
+def layers_wrapped(backend: Any) -> Any:
+    model = tiny_model()
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(layer, backend=backend)
+    return model
+
+
 def in_place(backend: Any) -> Any:
     model = tiny_model()
     model.compile(backend=backend)
@@ -62,12 +69,16 @@ def in_place(backend: Any) -> Any:
 
 TIERED = [
     "torch.compile",
-    *(pytest.param(way, marks=pytest.mark.medium) for way in ("model.compile", "layer.compile")),
+    *(
+        pytest.param(way, marks=pytest.mark.medium)
+        for way in ("model.compile", "layer.compile", "torch.compile(layer)")
+    ),
 ]
 WAYS: dict[str, Callable[[Any], Any]] = {
     "torch.compile": lambda backend: torch.compile(tiny_model(), backend=backend),
     "model.compile": in_place,
     "layer.compile": layers_compiled,
+    "torch.compile(layer)": layers_wrapped,
 }
 
 
@@ -75,7 +86,7 @@ def weights(model: Any) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", TIERED)
 def test_a_compiled_model_is_trained_as_a_plain_one(way: str, tmp_path: Path) -> None:
     backend = Counting()
@@ -91,7 +102,7 @@ def test_a_compiled_model_is_trained_as_a_plain_one(way: str, tmp_path: Path) ->
         assert torch.allclose(weights(trainer.model)[name], weight, atol=1e-5), name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", TIERED)
 def test_it_is_saved_under_its_own_names_and_resumed(way: str, tmp_path: Path) -> None:
     first = make(tmp_path, GRPOTrainer, model=WAYS[way]("eager"), callbacks=[SaveAt(2)], **SETTINGS)

@@ -172,13 +172,16 @@ def test_evaluation_has_it_too(packed: bool, policies: Policies, tmp_path: Path)
 
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("packed", [True, False])
-def test_checkpointing(packed: bool, adapter: bool, policies: Policies, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"use_reentrant": False}, {"early_stop": False}])
+def test_checkpointing(
+    options: dict[str, Any], packed: bool, adapter: bool, policies: Policies, tmp_path: Path
+) -> None:
     policies.use("mixtral")
     if adapter:
         plain = scripted.policy
         policies.monkeypatch.setattr(scripted, "policy", lambda seed, dtype: with_adapter(plain(seed, dtype)))
     settings = {"router_aux_loss_coef": COEFFICIENT, "packed_update": packed}
-    kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}
     saving, _ = update("grpo", tmp_path, **settings, **kwargs)
     plainly, _ = update("grpo", tmp_path, **settings)
     assert all("lora" in name for name in saving) == adapter

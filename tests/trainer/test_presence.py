@@ -305,10 +305,17 @@ def test_slow_is_not_dead(tmp_path: Path) -> None:
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("packed", [True, False])
-def test_one_that_is_slow_in_an_update_is_named(packed: bool, tmp_path: Path) -> None:
-    """Meanwhile the other one waits inside its backward pass; the report of stragglers names the slow one too."""
-    codes, said, _ = run(tmp_path, "update", "sleep", 1, seconds=5.0, patience=1.5, packed=packed)
+@pytest.mark.parametrize(
+    ("packed", "quantile"),
+    [(True, 1.0), (False, 1.0), (True, 0.5), pytest.param(False, 0.5, marks=pytest.mark.slow)],
+)
+def test_one_that_is_slow_in_an_update_is_named(packed: bool, quantile: float, tmp_path: Path) -> None:
+    """Meanwhile the other one waits inside its backward pass; the report of stragglers names the slow one too.
+
+    With `top_entropy_quantile` it waits before that, where processes agree on a threshold.
+    """
+    how = {"packed": packed, "quantile": quantile}
+    codes, said, _ = run(tmp_path, "update", "sleep", 1, seconds=5.0, patience=1.5, **how)
     assert codes == (0, 0), said
     assert re.search(r"Waiting for process 1 \(updating in update [12], for ", said[0])
     logs = json.loads((tmp_path / "logs0.json").read_text())

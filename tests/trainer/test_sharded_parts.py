@@ -21,6 +21,7 @@ from gruppo.trainer.update.rows import PackedUpdate
 from tests.helpers import tiny_gpt2, tiny_model
 from tests.trainer.scripted import make_trainer
 from tests.trainer.test_parity import rows
+from tests.vision.families import FAMILIES
 
 
 def accelerator(kind: DistributedType, processes: int = 2, **state: Any) -> Any:
@@ -186,12 +187,19 @@ STAGE_3 = accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=SimpleNamespac
         ({"reentrant", "search"}, STAGE_2, None),
         ({"images", "reentrant"}, accelerator(DistributedType.NO, processes=1), None),
         ({"cast", "quantised", "images"}, accelerator(DistributedType.MULTI_GPU), None),
+        ({"vision", "reentrant"}, accelerator(DistributedType.MULTI_GPU), "Freeze them .requires_grad_"),
+        ({"vision", "used"}, accelerator(DistributedType.MULTI_CPU), "leave out use_reentrant=True and ddp_find_unus"),
+        ({"vision", "reentrant", "frozen"}, accelerator(DistributedType.MULTI_GPU), None),
+        ({"vision", "reentrant"}, accelerator(DistributedType.NO, processes=1), None),
+        ({"vision"}, accelerator(DistributedType.MULTI_GPU), None),
         (set(), FULLY, None),
     ],
 )
 def test_models_that_cannot_be_spread(has: set[str], processes: Any, named: str | None) -> None:
-    model = tiny_model()
+    model = FAMILIES["qwen2_vl"].model() if "vision" in has else tiny_model()
     model.is_quantized = "quantised" in has
+    if "frozen" in has:
+        model.model.visual.requires_grad_(False)
     if "reentrant model" in has:
         model.gradient_checkpointing_enable({"use_reentrant": True})
     args = {"gradient_checkpointing_kwargs": {"use_reentrant": True}} if "reentrant" in has else {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from gruppo import GRPOConfig, GRPOTrainer
@@ -19,6 +20,7 @@ from gruppo.trainer.callbacks import SyncRefModelCallback
 from gruppo.trainer.construct.frozen import InStep
 from tests import zero
 from tests.helpers import base_args, prompts, tiny_model, tiny_tokenizer
+from tests.policy.experts import experts
 from tests.rewards.test_models import classifier
 from tests.sharded import weights_of
 from tests.trainer.scripted import lora
@@ -154,6 +156,16 @@ def blended(folder: Path) -> None:
     SyncRefModelCallback.sync_target_model(policy, reference, 0.5)
     same(weights_of(reference), expected, atol=1e-6)
     same(dict(named_weights(policy)), weights_of(policy))  # as for a sampler that keeps its own copy
+    # Experts are saved one by one, and so they are sent.
+    run = trainer_of(folder / "experts", 2, stage=3, model=experts("mixtral"), rollout_backend="transformers", **STEPS)
+    sent = {name: weight.clone() for name, weight in named_weights(run.model)}
+    run.train()
+    run.save_model(str(folder / "experts" / "final"))
+    moved = dict(named_weights(run.model))
+    assert any("experts.1." in name for name in sent)
+    assert not torch.equal(sent["lm_head.weight"], moved["lm_head.weight"])
+    if RANK == 0:
+        same(moved, load_file(folder / "experts" / "final" / "model.safetensors"))
 
 
 class Spoiled(torch.autograd.Function):

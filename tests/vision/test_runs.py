@@ -11,6 +11,8 @@ from gruppo.rollout.base import RolloutBackend
 from gruppo.trainer.resume.state import pack_queue, unpack_queue
 from gruppo.types import Completion, SampleRequest, StopReason, Vision
 from tests.processes import run_together
+from tests.trainer.scripted import relative_difference
+from tests.vision import two_processes
 from tests.vision.families import FAMILIES
 from tests.vision.runs import make, weights
 
@@ -148,10 +150,13 @@ def test_a_tool_answers_after_an_image(tmp_path: Path, name: str, kind: str) -> 
 
 
 @pytest.mark.medium
-def test_one_process_has_all_the_images(tmp_path: Path) -> None:
+def test_two_processes_make_the_updates_of_one(tmp_path: Path) -> None:
     run_together(2, "tests.vision.two_processes", tmp_path)
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
-    assert all(torch.equal(first[key], second[key]) for key in first)
-    before = weights(make(tmp_path / "new"))
-    moved = [key for key in first if not torch.equal(first[key], before[key])]
-    assert any("visual" in key for key in moved)
+    for name, settings in two_processes.CASES.items():
+        first, second = (torch.load(tmp_path / f"{name}{rank}.pt") for rank in (0, 1))
+        alone = two_processes.update(tmp_path / "alone", name, 1)
+        assert all(torch.equal(first[key], second[key]) for key in first), name
+        moved = {key for key in first if first[key].any()}
+        assert any("visual" in key for key in moved) == (settings["images"] is not None), name
+        assert moved == {key for key in alone if alone[key].any()}, name
+        assert relative_difference({key: alone[key] for key in moved}, first) < 1e-10, name

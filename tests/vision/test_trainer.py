@@ -93,7 +93,7 @@ def test_the_fast_ways_are_left_with_a_word(tmp_path: Path, caplog: pytest.LogCa
     assert trainer.backend.name == "transformers"
     assert trainer.packed is None
     assert trainer.backend.config.suppress_tokens == [6, 7] == sorted(trainer.prompt_encoder.placeholders)
-    assert trainer.args.ddp_find_unused_parameters is True
+    assert trainer.accelerator.ddp_handler.find_unused_parameters is True
 
 
 def test_a_suppressed_token_of_the_users_is_kept_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -126,7 +126,8 @@ class VLLMColocateBackend(VLLMBackend):
             )
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        with self.working("sending weights"):
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
 
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:

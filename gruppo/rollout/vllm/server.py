@@ -28,7 +28,7 @@ from gruppo.rollout.vllm.client import Line, ServerDownError, ServerFacts, VLLMC
 from gruppo.rollout.vllm.inflight import InFlight, abandon
 from gruppo.rollout.vllm.requests import Answer, Ask, http_answers, http_request
 from gruppo.rollout.vllm.threads import all_at_once
-from gruppo.rollout.vllm.transfer import make_sender, push
+from gruppo.rollout.vllm.transfer import Sender, Weights, make_sender, push
 from gruppo.types import SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -101,10 +101,11 @@ class VLLMServerBackend(VLLMBackend):
         self._restarted = False
         sender = self.sender
         with self._claim.sending(sender) as self._copy:
-            walked(
-                self.policy(),
-                None if sender is None else lambda weights: push(self.client, sender, self.facts, weights),
-            )
+            walked(self.policy(), None if sender is None else lambda weights: self._push(sender, weights))
+
+    def _push(self, sender: Sender, weights: Weights) -> None:
+        with self.working("sending weights"):
+            push(self.client, sender, self.facts, weights)
 
     def _agree_on_server(self) -> None:
         """Make all processes use the server instance that the main one sees now, in case it has just restarted."""
@@ -121,7 +122,8 @@ class VLLMServerBackend(VLLMBackend):
 
     def _settle(self) -> None:
         if self._in_flight is not None:
-            self._in_flight.settle(self.pause)
+            with self.working("waiting for rollouts"):
+                self._in_flight.settle(self.pause)
             self._in_flight = None
 
     # ---- samples

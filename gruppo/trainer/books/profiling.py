@@ -26,7 +26,7 @@ class Timings:
 
 
 class Stopwatch:
-    """Device time between a start and a stop, measured without synchronising at either of them.
+    """Device time between starts and stops, measured without synchronising at any of them.
 
     Example:
         watch.start()
@@ -38,24 +38,35 @@ class Stopwatch:
 
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"
-        self._begun: Any = None
-        self._ended: Any = None
+        self._begun: Any = None  # None: it is not running
+        self._spans: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
-        self._begun, self._ended = self._now(), None
+        self._begun = self._now()
 
     def stop(self) -> None:
-        self._ended = self._now()
+        if self._begun is not None:
+            self._spans.append((self._begun, self._now()))
+            self._begun = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside this context it does not run; after it, it runs if it did before."""
+        ran = self._begun is not None
+        self.stop()
+        try:
+            yield
+        finally:
+            if ran:
+                self.start()
 
     def take(self) -> float:
-        begun, ended = self._begun, self._ended
-        self._begun = self._ended = None
-        if begun is None or ended is None:
-            return 0.0
+        spans, self._spans, self._begun = self._spans, [], None
         if not self.on_cuda:
-            return float(ended - begun)
-        ended.synchronize()
-        return float(begun.elapsed_time(ended)) / 1000
+            return float(sum(ended - begun for begun, ended in spans))
+        for _, ended in spans[-1:]:
+            ended.synchronize()
+        return float(sum(begun.elapsed_time(ended) for begun, ended in spans)) / 1000
 
     def _now(self) -> Any:
         if not self.on_cuda:

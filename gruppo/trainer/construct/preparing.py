@@ -13,10 +13,10 @@ from gruppo.policy import adapters, loading
 from gruppo.policy.checkpoints import enable_checkpointing, require_input_gradients
 from gruppo.policy.float32_head import cast_head
 from gruppo.policy.inplace import compiled_modules
-from gruppo.policy.modes import has_reentrant_checkpoints, may_recompute_reentrantly
+from gruppo.policy.modes import has_reentrant_checkpoints
 from gruppo.policy.quantised import keep_input_types, narrow_adapters, reject_adapter, reject_full_training
 from gruppo.policy.routing import router_coefficient
-from gruppo.policy.unwrap import forward_arguments, inner_model
+from gruppo.policy.unwrap import forward_arguments, inner_model, is_noisy
 from gruppo.trainer.construct import tooling
 
 
@@ -55,7 +55,19 @@ def prepare_policy(policy: Any, tokenizer: Any, peft_config: Any, args: Any) -> 
         )
     if args.disable_dropout:
         loading.disable_dropout_in_model(policy)
+    reject_other_noise(policy, args)
     return policy
+
+
+def reject_other_noise(policy: Any, args: Any) -> None:
+    """Raise if a recomputed layer would drop other elements than the layer did: its gradients would be wrong."""
+    options = args.gradient_checkpointing_kwargs or {}
+    forgets = args.gradient_checkpointing is not False and options.get("preserve_rng_state") is False
+    if forgets and is_noisy(policy, inner_model(policy)):
+        raise ConfigError(
+            "gradient_checkpointing_kwargs={'preserve_rng_state': False} recomputes layers with other random numbers, "
+            "but this model draws some in training (dropout, say). Leave the option out, or set disable_dropout=True."
+        )
 
 
 def reject_frozen(policy: Any) -> None:
@@ -75,16 +87,6 @@ def recompute_by_default(trainer: Any) -> None:
     args = trainer.args
     if args.gradient_checkpointing is None and trainer.accelerator.distributed_type is DistributedType.DEEPSPEED:
         enable_checkpointing(trainer.model, args)
-
-
-def settle_unused_weights(args: Any, policy: Any, *, images: bool) -> None:
-    """Tell DDP whether to look for weights that an update leaves out, unless the config does.
-
-    With images it must, because a process whose rows have none does not use the vision weights. With reentrant
-    checkpointing it must not.
-    """
-    if args.ddp_find_unused_parameters is None and (images or may_recompute_reentrantly(policy, args)):
-        args.ddp_find_unused_parameters = images
 
 
 def make_prompt_encoder(toolset: Any, policy: Any, processing: Any, args: Any) -> PromptEncoder:

@@ -24,7 +24,10 @@ from gruppo.policy.packing import prompts_of
 from gruppo.trainer.update.rows import PackedUpdate
 from gruppo.types import TrainBatch
 
-OWN_WORK = ("sampling", "running tools", "asking the rewards", "computing log-probs")  # besides the update
+OWN_WORK = (  # besides the update
+    *("sampling", "waiting for rollouts", "sending weights"),
+    *("running tools", "asking the rewards", "computing log-probs"),
+)
 SLOWEST = "balance/slowest_rank"
 WORTHWHILE = 1.05  # up to this ratio of the largest load to the mean load, no rows are moved
 

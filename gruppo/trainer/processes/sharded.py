@@ -16,7 +16,8 @@ from accelerate.utils import DistributedType, parse_flag_from_env
 
 from gruppo.errors import ConfigError
 from gruppo.plan import UpdatePlan, free_memory, plan_whole_weights, training_bytes
-from gruppo.policy.modes import may_recompute_reentrantly
+from gruppo.policy.loading import trained_vision_weights
+from gruppo.policy.modes import looks_for_unused_weights, may_recompute_reentrantly
 from gruppo.policy.quantised import is_quantised
 from gruppo.policy.sharding import (
     REPLICATED,
@@ -28,7 +29,7 @@ from gruppo.policy.sharding import (
     reduce_in_float32,
     sharding_of,
 )
-from gruppo.policy.unwrap import bare_model, dropouts, functional_dropouts
+from gruppo.policy.unwrap import bare_model, dropouts, functional_dropouts, inner_model
 from gruppo.rollout.select import ShardedSampling
 from gruppo.trainer.processes.collectives import any_process, from_main
 
@@ -45,6 +46,8 @@ def find_sharding(trainer: Any) -> Sharding:
     _warn_not_gathered(trainer, kind)
     if trainer.prompt_encoder.takes_images:
         _reject_images(trainer, kind)
+    else:
+        _reject_idle_vision(trainer)
     if not kind.is_sharded:
         _reject_search_for_unused(trainer)
         return kind
@@ -87,6 +90,23 @@ def _reject_images(trainer: Any, kind: Sharding) -> None:
         raise ConfigError(
             "ddp_find_unused_parameters=False is not available for images on several processes: DDP would wait for "
             "gradients of the vision weights from a process whose rows have no images. Leave it out."
+        )
+
+
+def _reject_idle_vision(trainer: Any) -> None:
+    """Raise where DDP would wait for gradients of vision weights that text does not use."""
+    model, processes = trainer.model, trainer.accelerator
+    if (
+        processes.distributed_type not in REPLICATED
+        or processes.num_processes == 1
+        or not trained_vision_weights(model)
+    ):
+        return
+    if not looks_for_unused_weights(model, trainer.args):
+        raise ConfigError(
+            f"The {type(inner_model(model)).__name__} is trained on text, so its vision weights get no gradient, for "
+            "which DDP would wait. Freeze them (requires_grad_(False)), train an adapter, or leave out "
+            "use_reentrant=True and ddp_find_unused_parameters=False."
         )
 
 
