@@ -14,6 +14,9 @@ All modes use the same model, prompts, seed and settings, and run in one process
     server-unseeded  the same; completions have no seeds of their own
     colocate-regex   as colocate, with structured outputs: completions must match an expression
     server-regex     the same of a server
+    colocate-ddp     two trainer processes (DDP, a GPU each), each with an engine of its own
+    colocate-tp      the same, with one engine that both share by tensor parallelism
+    server-ddp       the same, with one server; the main process sends the weights
     server-nccl      the server gets its weights by NCCL. Because NCCL refuses two ranks on one GPU of a host, the two
                      processes pose as two hosts: this exercises the code, but its speed is not meaningful
 
@@ -49,6 +52,7 @@ RESULTS = Path(__file__).parent / "results"
 MODES = (
     *("builtin", "colocate", "sleep", "server", "server-async", "server-unseeded", "server-nccl"),
     *("colocate-regex", "server-regex"),
+    *("colocate-ddp", "colocate-tp", "server-ddp"),
 )
 REGEX = "[a-f]{2,4}"
 FIELDS: dict[str, Any] = {
@@ -114,6 +118,7 @@ def config_fields(mode: str, options: argparse.Namespace) -> dict[str, Any]:
         fields |= {"vllm_mode": "server", "vllm_server_port": options.port}
         # The server is already up. Anything that takes longer than this has failed and should raise before the limit.
         return fields | {"vllm_server_timeout": 20.0, "vllm_request_timeout": 60.0} | ahead
+    fields |= {"vllm_tensor_parallel_size": 2} if mode == "colocate-tp" else {}
     return fields | {"vllm_enable_sleep_mode": mode == "sleep"}
 
 
@@ -129,25 +134,25 @@ def train(mode: str, options: argparse.Namespace) -> dict[str, Any]:
         return reward(completions=completions, **columns)
 
     fields = (TINY if options.tiny else FIELDS) | config_fields(mode, options)
-    fields["gradient_accumulation_steps"] = micro_batches(options.groups, fields)
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        args = GRPOConfig(
-            output_dir=folder,
-            max_steps=options.steps,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            record="off",
-            audit="warn",
-            seed=0,
-            **fields,
-        )
-        trainer = GRPOTrainer(str(options.model), noting, args, rows)
-        made = time.perf_counter()
-        trainer.train()
-        seconds = time.perf_counter() - made
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    fields["gradient_accumulation_steps"] = micro_batches(options.groups, fields, processes)
+    start = time.perf_counter()
+    args = GRPOConfig(
+        output_dir=str(options.record.with_suffix(".run")),
+        max_steps=options.steps,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        record="off",
+        audit="warn",
+        seed=0,
+        **fields,
+    )
+    trainer = GRPOTrainer(str(options.model), noting, args, rows)
+    made = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - made
     updates = [log for log in trainer.state.log_history if "loss" in log]
     return {
         "fields": fields,
@@ -164,8 +169,8 @@ def text_of(completion: Any) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
-def micro_batches(groups: int, fields: Mapping[str, Any]) -> int:
-    rows, size = groups * fields["num_generations"], fields["per_device_train_batch_size"]
+def micro_batches(groups: int, fields: Mapping[str, Any], processes: int) -> int:
+    rows, size = groups * fields["num_generations"], fields["per_device_train_batch_size"] * processes
     if rows % size:
         raise ValueError(f"--groups {groups}: {rows} completions are no multiple of {size}")
     return rows // size
@@ -234,7 +239,9 @@ def work(options: argparse.Namespace) -> None:
     if options.tiny:
         torch.set_num_threads(1)
         do_without_cuda(options)
-    options.record.write_text(json.dumps(train(mode, options)))
+    record = train(mode, options)
+    if os.environ.get("RANK", "0") == "0":
+        options.record.write_text(json.dumps(record))
 
 
 def do_without_cuda(options: argparse.Namespace) -> None:

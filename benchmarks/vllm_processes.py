@@ -17,7 +17,8 @@ from typing import Any, Self
 from benchmarks import rollout_vllm, vllm_without_cuda
 
 # Modes with vLLM in the trainer's process; server-nccl needs only vLLM's NCCL code there.
-WITH_VLLM = ("colocate", "colocate-regex", "sleep", "server-nccl")
+WITH_VLLM = ("colocate", "colocate-regex", "colocate-ddp", "colocate-tp", "sleep", "server-nccl")
+TOGETHER = ("colocate-ddp", "colocate-tp", "server-ddp")  # modes of two trainer processes
 # NCCL refuses two ranks on one GPU of a host. With different host ids they count as two hosts and use sockets.
 NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 LEAST = 20.0  # seconds; a mode is not started with less time left
@@ -63,7 +64,8 @@ class Runner:
             self._stop_server()
         record = self.folder / f"{mode}.json"
         seconds = self.left(self.options.limit)
-        command = [sys.executable, str(SCRIPT), *sys.argv[1:], "--modes", mode, "--record", str(record)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if mode in TOGETHER else []
+        command = [sys.executable, *launcher, str(SCRIPT), *sys.argv[1:], "--modes", mode, "--record", str(record)]
         command += ["--port", str(self.options.port), "--model", str(self.options.model), "--limit", str(seconds)]
         with started(command, environment(mode, self.options), self.log_of(mode)) as process:
             code = process.wait(seconds)
