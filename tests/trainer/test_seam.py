@@ -16,6 +16,7 @@ from gruppo import GRPOTrainer
 
 # Methods, and the parameters that are relied on.
 METHODS: dict[str, tuple[str, ...]] = {
+    "_build_accelerator_args": ("kwargs",),
     "_evaluate": ("trial", "ignore_keys_for_eval", "skip_scheduler"),
     "_finalize_training": ("trial", "num_train_samples", "start_time"),
     "_get_eval_sampler": ("eval_dataset",),
