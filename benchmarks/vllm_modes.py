@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=8000, help="of the server (default: %(default)s)")
     parser.add_argument("--limit", type=float, default=150, help="seconds for one mode (default: %(default)s)")
     parser.add_argument(
-        "--start", type=float, default=150, help="seconds for the server's start (default: %(default)s)"
+        "--server-start", type=float, default=150, help="seconds for the server's start (default: %(default)s)"
     )
     parser.add_argument("--total", type=float, default=540, help="seconds for all modes (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a small model and stand-ins, on the CPU")

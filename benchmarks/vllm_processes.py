@@ -131,7 +131,7 @@ class Runner:
                 raise RuntimeError(f"the server ended with {process.returncode}")
 
         client = VLLMClient(f"http://127.0.0.1:{port}", request_timeout=60)
-        client.wait_until_up(self.left(self.options.start), check)
+        client.wait_until_up(self.left(self.options.server_start), check)
 
     def _place_of_ray(self, variables: dict[str, str]) -> Path:
         """A folder with an empty module `ray` if Ray is missing: vLLM's IPC transfer imports it without using it."""

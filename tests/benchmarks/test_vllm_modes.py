@@ -125,7 +125,7 @@ def test_a_tiny_run_of_all_modes(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     without = ("server-nccl", "colocate-regex", "server-regex")  # the stand-ins have neither
     modes = [mode for mode in vllm_modes.MODES if mode not in without]
-    command = [sys.executable, "benchmarks/vllm_modes.py", "--tiny", "--steps", "3", "--groups", "2"]
+    command = [sys.executable, "benchmarks/vllm_modes.py", "--tiny", "--steps", "3", "--groups", "4"]
     command += ["--modes", ",".join(modes), "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=240)
     result = json.loads(out.read_text())
