@@ -137,11 +137,11 @@ def clip_stats(x: Tokens, s: LossSettings) -> dict[str, Stat]:
         return hit.float()[:, 0] if s.reduction == "rows" else _row_shares(hit, x.mask_BT)
 
     return {
-        "clip_ratio/low_mean": _share(low, x.mask_BT),
+        "clip_ratio/low_mean": _share(low, x.mask_BT, s),
         "clip_ratio/low_min": Min(rows(low)),
-        "clip_ratio/high_mean": _share(high, x.mask_BT),
+        "clip_ratio/high_mean": _share(high, x.mask_BT, s),
         "clip_ratio/high_max": Max(rows(high)),
-        "clip_ratio/region_mean": _share(low | high, x.mask_BT),
+        "clip_ratio/region_mean": _share(low | high, x.mask_BT, s),
     }
 
 
@@ -149,7 +149,7 @@ def clip_stats(x: Tokens, s: LossSettings) -> dict[str, Stat]:
 def cispo_stats(x: Tokens, s: LossSettings) -> dict[str, Stat]:
     """Share of tokens whose weight is capped and whose advantage is positive."""
     capped = (x.log_ratio.exp() > s.epsilon_high) & (x.advantages > 0)
-    return {"cispo_clip_ratio": _share(capped, x.mask_BT)}
+    return {"cispo_clip_ratio": _share(capped, x.mask_BT, s)}
 
 
 @torch.no_grad()
@@ -211,9 +211,9 @@ def _phi(x: Tokens, s: LossSettings) -> Tensor:
     )
 
 
-def _share(hit: Tensor, mask_BT: Tensor) -> Mean:
-    """Share of loss tokens, or of rows if there is one value per row."""
-    if hit.shape != mask_BT.shape:
+def _share(hit: Tensor, mask_BT: Tensor, settings: LossSettings) -> Mean:
+    """Share of loss tokens or, if the ratio is that of a sequence, of rows."""
+    if settings.ratio != "token" and hit.shape[1] == 1:  # an advantage per token makes it one value per token
         mask_BT = torch.ones_like(hit)
     ones = hit.float()
     return Mean(masked_sum(ones, mask_BT), count(mask_BT, ones))

@@ -11,6 +11,16 @@ REFUSED = {
     "eos_token_id": "what ends a completion is set by tokenizer.eos_token and model.generation_config.eos_token_id",
     "pad_token_id": "it is the tokenizer's: set tokenizer.pad_token",
     "return_dict_in_generate": "only the sampled tokens are read",
+    "output_scores": "only the sampled tokens are read",
+    "output_logits": "only the sampled tokens are read",
+    "output_attentions": "only the sampled tokens are read",
+    "output_hidden_states": "only the sampled tokens are read",
+    "prompt_lookup_num_tokens": "transformers' assisted decoding takes one prompt at a time",
+    "assistant_early_exit": "transformers' assisted decoding takes one prompt at a time",
+    "token_healing": "it changes the prompts, which the loss must see as they were",
+    "dola_layers": "transformers runs it as code from the hub only",
+    "force_words_ids": "transformers runs it as code from the hub only",
+    "constraints": "transformers runs them as code from the hub only",
     "max_length": "the limit counts new tokens only: set max_completion_length",
 }
 # Lower and upper bound, and whether the lower bound itself is allowed; None is no bound.
@@ -41,7 +51,20 @@ def check_generation_kwargs(kwargs: dict[str, Any]) -> None:
             raise ConfigError(f"generation_kwargs has no field `{name}`.{nearest(name, known)}")
         if name in RANGES:
             _check_range(name, value)
+    for name in ("suppress_tokens", "begin_suppress_tokens"):
+        _check_ids(name, kwargs.get(name))
+    words = kwargs.get("bad_words_ids")
+    if words is not None:
+        if not isinstance(words, list | tuple) or not words:
+            raise ConfigError(f"generation_kwargs['bad_words_ids']={words!r} must be a list of lists of token ids.")
+        for word in words:
+            _check_ids("bad_words_ids", word)
     _check_stop_strings(kwargs)
+
+
+def _check_ids(name: str, ids: Any) -> None:
+    if ids is not None and not (isinstance(ids, list | tuple) and all(isinstance(token, int) for token in ids)):
+        raise ConfigError(f"generation_kwargs[{name!r}]={ids!r} must be a list of token ids.")
 
 
 def _check_range(name: str, value: Any) -> None:

@@ -230,9 +230,13 @@ def collect(results: Results, work: Work, cut: dict[int, int]) -> list[Completio
     count = work.completions
     lengths, stops = results.lengths[:count].tolist(), results.stops[:count].tolist()
     widest = max([*lengths, 1])
-    tokens = results.tokens[:count, :widest].tolist()
-    logps, plain = results.logps[:count, :widest].tolist(), results.plain_logps[:count, :widest].tolist()
-    entropies = None if results.entropies is None else results.entropies[:count, :widest].tolist()
+
+    def on_host(values: Tensor) -> Any:
+        # One copy of all rows; lists of the tokens only, as most rows may be much shorter than the longest.
+        return values[:count, :widest].cpu().numpy()
+
+    tokens, logps, plain = on_host(results.tokens), on_host(results.logps), on_host(results.plain_logps)
+    entropies = None if results.entropies is None else on_host(results.entropies)
     completions = []
     for i in range(count):
         length, stop = lengths[i], STOPS[stops[i]]
@@ -244,11 +248,11 @@ def collect(results: Results, work: Work, cut: dict[int, int]) -> list[Completio
         assert stop is not None, f"completion {i} never ended"
         completions.append(
             Completion(
-                tokens[i][:length],
+                tokens[i, :length].tolist(),
                 stop,
-                logps[i][:length],
-                plain_logps=plain[i][:length],
-                entropies=None if entropies is None else entropies[i][:length],
+                logps[i, :length].tolist(),
+                plain_logps=plain[i, :length].tolist(),
+                entropies=None if entropies is None else entropies[i, :length].tolist(),
             )
         )
     return completions

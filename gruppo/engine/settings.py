@@ -38,6 +38,8 @@ HONOURED = frozenset(
     }
 )
 
+OUTPUTS = ("attentions", "hidden_states", "scores", "logits")  # what generate can return besides tokens
+
 # Fields that do not affect what is sampled, and why.
 IRRELEVANT = {
     "bos_token_id": "starts an empty prompt, and prompts are never empty",
@@ -53,6 +55,9 @@ IRRELEVANT = {
     "cache_config": "belongs to cache_implementation, which is refused",
     "max_cache_len": "belongs to cache_implementation, which is refused",
     "prefill_chunk_size": "how the prompt is encoded, not what comes of it",
+    "num_return_sequences": "a request has its own count",
+    **{f"output_{what}": "what else is returned" for what in OUTPUTS},
+    "return_dict_in_generate": "what else is returned",
     "compile_config": "how the model is run, not what comes of it",
     "disable_compile": "how the model is run, not what comes of it",
     "_from_model_config": "metadata",
@@ -94,12 +99,6 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "renormalize_logits": ((False,), "renormalised scores"),
     "token_healing": ((False,), "token healing"),
     "max_time": ((), "a time limit"),
-    "num_return_sequences": ((1,), "several completions per row (a request has its own count)"),
-    "output_attentions": ((False,), "the output of attentions"),
-    "output_hidden_states": ((False,), "the output of hidden states"),
-    "output_scores": ((False,), "the output of scores"),
-    "output_logits": ((False,), "the output of logits"),
-    "return_dict_in_generate": ((False,), "the output of anything but tokens and their log-probs"),
 }
 
 # Values at which the honoured fields have no effect.
@@ -118,10 +117,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 NO_FILTER = frozenset(
     {
         *("max_new_tokens", "max_length", "eos_token_id", "stop_strings", "max_time", "do_sample"),
-        *("use_cache", "cache_implementation", "continuous_batching_config", "use_mtp", "num_return_sequences"),
+        *("use_cache", "cache_implementation", "continuous_batching_config", "use_mtp"),
         *("is_assistant", "assistant_early_exit", "assistant_ensemble_weight", "speculation_type"),
-        *("prompt_lookup_num_tokens", "output_attentions", "output_hidden_states", "output_scores", "output_logits"),
-        *("return_dict_in_generate", "remove_invalid_values", "renormalize_logits"),
+        *("prompt_lookup_num_tokens", "remove_invalid_values", "renormalize_logits"),
     }
 )
 
@@ -133,6 +131,15 @@ SMALLEST_TEMPERATURE = 1e-6
 LARGEST_FLOAT32 = 3.4e38
 
 
+def with_plain_output(config: Any) -> Any:
+    """A copy of `config` that asks for tokens only, one row for each, whatever the model's own config says."""
+    config = copy.copy(config)
+    for name in ("return_dict_in_generate", *(f"output_{what}" for what in OUTPUTS)):
+        setattr(config, name, False)
+    config.num_return_sequences = 1
+    return config
+
+
 def merged_config(config: Any, model_config: Any | None) -> Any:
     """A copy of `config` with its gaps filled as `generate` fills them; `model_config` is model.generation_config.
 
@@ -142,7 +149,7 @@ def merged_config(config: Any, model_config: Any | None) -> Any:
     if model_config is None:
         model_config = GenerationConfig()
     no_length = all(c.max_new_tokens is None and c.max_length is None for c in (config, model_config))
-    merged = copy.deepcopy(config)
+    merged = with_plain_output(copy.deepcopy(config))
     defaults = merged._get_default_generation_params()
     merged.update(**model_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     merged.update(**defaults, defaults_only=True)

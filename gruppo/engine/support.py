@@ -43,6 +43,8 @@ def trial(model: nn.Module, *, autocast_dtype: torch.dtype | None = None) -> str
             return "in a trial its logits were not finite"
         rows = [prompts[i // 2] + list(completion.ids) for i, completion in enumerate(completions)]
         expected = support.plain_logps(model, rows, autocast_dtype)
+        if (hidden := support.hidden_window(model)) is not None:
+            return hidden
     except support.STUMBLES as error:
         return f"a trial of it failed: {type(error).__name__}: {error}"
     finally:

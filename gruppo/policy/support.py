@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from gruppo.policy.inplace import Swap, attention_swaps, swapped
 from gruppo.policy.loading import context_length, has_learned_positions
@@ -82,6 +83,49 @@ with contextlib.suppress(ImportError):  # where there is no Triton, no kernel is
     STUMBLES = (*STUMBLES, TritonError)
 
 
+WINDOWS = "gruppo_windows"
+
+
+def _note_window(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    sliding_window: int | None = None,
+    passed_windows: list[int | None] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """An attention function that only notes the sliding window that it is given."""
+    if passed_windows is not None:
+        passed_windows.append(sliding_window)
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+AttentionInterface.register(WINDOWS, _note_window)
+
+
+@torch.no_grad()
+def hidden_window(model: nn.Module) -> str | None:
+    """A sliding window that a model applies in its mask alone (Phi-MoE): the attention here gets no mask.
+
+    The tokens of a trial are too few to notice it.
+    """
+    inner = inner_model(model)
+    text = inner.config.get_text_config()
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    sliding = text.num_hidden_layers if kinds is None else list(kinds).count("sliding_attention")
+    if not window or not sliding or getattr(text, "use_sliding_window", None) is False:
+        return None
+    passed: list[int | None] = []
+    token = torch.zeros(1, 1, dtype=torch.long, device=next(inner.parameters()).device)
+    with sampling_mode(inner), swapped(attention_swaps(inner, WINDOWS)):
+        type(inner).forward(inner, input_ids=token, passed_windows=passed)
+    if sum(width is not None for width in passed) >= sliding:
+        return None
+    return f"its attention is not told of its sliding window of {window} tokens, which only its mask applies"
+
+
 def trial_prompts(model: nn.Module, tokens: int) -> list[list[int]]:
     """Random prompts of a few lengths that leave room for `tokens` more."""
     inner = inner_model(model)
@@ -124,6 +168,8 @@ def packed_trial(model: nn.Module, policy: PackedPolicy) -> str | None:
             with sampling_mode(model):
                 ours = pack.padded(policy.score(model, pack).logps)
         expected = plain_logps(model, [prompt + completion for prompt, completion in rows], policy.autocast_dtype)
+        if (hidden := hidden_window(model)) is not None:
+            return hidden
     except STUMBLES as error:
         return f"a trial of it failed: {type(error).__name__}: {error}"
     pairs = zip(ours.float().cpu(), expected, rows, strict=True)

@@ -95,6 +95,12 @@ class ContinuousBatchingBackend(RolloutBackend):
             )
         if config.max_new_tokens is None:
             raise ConfigError("max_new_tokens=None: continuous batching needs a limit; set max_completion_length.")
+        cap = getattr(inner_model(policy).config.get_text_config(), "attn_logit_softcapping", None)
+        if cap:
+            raise ConfigError(
+                f"transformers' continuous batching ignores the soft cap of this model's attention ({cap}) and would "
+                "sample from another distribution; set use_transformers_continuous_batching=False."
+            )
         adapters = getattr(policy, "peft_config", {}).values()
         if virtual := [a for a in adapters if getattr(a, "is_prompt_learning", False)]:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Sampling with transformers' own `generate`."""
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from transformers import (
 
 from gruppo.data.collate import pad
 from gruppo.data.vision import TYPES, model_inputs
+from gruppo.engine.settings import merged_config, with_plain_output
 from gruppo.errors import ConfigError, RolloutError
+from gruppo.policy.inplace import Swap, swapped
 from gruppo.policy.modes import has_checkpoints, sampling_mode
 from gruppo.policy.sharding import WholeWeights
 from gruppo.policy.unwrap import forward_arguments, inner_model, is_noisy, makes_positions, position_ids
@@ -97,18 +99,19 @@ class TransformersBackend(RolloutBackend):
         mask = pad(masks, 0, "left", self.pad_to_multiple_of).to(device)
         owner = torch.arange(len(requests)).repeat_interleave(torch.tensor([request.count for request in requests]))
         owner = owner.to(device)  # the request that each row belongs to
-        strings, settings = self._settings(ids.shape[1], with_limits_of(requests, self.config))
+        strings, settings = self._settings(policy, ids.shape[1], with_limits_of(requests, self.config))
         with sampling_mode(policy):
             cache = self._prefill(policy, requests, ids, mask, owner)
             if cache is None:  # otherwise the prefill has processed the images
                 settings |= self._seen(policy, requests, ids, owner)
-            sequences = policy.generate(
-                input_ids=ids[owner],
-                attention_mask=mask[owner],
-                past_key_values=cache,
-                **settings,
-                **({"synced_gpus": True} if self.lockstep else {}),
-            )
+            with _own_stop_strings_off(policy):
+                sequences = policy.generate(
+                    input_ids=ids[owner],
+                    attention_mask=mask[owner],
+                    past_key_values=cache,
+                    **settings,
+                    **({"synced_gpus": True} if self.lockstep else {}),
+                )
         if len(sequences) != len(owner):
             raise RolloutError(f"generate returned {len(sequences)} sequences for {len(owner)} prompts.")
         cuts = [0] * len(owner) if strings is None or strings.lengths is None else strings.lengths.tolist()
@@ -132,12 +135,17 @@ class TransformersBackend(RolloutBackend):
         dtype = inner_model(policy).dtype
         return model_inputs([row.vision for row in rows], starts, ids.shape[1], device=ids.device, dtype=dtype)
 
-    def _settings(self, prompt_width: int, config: Any) -> tuple[StopStrings | None, dict[str, Any]]:
+    def _settings(self, policy: Any, prompt_width: int, config: Any) -> tuple[StopStrings | None, dict[str, Any]]:
         """The criterion that watches for stop strings, if there are any, and the sampling arguments of generate."""
-        if not (wanted := stop_strings(config)):
+        config, in_effect = with_plain_output(config), _in_effect(config, policy)
+        if not (wanted := stop_strings(in_effect)):
             return None, {"generation_config": config}
+        if (in_effect.num_beams or 1) > 1:
+            raise ConfigError(
+                f"stop_strings={wanted!r} with num_beams={in_effect.num_beams}: beams change places, so it is unknown "
+                "which one a string ended. Remove one of the two from model.generation_config or generation_kwargs."
+            )
         watch = StopStrings(self.tokenizer, wanted, prompt_width)
-        config = copy.copy(config)
         config.stop_strings = None
         return watch, {"generation_config": config, "stopping_criteria": StoppingCriteriaList([watch])}
 
@@ -155,7 +163,7 @@ class TransformersBackend(RolloutBackend):
         return cache
 
     def _can_share(self, policy: Any) -> bool:
-        config = self.config
+        config = _in_effect(self.config, policy)
         plain = config.cache_implementation is None and config.num_beams in (None, 1) and config.use_cache
         return bool(self.share_prefill and plain and can_continue_from_cache(policy))
 
@@ -176,6 +184,18 @@ class TransformersBackend(RolloutBackend):
         # If the model itself wrote a padding token last, that counts as an end, too.
         ended = bool(ids) and ids[-1] == self.config.pad_token_id
         return Completion(ids, StopReason.EOS if ended else StopReason.LENGTH)
+
+
+def _in_effect(config: Any, policy: Any) -> Any:
+    return merged_config(config, getattr(inner_model(policy), "generation_config", None))
+
+
+@contextmanager
+def _own_stop_strings_off(policy: Any) -> Iterator[None]:
+    """Inside this context `generate` does not read the model's own stop strings, for which `StopStrings` watches."""
+    config = getattr(inner_model(policy), "generation_config", None)
+    with swapped([] if config is None else [Swap(config, "stop_strings", None)]):
+        yield
 
 
 def read_prompts(model: Any, ids: Tensor, mask: Tensor, seen: dict[str, Tensor]) -> DynamicCache:

@@ -75,7 +75,8 @@ class Sampling(LogProbs):
             encoded = self.prompt_encoder(rows) if self.prompt_encoder.takes_images else None
             texts = [row["prompt"] for row in rows] if encoded is None else [prompt.text for prompt in encoded]
             prompt_ids, completions, extras = self.custom_rollout(texts)
-            completions = [replace(completion, stop=self._stop_reason(completion.ids)) for completion in completions]
+            stops = self._stop_reasons([completion.ids for completion in completions])
+            completions = [replace(made, stop=stop) for made, stop in zip(completions, stops, strict=True)]
             prompts = encoded or [Prompt(r, text, ids) for r, text, ids in zip(rows, texts, prompt_ids, strict=True)]
             if any(list(prompt.ids) != list(ids) for prompt, ids in zip(prompts, prompt_ids, strict=True)):
                 raise RolloutError(
@@ -102,9 +103,8 @@ class Sampling(LogProbs):
         ids, logps = self._generate_single_turn(prompt_ids, **more)
         if len(ids) != len(prompt_ids):
             raise RolloutError(f"{len(ids)} completions came back for {len(prompt_ids)} prompts.")
-        return [
-            Completion(row, self._stop_reason(row), None if logps is None else logps[i]) for i, row in enumerate(ids)
-        ]
+        stops = self._stop_reasons(ids)
+        return [Completion(row, stops[i], None if logps is None else logps[i]) for i, row in enumerate(ids)]
 
     @contextmanager
     def _drawing_at(self, place: Place | tuple[int, ...]) -> Iterator[None]:
@@ -194,15 +194,18 @@ class Sampling(LogProbs):
         """The key of a generation's random numbers; by default, of training and of the first request."""
         return [self.args.seed, kind, request, *place]
 
-    def _stop_reason(self, completion_ids: Sequence[int]) -> StopReason:
-        """Why a completion ended, where its source does not report it."""
+    def _stop_reasons(self, rows: Sequence[Sequence[int]]) -> list[StopReason]:
+        """Why completions ended, where their source does not report it."""
         ended = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        if not is_truncated([completion_ids], ended)[0]:
-            return StopReason.EOS
-        if strings := stop_strings(self.backend.config):
-            text = self._tokenizer.decode(completion_ids)
+        strings = stop_strings(self.backend.config_in_effect())
+
+        def reason(ids: Sequence[int], is_cut: bool) -> StopReason:
+            if not is_cut:
+                return StopReason.EOS
+            text = self._tokenizer.decode(ids) if strings else ""
             return StopReason.STOP_STRING if any(string in text for string in strings) else StopReason.LENGTH
-        return StopReason.LENGTH
+
+        return [reason(ids, is_cut) for ids, is_cut in zip(rows, is_truncated(rows, ended), strict=True)]
 
     @property
     def biased_sampling(self) -> list[str]:

@@ -214,8 +214,12 @@ def test_clip_stats_of_a_sequence_ratio_count_sequences():
         torch.tensor([[-1.0], [1.0], [-1.0]]),
         torch.tensor([[1, 1], [0, 1], [0, 0]]),
     )
-    stats = clip_stats(x, settings("clip"))
+    stats = clip_stats(x, LossSettings("clip", "sequence_mean", "tokens"))
     assert (stats["clip_ratio/region_mean"].num.item(), stats["clip_ratio/region_mean"].den.item()) == (2, 3)
+    # Also where completions have one column, and the third row none of its own.
+    narrow = x._replace(logps_BT=x.logps_BT[:, :1], mask_BT=torch.tensor([[1], [1], [0]]))
+    found = clip_stats(narrow, LossSettings("clip", "sequence_mean", "tokens"))["clip_ratio/region_mean"]
+    assert (found.num.item(), found.den.item()) == (2, 3)
     torch.testing.assert_close(stats["clip_ratio/low_min"].values, torch.tensor([1.0, 0.0, math.nan]), equal_nan=True)
 
 

@@ -24,6 +24,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_return_sequences": 2}, "num_generations"),
     ({"top_q": 1}, "has no field `top_q`. Did you mean"),
     ({"stop_strings": [""]}, "not empty"),
+    ({"output_scores": True}, "only the sampled tokens are read"),
+    ({"prompt_lookup_num_tokens": 3}, "one prompt at a time"),
+    ({"token_healing": True}, "it changes the prompts"),
+    ({"dola_layers": "high"}, "code from the hub only"),
+    ({"suppress_tokens": 5}, "'suppress_tokens'\\]=5 must be a list of token ids"),
+    ({"bad_words_ids": []}, "must be a list of lists of token ids"),
+    ({"bad_words_ids": [3]}, "'bad_words_ids'\\]=3 must be a list of token ids"),
 ]
 RIGHT: list[dict[str, Any]] = [
     {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "temperature": 0.7, "repetition_penalty": 1.1},

@@ -20,6 +20,7 @@ from gruppo.engine.settings import (
     in_effect,
     merged_config,
     unsupported,
+    with_plain_output,
 )
 from gruppo.errors import ConfigError
 from gruppo.rollout.settings import generation_config
@@ -187,7 +188,7 @@ def test_gaps_are_filled_as_generate_fills_them(of_model: str, given: str) -> No
     model.generation_config = GenerationConfig(**MODEL_CONFIGS[of_model])
     config = GenerationConfig(**CONFIGS[given])
     before = config.to_dict(), model.generation_config.to_dict()
-    expected = model._prepare_generation_config(config)[0].to_dict()
+    expected = with_plain_output(model._prepare_generation_config(config)[0]).to_dict()
     result = merged_config(config, model.generation_config).to_dict()
     if expected["max_new_tokens"] is None and config.max_length is None and model.generation_config.max_length is None:
         expected["max_new_tokens"] = 20  # the one thing decided earlier; see the next test

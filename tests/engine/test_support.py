@@ -16,6 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from gruppo.engine.cache import EngineCache
 from gruppo.engine.support import trial, unsupported_model
 from gruppo.plan import RolloutPlan
+from gruppo.policy.packed import PackedPolicy
+from gruppo.policy.support import hidden_window, why_not_packed
 from gruppo.rollout.builtin import BuiltinBackend, why_not
 from gruppo.rollout.hf import TransformersBackend
 from gruppo.types import Completion, SampleRequest, StopReason
@@ -241,6 +243,26 @@ def test_a_trial_finds_what_nobody_thought_of(make: Callable[[], Any], reason: s
     failure = trial(model)
     assert failure is not None
     assert reason in failure
+
+
+def masked_window(**changes: Any) -> Any:
+    """Its layers get the window in their mask only."""
+    size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    return tf.PhimoeForCausalLM(tf.PhimoeConfig(**size, **heads, **ids, **changes)).eval()
+
+
+def test_a_window_that_only_the_mask_applies_is_found_before_any_row_is_longer() -> None:
+    model = masked_window(sliding_window=100)
+    assert "its sliding window of 100 tokens, which only its mask applies" in (trial(model) or "")
+    assert why_not_packed(model, PackedPolicy()) == [trial(model)]
+    assert trial(masked_window(sliding_window=None)) is None
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2-sliding", "gemma2", "gemma3", "gpt-oss"])
+def test_a_window_that_layers_are_told_of(name: str) -> None:
+    assert hidden_window(build(name)) is None
 
 
 def test_a_trial_forgives_rounding_only() -> None:

@@ -207,6 +207,13 @@ def test_what_it_would_drop_is_an_error(settings, named):
         backend(tiny_model(), **settings)
 
 
+def test_a_soft_cap_that_it_would_drop_is_an_error():
+    from tests.engine.models import build
+
+    with pytest.raises(ConfigError, match=r"ignores the soft cap of this model's attention \(2\.0\)"):
+        backend(build("gemma2"))
+
+
 def test_settings_are_checked_anew_each_time():
     sampler = backend(tiny_model())
     sampler.config.min_p = 0.2

@@ -1,13 +1,13 @@
 """Sampling with transformers' generate: order, ends, modes, settings."""
 
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import GenerationConfig
 
 from gruppo.config.grpo import GRPOConfig
 from gruppo.errors import ConfigError, RolloutError
@@ -138,7 +138,7 @@ def test_a_completion_is_cut_after_its_first_end_token(continuation, kept, stop)
 def test_a_pad_token_that_is_the_end_token_too():
     policy = Scripted([[5, EOS, EOS, EOS], [5, 6, 7, 8]])
     sampler = TransformersBackend(
-        lambda: policy, SimpleNamespace(pad_token_id=EOS), stop_ids=[EOS], share_prefill=False
+        lambda: policy, GenerationConfig(pad_token_id=EOS), stop_ids=[EOS], share_prefill=False
     )
     first, second = sampler.sample([SampleRequest([9], 2)])
     assert (list(first.ids), first.stop) == ([5, EOS], StopReason.EOS)
@@ -170,6 +170,42 @@ def test_a_stop_string_ends_a_completion_and_stays_in_it(share):
     assert ids(completions) == [*plain[:2], *[plain[2][:3]] * 3, plain[5]]
     assert [c.stop for c in completions[2:5]] == [StopReason.STOP_STRING] * 3
     assert all(c.stop is not StopReason.STOP_STRING for c in (*completions[:2], completions[5]))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"cache_implementation": "static"},
+        {"cache_implementation": "dynamic"},
+        {"return_dict_in_generate": True, "output_scores": True, "output_attentions": True},
+        {"num_return_sequences": 2},
+    ],
+    ids=str,
+)
+def test_what_the_model_s_own_config_says_about_other_things_changes_nothing(own: dict[str, Any]) -> None:
+    model = sharp(tiny_model())
+    plain = ids(backend(model).sample(REQUESTS))
+    for name, value in own.items():
+        setattr(model.generation_config, name, value)
+    assert ids(backend(model).sample(REQUESTS)) == plain
+
+
+def test_beams_of_the_model_s_own_config() -> None:
+    model = sharp(tiny_model())
+    model.generation_config.num_beams = 2
+    assert ids(backend(model).sample(REQUESTS)) == ids(backend(model, share_prefill=False).sample(REQUESTS))
+    model.generation_config.stop_strings = ["a"]
+    with pytest.raises(ConfigError, match=r"stop_strings=\['a'\] with num_beams=2: beams change places"):
+        backend(model, tokenizer=tiny_tokenizer()).sample(REQUESTS)
+
+
+def test_stop_strings_of_the_model_s_own_config() -> None:
+    model, tokenizer = sharp(tiny_model()), tiny_tokenizer()
+    wanted = tokenizer.decode(ids(backend(model).sample(REQUESTS))[2][1:3])
+    expected = stopping(model, [wanted]).sample(REQUESTS)
+    model.generation_config.stop_strings = [wanted]
+    assert backend(model, tokenizer=tokenizer).sample(REQUESTS) == expected
+    assert model.generation_config.stop_strings == [wanted]
 
 
 def test_the_last_token_may_complete_a_stop_string():

@@ -268,6 +268,23 @@ def test_generate_single_turn_may_be_replaced(tmp_path: Path) -> None:
     assert logs(trainer)[0]["completions/clipped_ratio"] == 0
 
 
+@pytest.mark.parametrize("backend", ["builtin", "transformers"])
+def test_stop_strings_of_the_model_count_under_a_hook_too(backend: str, tmp_path: Path) -> None:
+    class Passing(GRPOTrainer):
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def clipped(trainer_class: Any, folder: Path) -> list[float]:
+        model = tiny_model()
+        model.generation_config.stop_strings = list("abcdefghijklmnopqrstuvwxyz")
+        trainer = run(folder, trainer_class, model=model, rollout_backend=backend, max_steps=2)
+        return [log["completions/clipped_ratio"] for log in logs(trainer)]
+
+    found = clipped(GRPOTrainer, tmp_path / "plain")
+    assert max(found) < 1.0
+    assert clipped(Passing, tmp_path / "hook") == found
+
+
 def test_log_probs_of_an_own_sampler_reach_the_loss(tmp_path: Path) -> None:
     seen: list[Tensor] = []
 
