@@ -1,14 +1,16 @@
 """Load the objects that a run names: rewards, tools, data, adapters and finally the trainer."""
 
 import dataclasses
+import functools
 import glob
 import importlib
 import importlib.util
 import json
 import os
 import sys
+import textwrap
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -200,9 +202,26 @@ def load_datasets(run: RunFile) -> tuple[Any, Any]:
     elif evaluates and evaluation is None and not run.config.eval_benchmarks and not run.mixture.datasets:
         evaluation = _load(_test_split(run))["train"]
     if script.dataset_map is not None:
-        function = load_named(script.dataset_map, run.folder, "dataset_map")
+        function = _mapper(load_named(script.dataset_map, run.folder, "dataset_map"), script.dataset_map)
         train, evaluation = (None if part is None else part.map(function) for part in (train, evaluation))
     return train, evaluation
+
+
+def _mapper(function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+    """The function, with errors that name it and the row."""
+
+    @functools.wraps(function)
+    def mapped(row: Any) -> Any:
+        try:
+            made = function(row)
+        except Exception as error:  # the user's code
+            shown = textwrap.shorten(str(dict(row)), 200)
+            raise DataError(f"dataset_map={name} failed with {type(error).__name__}: {error}, for {shown}") from error
+        if not isinstance(made, Mapping):
+            raise DataError(f"dataset_map={name} returned {made!r}; it must return the new row, a mapping.")
+        return made
+
+    return mapped
 
 
 def load_rows(entry: str, folder: Path) -> Any:

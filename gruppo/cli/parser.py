@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import sys
 import types
 import typing
@@ -160,12 +161,25 @@ def take_config_option(strings: list[str]) -> tuple[Path | None, list[str]]:
     return path, rest
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-7 is a number, as in JSON, and 2024-01-01 is text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a file that holds a mapping."""
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file.")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text ({error}); save it as UTF-8.") from error
     except yaml.YAMLError as error:
@@ -191,6 +205,8 @@ def _adapt(action: argparse.Action, annotation: Any) -> None:
     origins = [typing.get_origin(member) or member for member in members]
     if dict in origins and str not in origins:
         action.type = _json_object
+    if bool in members:  # the base class takes a bare flag only for those without None
+        action.nargs, action.const = "?", True
     # In a list, a `none` would become one of its items.
     if type(None) in members and str not in members and action.type is not None and action.nargs != "+":
         action.type = _or_none(action.type)  # type: ignore[arg-type]
@@ -240,7 +256,9 @@ def _checked_item(action: argparse.Action, item: Any) -> Any:
         return item
     if isinstance(item, str):
         return item
-    if convert is str and isinstance(item, int | float) and not isinstance(item, bool):
+    if convert is str and isinstance(item, bool):
+        raise ConfigError(f"{action.dest}={item!r} must be text; write it in quotes.")
+    if convert is str and isinstance(item, int | float):
         return str(item)
     if convert is string_to_bool and item not in (True, False):
         raise ConfigError(f"{action.dest}={item!r} must be true or false.")

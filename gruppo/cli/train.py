@@ -192,9 +192,11 @@ def _made(run: RunFile, progress: Any) -> Any:
         raise ConfigError(f"There is no checkpoint in {output} to resume from: leave out --resume.{why}")
     if run.config.process_index == 0:
         print(f"{run.trainer.upper()} of {run.model}, output in {output} …", flush=True)
-        if not goes_on and recorded_run(output) is not None:
-            print(f"The record of an earlier run in {output} moves to {output / 'earlier'}.", flush=True)
-    return make_trainer(run, callbacks=[progress])
+    earlier = not goes_on and recorded_run(output) is not None
+    trainer = make_trainer(run, callbacks=[progress])  # may find that the run cannot be
+    if earlier and run.config.process_index == 0:
+        print(f"The record of an earlier run in {output} moves to {output / 'earlier'}.", flush=True)
+    return trainer
 
 
 def quiet_bars() -> None:
@@ -234,7 +236,7 @@ def stopped(trainer: Any, code: Any, again: str) -> str:
     step, resume = trainer.state.global_step, with_resume(again)
     if code == STOPPED:
         return f"Stopped after update {step}, which is saved. Resume with: {resume}"
-    newest = _newest(Path(trainer.args.output_dir))
+    newest = _newest_of(trainer)
     left = "There is no checkpoint." if newest is None else f"Resume from {newest} with: {resume}"
     return f"Stopped after update {step}, which could NOT be saved. {left}"
 
@@ -242,7 +244,7 @@ def stopped(trainer: Any, code: Any, again: str) -> str:
 def interrupted(trainer: Any, again: str) -> str:
     if trainer is None:
         return f"Interrupted while loading; nothing was trained. To start again: {again}"
-    step, newest = trainer.state.global_step, _newest(Path(trainer.args.output_dir))
+    step, newest = trainer.state.global_step, _newest_of(trainer)
     if newest is None:
         return f"Interrupted after update {step}; there is no checkpoint. To start again: {again}"
     return f"Interrupted after update {step}. Resume from {newest} with: {with_resume(again)}"
@@ -265,7 +267,7 @@ def failed(trainer: Any, error: BaseException, again: str) -> str:
     """The message for a failed run: the error, and the checkpoint to continue from."""
     if trainer is None:
         return named(error)
-    newest = _newest(Path(trainer.args.output_dir))
+    newest = _newest_of(trainer)
     if newest is None:
         return f"{named(error)}\nFailed after update {trainer.state.global_step}; there is no checkpoint."
     how = f"Resume from {newest} with: {with_resume(again)}"
@@ -288,6 +290,11 @@ def with_resume(command: str) -> str:
         if flag not in RESUMES and not is_value:
             kept.append(string)
     return shlex.join([*kept, "--resume"])
+
+
+def _newest_of(trainer: Any) -> Path | None:
+    """The newest checkpoint, unless the folder's are all of an earlier run."""
+    return _newest(Path(trainer.args.output_dir)) if trainer.has_checkpoint else None
 
 
 def _newest(output: Path) -> Path | None:

@@ -93,6 +93,8 @@ class PolicyConfig(
             self.pad_to_multiple_of = int(spelled) if spelled.isdigit() else None
         if self.top_k is None:
             self.top_k = 0
+        if getattr(self, "report_to", None) is None:
+            self.report_to = "none"
         if self.use_liger_kernel:  # for its layers only: its head computes a loss over labels
             given = getattr(self, "liger_kernel_config", None) or {}
             self.liger_kernel_config = {"fused_linear_cross_entropy": False, **given}

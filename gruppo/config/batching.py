@@ -23,6 +23,6 @@ class BatchingConfig:
         4, "Maximum rounds of such replacements per generation; after that, groups with equal rewards are kept."
     )
     shuffle_dataset: bool | None = option(True, "Shuffle the training prompts.")
-    pad_to_multiple_of: int | None = option(
+    pad_to_multiple_of: int | str | None = option(
         None, "Round padded prompt and completion widths up to a multiple of this; None (or 'auto') is off."
     )

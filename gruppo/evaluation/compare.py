@@ -62,11 +62,11 @@ class Comparison:
         (first, second), (before, after) = self.names, self.accuracies
         low, high = self.interval
         lines = [f"{first}: {before:.1%}. {second}: {after:.1%}. Both on {_problems(self.problems)}."]
-        if self.differing:
+        if self.difference:
             word = "higher" if self.difference > 0 else "lower"
             change = f"{second} is {abs(self.difference):.2f} points {word}"
         else:
-            change = "There is no difference"
+            change = "There is no difference in the mean" if self.differing else "There is no difference"
         lines.append(
             f"{change} (95 % interval of the difference: {low:+.2f} to {high:+.2f} points; paired bootstrap over "
             f"problems, {self.draws} draws, p = {self.p_value:.2g})."

@@ -24,6 +24,7 @@ from gruppo.evaluation.programs import inside_block
 from gruppo.evaluation.types import Attempt, GradedAttempt, Problem
 from gruppo.grading import Answer, Grade, Ladder, Number, Rung, compare, normalise, parse_number
 from gruppo.grading.grade import find_answer, grade_answer
+from gruppo.grading.numbers import close
 from gruppo.grading.symbolic import load_math_verify
 
 __all__ = ["Graders", "grade_attempts", "grader_version", "require"]
@@ -212,19 +213,22 @@ def _alike(texts: Mapping[str, str], numbers: Mapping[str, Number | None], toler
     """Map each answer to the first one that is plainly equal: the same number, or the same text.
 
     The grouping does not depend on the order of the answers. Numbers are grouped in ascending order: a number joins
-    while it is within the tolerance of the smallest number of its group. A percent sign of an answer is a unit, as in
-    `same_number`: 40 % votes with 40 and never with 0.4, whether the gold answer is 40, 0.4 or 40 %. So an answer
-    never votes with one that is graded differently.
+    while it is close to the smallest number of its group, which has at most one number that is no decimal. A percent
+    sign of an answer is a unit, as in `same_number`: 40 % votes with 40 and never with 0.4, whether the gold answer is
+    40, 0.4 or 40 %. So an answer never votes with one that is graded differently.
 
     Example, for 40%, 0.4 and 40.0:
         _alike(texts, numbers, tolerance) == {"40%": "40%", "0.4": "0.4", "40.0": "40%"}
     """
     began: dict[Fraction, Fraction] = {}
-    smallest: Fraction | None = None
-    for value in sorted({number.value for number in numbers.values() if number is not None}):
-        if smallest is None or value - smallest >= tolerance:
-            smallest = value
+    known = [number for number in numbers.values() if number is not None]
+    exact = {number.value for number in known if not number.is_decimal}
+    smallest, has_exact = None, False
+    for value in sorted({number.value for number in known}):
+        if smallest is None or not close(smallest, value, tolerance) or (has_exact and value in exact):
+            smallest, has_exact = value, False
         began[value] = smallest
+        has_exact |= value in exact
     first: dict[Fraction | str, str] = {}
     found: dict[str, str] = {}
     for answer, number in numbers.items():

@@ -47,6 +47,17 @@ BLANK_THOUSANDS = re.compile(r"(?<![0-9.,/])[1-9][0-9]{0,2}(?: [0-9]{3}){0,4} 0[
 TAKEN_BACK = re.compile(
     r"(?:\b(?:not|never|minus|negative|(?:less|more|fewer|greater) than)|n['’]t|不是|不到|零下) ?$", re.IGNORECASE
 )
+# Words around a lone number that make it another amount; the same after a number as a whole (NOT_UNITS, CJK_AMOUNT).
+TAKEN_PART = re.compile(
+    r"\b(?:half|halves|twice|thrice|double|triple|thirds?|quarters?|fourths?|fifths?|roots?|square|cube|reciprocal|"
+    r"factorial|log) (?:of )?(?:the )?(?:number )?$",
+    re.IGNORECASE,
+)
+CHANGED = re.compile(
+    r" ?(?:squared|cubed|k|dozens?|and (?:a|one|two|three) (?:half|halves|thirds?|quarters?|fourths?|fifths?))\b|"
+    r" ?[\u4e00-\u9fff]?半|[十百千](?![克米瓦卡])|成(?![人员绩])|折| ?的(?:[平立]方|.{1,3}次方|.{1,3}分之)",
+    re.IGNORECASE,
+)
 OFFERED = re.compile(r" ?(?:or\b|或)", re.IGNORECASE)
 LABEL = re.compile(r"[^\W\d][^:=]{0,60}: (?=\S)")  # "Percent error: 4"
 
@@ -232,7 +243,8 @@ def _literal_in(span: str, ladder: Ladder) -> str:
         within = list(numbers_in(readable))
         if len(within) == 1:
             before, _, behind = readable.partition(within[0])
-            return span if TAKEN_BACK.search(before) or OFFERED.match(behind) else within[0]
+            changed = TAKEN_BACK.search(before) or TAKEN_PART.search(before) or CHANGED.match(behind)
+            return span if changed or OFFERED.match(behind) else within[0]
     return span
 
 
@@ -266,8 +278,12 @@ def _printed(output: str, ladder: Ladder) -> str | None:
 
 
 def _last_number(text: str) -> str | None:
-    found = deque(numbers_in(_without_math_signs(text)), maxlen=1)
-    return found[0] if found else None
+    readable = _without_math_signs(text)
+    if not (found := deque(numbers_in(readable), maxlen=1)):
+        return None
+    _, number, behind = readable.rpartition(found[0])
+    changed = CHANGED.match(behind)
+    return number + changed[0] if changed else number
 
 
 def _without_math_signs(text: str) -> str:

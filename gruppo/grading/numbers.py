@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from gruppo.grading.text import CJK, plain_text, slashed, tidy
 
-__all__ = ["SHORT_UNITS", "Number", "numbers_in", "parse_number", "same_number"]
+__all__ = ["SHORT_UNITS", "Number", "close", "numbers_in", "parse_number", "same_number"]
 
 LONGEST = 300  # characters; a longer run of digits is compared as text
 
@@ -77,6 +77,11 @@ class Number:
     value: Fraction
     percent: bool  # followed by a percent sign; `value` is the number before the sign
     text: str
+
+    @property
+    def is_decimal(self) -> bool:
+        """Whether it may have been rounded: neither a whole number nor a fraction."""
+        return "." in self.text
 
 
 def parse_number(text: str, *, units: bool = True, algebra: bool = False) -> Number | None:
@@ -171,8 +176,13 @@ def numbers_in(text: str) -> Iterator[str]:
         yield number
 
 
+def close(left: Fraction, right: Fraction, tolerance: Fraction) -> bool:
+    """Whether two numbers differ by less than `tolerance`, which shrinks with numbers below 0.1: 0 is never 0.0005."""
+    return abs(left - right) < tolerance * min(Fraction(1), 10 * max(abs(left), abs(right)))
+
+
 def same_number(gold: Number, answer: Number, tolerance: float) -> bool:
-    """Whether two numbers are equal, or differ by less than `tolerance`.
+    """Whether two numbers are equal or, if one of them is a decimal, close.
 
     If the gold has a percent sign, the answer may omit it or apply it: 40 % equals 40 and 0.4. If only the answer has
     one, it counts as a unit. Without one in the gold, no factor of 100 is allowed: neither 0.5 nor 5000 % equals 50.
@@ -180,4 +190,6 @@ def same_number(gold: Number, answer: Number, tolerance: float) -> bool:
     readings = [(gold.value, answer.value)]
     if gold.percent and not answer.percent:
         readings.append((gold.value / 100, answer.value))
-    return any(left == right or abs(left - right) < Fraction(str(tolerance)) for left, right in readings)
+    rounded = gold.is_decimal or answer.is_decimal
+    limit = Fraction(str(tolerance))
+    return any(left == right or (rounded and close(left, right, limit)) for left, right in readings)

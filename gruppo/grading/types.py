@@ -83,7 +83,7 @@ class Ladder:
     literal: bool  # accept only a literal number, fraction or percentage: `9\cdot 2` is not an answer
     languages: tuple[Language, ...] = ("en",)  # languages of answer sentences to look for
     units: bool = True  # a unit after a number is dropped
-    tolerance: float = 1e-3  # numbers that differ by less are equal
+    tolerance: float = 1e-3  # a decimal that differs by less is equal; below 0.1 by proportionally less
     seconds: float = 5.0  # time limit of one symbolic comparison
 
     def __post_init__(self) -> None:

@@ -123,9 +123,11 @@ class Rescorer:
                 list(self._places.values()), None, None, trust_remote_code=self.settings.config.trust_remote_code
             )
             asked = self.settings.recorded
-            names = ("timeout", "sample_timeout", "workers", "memory_gb")
+            names = ("timeout", "sample_timeout", "workers", "memory_gb", "concurrency", "retries")
             known = {name: asked.get(f"reward_{name}") for name in names}
             bounds: dict[str, Any] = {name: value for name, value in known.items() if isinstance(value, int | float)}
+            if isinstance(passed := asked.get("worker_env"), list):
+                bounds["worker_env"] = passed
             self._runner = RewardRunner(
                 functions,
                 list(self._places),

@@ -183,8 +183,8 @@ class _Work:
             was = "not recorded" if update.loss is None else f"{update.loss:.6g}"
             self.result.notes.append(
                 f"{NOT_AGAIN} in update {update.number}: with the settings of the run the loss is {own.loss:.6g}, and "
-                f"it was {was}; advantages differ by up to {worst:.2g}. A subclass or a hook computed them "
-                "differently."
+                f"it was {was}; advantages differ by up to {worst:.2g}. A subclass, a hook or a "
+                "callback, which may set reward_weights, changed how they are computed."
             )
         return {"loss_difference": off, "advantage_difference": worst}
 

@@ -1,17 +1,36 @@
 """Names that subclasses and callbacks written for TRL 1.16 use."""
 
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from gruppo.config.base import own_fields
 from gruppo.errors import ConfigError
 from gruppo.rewards.resolve import is_reward_model
 from gruppo.trainer.books.metrics import Metrics
 from gruppo.trainer.stepping import Stepping
 
 
+@cache
+def _settings_of(config_class: type) -> frozenset[str]:
+    return frozenset(own_fields(config_class))
+
+
 class KnownNames(Stepping):
     """The part of the trainer that exposes settings and state under TRL's names."""
+
+    if not TYPE_CHECKING:  # for type checkers, a name that is not declared stays an error
+
+        def __getattr__(self, name: str) -> Any:
+            """A setting of the config under its own name, of which TRL's trainers keep a copy."""
+            if "args" in vars(self) and name in _settings_of(type(self.args)):
+                return getattr(self.args, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def pad_token_id(self) -> int:
+        return int(self._tokenizer.pad_token_id)
 
     @property
     def generation_config(self) -> Any:

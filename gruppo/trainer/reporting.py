@@ -84,7 +84,8 @@ class Reporting(TrainerState):
         """The kind of logs: of training, of an evaluation (its prefix), or of the end of a run."""
         if self.mode != "train":
             return self._eval_prefix
-        return "end" if "train_runtime" in logs else "train"
+        # Not by `train_runtime`, which every log has with include_num_input_tokens_seen.
+        return "end" if "train_loss" in logs else "train"
 
     @property
     def completions_folder(self) -> Path:

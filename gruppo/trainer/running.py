@@ -20,6 +20,11 @@ logger = logging.getLogger(__name__)
 class Running(Resuming):
     """The part of the trainer that begins and ends runs."""
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether this run, or the one that it continues, has saved a checkpoint."""
+        return self._saved_at is not None or self._resumed_from is not None
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's `train`, with a lock on the output folder, a verified checkpoint and a clean stop on signals.
 

@@ -150,6 +150,22 @@ def test_rows_are_changed_by_a_function(home: Path, recipe: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return {'prompt': row['quest']}", r"own\d+.py:change failed with KeyError: 'quest', for ..question': '2"),
+        ("row['prompt'] = 'x'", r"own\d+.py:change returned None; it must return the new row"),
+    ],
+)
+def test_a_function_that_does_not_change_rows_is_named(body: str, message: str, home: Path, recipe: Any) -> None:
+    file = home / f"own{len(body)}.py"  # modules stay loaded under their names
+    file.write_text(f"def change(row):\n    {body}\n")
+    path = recipe(dataset="questions.jsonl", dataset_map=f"{file}:change")
+    (path.parent / "questions.jsonl").write_text('{"question": "2+2?"}\n')
+    with pytest.raises(DataError, match=message):
+        load_datasets(RunFile.read(path))
+
+
+@pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"dataset": "none.jsonl"}, DataError, "There is no file none.jsonl"),

@@ -55,6 +55,8 @@ def parse(arguments, **kwargs):
         ("--size 3 --shuffle false", Args(3, shuffle=False)),
         ("--size 3 --flag true", Args(3, flag=True)),
         ("--size 3 --flag none", Args(3, flag=None)),
+        ("--size 3 --flag", Args(3, flag=True)),
+        ("--flag --size 3", Args(3, flag=True)),
         ("--size 3 --tags a none", Args(3, tags=["a", "none"])),
         ("--size 3 --counts 1 2", Args(3, counts=[1, 2])),
         ('--size 3 --extra {"b":1}', Args(3, extra={"b": 1})),
@@ -83,6 +85,8 @@ def test_command_line(arguments, expected):
         ("size: 3\ncounts: ['1', 2]", Args(3, counts=[1, 2])),
         ("size: 3\nmode: slow", Args(3, mode="slow")),
         ("size: 3\nmode: no", Args(3, mode="no")),  # YAML reads a bare no as false
+        ("size: 3\nextra: {b: 1e-7, c: [2E+3]}", Args(3, extra={"b": 1e-7, "c": [2000.0]})),
+        ("size: 3\nname: 2024-01-01", Args(3, name="2024-01-01")),
     ],
 )
 def test_yaml(write, text, expected):
@@ -119,6 +123,7 @@ def test_env_is_exported(write, monkeypatch):
         ("size: true", "size=True must be a number"),
         ("size: 3\nrate: [1]", r"rate=\[1\] must be a number"),
         ("size: 3\nshuffle: 7", "shuffle=7 must be true or false"),
+        ("size: 3\nname: no", "name=False must be text; write it in quotes"),
         ("size: 3\nmode: warp", "mode='warp' is not one of fast, slow, no"),
         ("size: 3\nenv: [a]", "`env` must be a mapping"),
         ("size: 3\nenv: {A: [1]}", r"env\.A=\[1\]"),

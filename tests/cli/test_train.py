@@ -125,6 +125,7 @@ class FakeTrainer:
         self.ends = ends
         self.args = SimpleNamespace(output_dir=output_dir, record="all", push_to_hub=False)
         self.state = SimpleNamespace(global_step=7)
+        self.has_checkpoint = True
 
     def train(self, **_: Any) -> None:
         raise self.ends
@@ -170,6 +171,15 @@ def test_every_end_names_the_checkpoint_that_resume_would_take(tmp_path: Path) -
     assert resume in train.failed(trainer, ValueError("bad"), command)
     assert resume in train.stopped(trainer, 74, command)
     assert resume in train.interrupted(trainer, command)
+
+
+def test_a_checkpoint_of_an_earlier_run_is_not_one_of_this(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    saving.save(tmp_path, 5, run_id=recorder.begin(config={}, environment={}))
+    recorder.close()
+    trainer = FakeTrainer(ValueError(), str(tmp_path))
+    trainer.has_checkpoint = False
+    assert "there is no checkpoint" in train.failed(trainer, ValueError("bad"), "gruppo train r.yaml")
 
 
 def test_an_interrupt_while_things_are_loaded(

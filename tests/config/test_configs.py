@@ -476,6 +476,10 @@ def test_options_of_checkpointing_do_not_choose_its_older_variant(options):
     assert asked.gradient_checkpointing_kwargs["use_reentrant"] is True
 
 
+def test_no_tracker_may_be_null():
+    assert GRPOConfig(**QUIET | {"report_to": None}).report_to == []
+
+
 # ---- names of transformers 5.23
 
 

@@ -47,6 +47,12 @@ def test_equal_results():
     assert "There is no difference" in result.describe()
 
 
+def test_differences_that_cancel_out():
+    result = compare(once("1100"), once("1010"))
+    assert (result.difference, result.differing) == (0.0, 2)
+    assert "There is no difference in the mean" in result.describe()
+
+
 def test_pairing_sees_what_two_intervals_hide():
     """On 400 problems 60 % and 64 %: their intervals overlap, but nearly every change is for the better."""
     result = compare(once("1" * 240 + "0" * 160), once("0" * 2 + "1" * 238 + "1" * 18 + "0" * 142))

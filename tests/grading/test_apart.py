@@ -171,7 +171,7 @@ TEXTS = [
     ("so $5 \\frac{1}{2}$", "5 1/2", Rule.LAST_NUMBER, "a mixed number"),
     ("5$6", "6", Rule.LAST_NUMBER, "money"),
     ("7 in version 3.4.5", "7", Rule.LAST_NUMBER, "two points"),
-    ("3 squared, so 5^2", "3", Rule.LAST_NUMBER, "the base of a power is not its value"),
+    ("3 squared, so 5^2", "3 squared", Rule.LAST_NUMBER, "the base of a power is not its value"),
     ("it turns by 90^\\circ", "90", Rule.LAST_NUMBER, "but degrees are no power"),
     ("The answer is not 18.", "not 18", Rule.SENTENCE, "taken back"),
     ("The answer is negative 18.", "negative 18", Rule.SENTENCE, "a sign in words"),

@@ -1,6 +1,7 @@
 """Other rewards and other recipes on recorded rollouts: against definitions, and against runs that had them."""
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,18 @@ def test_rewards_take_the_place_of_one_of_several(tmp_path: Path) -> None:
     assert found.rescored["mean_after"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
     with pytest.raises(ConfigError, match=r"no reward `letters`; it has length_reward, none.*length_reward=letters"):
         replay(tmp_path, rewards=letters)
+
+
+def test_rewards_get_the_environment_that_they_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRUPPO_TEST_SCALE", "3")
+
+    def scaled(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(os.environ["GRUPPO_TEST_SCALE"]) * len(text) for text in completions]
+
+    run(tmp_path, GRPOTrainer, rewards=scaled, max_steps=1, reward_timeout=30.0, worker_env=["GRUPPO_TEST_SCALE"])
+    found = replay(tmp_path, rewards=scaled)
+    assert found.rescored is not None
+    assert found.rescored["mean_after"] == pytest.approx(found.rescored["mean_before"])
 
 
 def test_rows_that_had_been_left_out_count_with_another_reward(tmp_path: Path) -> None:

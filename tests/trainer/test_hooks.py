@@ -462,6 +462,11 @@ def test_attributes(trainer_class: Any, tmp_path: Path) -> None:
     assert isinstance(trainer.ref_model, nn.Module)
     assert isinstance(trainer.generation_config, GenerationConfig)
     assert trainer.generation_config.max_new_tokens == 6
+    assert (trainer.max_completion_length, trainer.mask_truncated_completions, trainer.top_k) == (6, False, 0)
+    assert trainer.pad_token_id == trainer.processing_class.pad_token_id
+    with pytest.raises(AttributeError, match="no attribute 'max_completion_lenght'"):
+        _ = trainer.max_completion_lenght
+    assert not hasattr(trainer, "learning_rate"), "that is no setting that TRL's trainers copy"
     assert trainer._step == 0
     trainer.train()
     assert trainer._step == 2

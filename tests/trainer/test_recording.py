@@ -1,5 +1,6 @@
 """What a trainer writes down about its rows."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,13 @@ from gruppo.runs.rollouts import prompt_id
 from gruppo.trainer.collect import recording
 from tests.helpers import chats, prompts
 from tests.trainer.runs import run
+
+
+def test_logs_of_updates_are_told_from_the_end_of_a_run(tmp_path: Path) -> None:
+    """With this setting transformers adds the runtime to every log."""
+    run(tmp_path, GRPOTrainer, max_steps=2, logging_steps=1, include_num_input_tokens_seen="all")
+    kinds = [line["kind"] for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())]
+    assert kinds == ["train", "train", "end"]
 
 
 @pytest.mark.parametrize("rows", [prompts(8), chats(8)], ids=["plain", "chats"])

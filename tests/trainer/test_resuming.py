@@ -321,6 +321,16 @@ def test_the_plan_is_in_the_record(tmp_path: Path) -> None:
     assert plan["rollout"]["plan"]["rows"] > 0
 
 
+def test_whether_there_is_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    trainer = make(tmp_path, GRPOTrainer, max_steps=2, save_strategy="steps", save_steps=2)
+    assert not trainer.has_checkpoint
+    trainer.train()
+    assert trainer.has_checkpoint
+    again = make(tmp_path, GRPOTrainer, max_steps=2, save_strategy="no")
+    again.train(resume_from_checkpoint=True)
+    assert again.has_checkpoint
+
+
 def test_a_second_run_of_a_trainer_starts_with_empty_books(tmp_path: Path) -> None:
     once = iter([fail, int])  # the second run is not ended
     at = At(3, lambda: next(once)())
