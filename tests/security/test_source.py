@@ -79,7 +79,8 @@ def unsafe_loads(path: Path) -> list[str]:
         if called == "torch.load" and argument(call, "weights_only") != "True":
             found.append("torch.load without weights_only=True")
         if called.split(".")[0] == "yaml" and last in ("load", "load_all", "unsafe_load", "full_load"):
-            found.append(f"{called}: use yaml.safe_load")
+            if last != "load" or argument(call, "Loader") not in safe_loaders(path):
+                found.append(f"{called}: use yaml.safe_load, or a loader derived from yaml.SafeLoader")
         if last in ("load", "memmap") and called.split(".")[0] in ("np", "numpy") and argument(call, "allow_pickle"):
             found.append("numpy.load with allow_pickle")
         if called.split(".")[0] in ("subprocess", "asyncio", "os") and argument(call, "shell") not in (None, "False"):
@@ -87,6 +88,16 @@ def unsafe_loads(path: Path) -> list[str]:
         if called in ("os.popen", "asyncio.create_subprocess_shell", "subprocess.getoutput"):
             found.append(f"{called}: a shell")
     return found
+
+
+def safe_loaders(path: Path) -> set[str]:
+    """Classes of a file that derive from YAML's safe loader and make nothing but what it makes."""
+    classes = [
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
+    ]
+    constructing = ("construct", "add_constructor", "add_multi_constructor")
+    safe = {node.name for node in classes if [ast.unparse(base) for base in node.bases] == ["yaml.SafeLoader"]}
+    return safe if not any(called.split(".")[-1].startswith(constructing) for called, _ in calls(path)) else set()
 
 
 def trusting(path: Path) -> list[str]:
@@ -155,6 +166,8 @@ def test_no_code_from_the_hub_is_trusted() -> None:
         ("torch.load(f, weights_only=False)", unsafe_loads),
         ("torch.load(f, weights_only=trusted)", unsafe_loads),
         ("yaml.load(f, Loader=yaml.Loader)", unsafe_loads),
+        ("class Own(yaml.Loader): pass\nyaml.load(f, Loader=Own)", unsafe_loads),
+        ("class Own(yaml.SafeLoader): pass\nOwn.add_constructor('!x', run)\nyaml.load(f, Loader=Own)", unsafe_loads),
         ("np.load(f, allow_pickle=True)", unsafe_loads),
         ("subprocess.run('ls', shell=True)", unsafe_loads),
         ("AutoModel.from_pretrained('x')", trusting),
