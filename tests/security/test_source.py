@@ -78,9 +78,9 @@ def unsafe_loads(path: Path) -> list[str]:
         last = called.split(".")[-1]
         if called == "torch.load" and argument(call, "weights_only") != "True":
             found.append("torch.load without weights_only=True")
-        if called.split(".")[0] == "yaml" and last in ("load", "load_all", "unsafe_load", "full_load"):
-            if last != "load" or argument(call, "Loader") not in safe_loaders(path):
-                found.append(f"{called}: use yaml.safe_load, or a loader derived from yaml.SafeLoader")
+        is_yaml = called.split(".")[0] == "yaml" and last in ("load", "load_all", "unsafe_load", "full_load")
+        if is_yaml and (last != "load" or argument(call, "Loader") not in safe_loaders(path)):
+            found.append(f"{called}: use yaml.safe_load, or a loader derived from yaml.SafeLoader")
         if last in ("load", "memmap") and called.split(".")[0] in ("np", "numpy") and argument(call, "allow_pickle"):
             found.append("numpy.load with allow_pickle")
         if called.split(".")[0] in ("subprocess", "asyncio", "os") and argument(call, "shell") not in (None, "False"):
