@@ -96,6 +96,17 @@ def test_yaml(write, text, expected):
     assert parse([f"--config={write(text)}"]) == expected
 
 
+@pytest.mark.parametrize(("value", "expected"), [("auto", None), ("8", 8), ("none", None)])
+def test_padding_in_all_its_spellings(value, expected, write, tmp_path):
+    base = f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n"
+    (of_file,) = TrlParser(GRPOConfig).parse_args_and_config(["--config", write(f"{base}pad_to_multiple_of: {value}")])
+    (of_line,) = TrlParser(GRPOConfig).parse_args_and_config(
+        ["--config", write(base), "--pad_to_multiple_of", value, "--gradient_checkpointing"]
+    )
+    assert (of_file.pad_to_multiple_of, of_line.pad_to_multiple_of) == (expected, expected)
+    assert of_line.gradient_checkpointing is True
+
+
 def test_command_line_wins(write):
     path = write("size: 3\nname: file\nshuffle: true\ntags: [a, b]")
     got = parse(["--size", "4", "--config", path, "--no_shuffle", "--tags", "c"])

@@ -677,3 +677,11 @@ def test_a_model_that_cannot_be_packed_is_padded_with_a_message(
     assert "LlamaAttention applies dropout to attention weights (0.5)" in message
     trainer.train()
     assert trainer.state.log_history[0]["grad_norm"] > 0
+
+
+def test_the_search_for_unused_weights_is_not_written_into_the_config(tmp_path: Path) -> None:
+    for is_reentrant in (True, False):
+        kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": is_reentrant}}
+        trainer = make_trainer("grpo", tmp_path, **kwargs)
+        assert trainer.args.ddp_find_unused_parameters is None
+        assert trainer.accelerator.ddp_handler.find_unused_parameters is not is_reentrant
