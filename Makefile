@@ -1,10 +1,14 @@
-# make demo | check | test | test-slow | docs | bench-peers      PIP_ARGS="..." is passed to every pip install
-PYTHON   ?= python3
-PIP_ARGS ?=
-VENV     := .venv
-BIN      := $(VENV)/bin
+# make demo | check | test | test-slow | test-surroundings | docs | bench-peers
+#   PYTHON=python3.12                     another Python
+#   TORCH_ARGS="--index-url ADDRESS"      another build of torch: passed to the pip install of torch alone
+#   PIP_ARGS="..."                        passed to every pip install
+PYTHON     ?= python3
+PIP_ARGS   ?=
+TORCH_ARGS ?=
+VENV       := .venv
+BIN        := $(VENV)/bin
 # A process of several that a segmentation fault ended is run once more: gloo now and then has one (docs/scaling.md).
-RERUN    := --reruns 1 --only-rerun 'exit codes .*-11'
+RERUN      := --reruns 1 --only-rerun 'exit codes .*-11'
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
@@ -13,17 +17,24 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check static fast test test-slow test-compat docs bench-peers format clean
 
+# Every version is pinned, so pip resolves nothing but what the build of torch asks for (requirements/pins.py).
+INSTALL    := bin/python -m pip --disable-pip-version-check install $(PIP_ARGS)
+PINNED     := $(INSTALL) -q --no-deps
+
 # What a user has.
-$(VENV)/.demo: constraints.txt pyproject.toml
+$(VENV)/.demo: requirements/demo.txt requirements/torch.txt pyproject.toml
+	@$(PYTHON) requirements/python.py $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install $(PIP_ARGS) -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install $(PIP_ARGS) -q -c constraints.txt -e '.[demo]'
+	$(VENV)/$(PINNED) -r requirements/demo.txt
+	@echo "Next is torch: 2.7 GB to download for the build with CUDA. README.md says how to take the small one."
+	$(VENV)/$(INSTALL) $(TORCH_ARGS) -c requirements/torch.txt -c requirements/demo.txt torch
+	$(VENV)/$(PINNED) --no-build-isolation -e .
 	touch $@
 
 # What the tests need beside it. DeepSpeed is built here, in seconds: none of its kernels is.
 $(VENV)/.ready: export DS_BUILD_OPS := 0
-$(VENV)/.ready: $(VENV)/.demo
-	$(BIN)/pip install $(PIP_ARGS) -q -c constraints.txt -e '.[dev,deepspeed]'
+$(VENV)/.ready: requirements/dev.txt $(VENV)/.demo
+	$(VENV)/$(PINNED) -r requirements/dev.txt
 	touch $@
 
 demo: $(VENV)/.demo
@@ -52,15 +63,17 @@ docs: $(VENV)/.ready
 # The oldest supported transformers, in an environment of its own. It begins clean: the wheel trains with nothing beside
 # it but what it requires, before what the tests need is added. What they import is compiled when it is first imported;
 # compiling all that is installed takes as long as unpacking it.
-INTO_517 := .venv-tf517/bin/pip install $(PIP_ARGS) -q --no-compile -c constraints-tf517.txt
-.venv-tf517/.ready: constraints-tf517.txt pyproject.toml
-	$(PYTHON) -m venv .venv-tf517
-	$(INTO_517) torch==2.13.0
+COMPAT_ENV := .venv-tf517
+$(COMPAT_ENV)/.ready: requirements/tf517.txt requirements/torch.txt pyproject.toml
+	@$(PYTHON) requirements/python.py $(COMPAT_ENV)
+	$(PYTHON) -m venv $(COMPAT_ENV)
+	$(COMPAT_ENV)/$(INSTALL) -q --no-compile $(TORCH_ARGS) -c requirements/torch.txt -c requirements/tf517.txt torch
 	rm -f dist/*.whl
-	.venv-tf517/bin/pip wheel $(PIP_ARGS) -q --no-deps -w dist .
-	$(INTO_517) dist/*.whl
-	cd dist && ../.venv-tf517/bin/gruppo demo --steps 2 --output-dir demo
-	$(INTO_517) -e '.[dev]'
+	$(COMPAT_ENV)/bin/python -m pip wheel $(PIP_ARGS) -q --no-deps -w dist .
+	$(COMPAT_ENV)/$(INSTALL) -q --no-compile -c requirements/tf517.txt dist/*.whl
+	cd dist && ../$(COMPAT_ENV)/bin/gruppo demo --steps 2 --output-dir demo
+	$(COMPAT_ENV)/$(PINNED) --no-compile -r requirements/tf517.txt
+	$(COMPAT_ENV)/$(PINNED) --no-compile --no-build-isolation -e .
 	touch $@
 
 # What does not touch transformers need not run twice, nor every case of what does.
@@ -68,22 +81,24 @@ COMPAT := config data demo engine policy trainer rollout/test_hf.py rollout/test
 	cli/test_train.py test_public_api.py
 ALIKE := $(addprefix engine/test_,kernels.py sampling.py turns.py) \
 	$(addprefix trainer/test_,async.py audits.py requests.py reward_failures.py vllm.py)
-test-compat: .venv-tf517/.ready
-	.venv-tf517/bin/pytest $(RERUN) -m "not slow and not medium" --thin 10 -n 2 -q $(COMPAT:%=tests/%) \
+test-compat: $(COMPAT_ENV)/.ready
+	$(COMPAT_ENV)/bin/pytest $(RERUN) -m "not slow and not medium" --thin 10 -n 2 -q $(COMPAT:%=tests/%) \
 		$(ALIKE:%=--ignore=tests/%)
 
 # What we measure ourselves against lives in its own environment and is never a dependency.
-.venv-peers/.ready:
-	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip install $(PIP_ARGS) -q -c constraints.txt torch==2.13.0
-	.venv-peers/bin/pip install $(PIP_ARGS) -q -c constraints.txt trl==1.16.0 -e .
+PEERS_ENV  := .venv-peers
+$(PEERS_ENV)/.ready: requirements/demo.txt requirements/torch.txt pyproject.toml
+	@$(PYTHON) requirements/python.py $(PEERS_ENV)
+	$(PYTHON) -m venv $(PEERS_ENV)
+	$(PEERS_ENV)/$(INSTALL) -q $(TORCH_ARGS) -c requirements/torch.txt -c requirements/demo.txt torch
+	$(PEERS_ENV)/$(INSTALL) -q -c requirements/demo.txt trl==1.16.0 -e .
 	touch $@
 
-bench-peers: .venv-peers/.ready
+bench-peers: $(PEERS_ENV)/.ready
 
 format: $(VENV)/.ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-tf517 .venv-peers build dist site *.egg-info
+	rm -rf $(VENV) $(COMPAT_ENV) $(PEERS_ENV) build dist site *.egg-info

@@ -1,0 +1,52 @@
+"""Before `make` sets up an environment: refuses a Python that cannot, in one sentence, and removes what another left.
+
+    python requirements/python.py FOLDER
+
+It runs on any Python, Python 2 too.
+"""
+
+import os
+import shutil
+import sys
+
+SUPPORTED = ((3, 11), (3, 12))  # as `requires-python` in pyproject.toml
+
+
+def complaint(version, venv_works):
+    """What is wrong with this Python, or None."""
+    if version not in SUPPORTED:
+        needed = " or ".join("%d.%d" % each for each in SUPPORTED)
+        text = "gruppo needs Python %s; %s is Python %d.%d." % ((needed, sys.executable) + version)
+        return text + " Another one is chosen so: make demo PYTHON=python%d.%d" % SUPPORTED[-1]
+    if not venv_works:
+        text = "%s cannot make a virtual environment. On Debian and Ubuntu: apt-get install python%d.%d-venv"
+        return text % ((sys.executable,) + version)
+    return None
+
+
+def venv_works():
+    try:
+        import ensurepip  # Debian leaves it out of its Python; without it `venv` fails at its end
+        import venv
+    except ImportError:
+        return False
+    return bool(ensurepip and venv)
+
+
+def made_by(folder):
+    """The version of Python that made an environment, as "3.11"; "" if there is none."""
+    try:
+        with open(os.path.join(folder, "pyvenv.cfg")) as lines:
+            written = dict(line.split(" = ", 1) for line in lines if " = " in line)
+    except OSError:
+        return ""
+    return ".".join(written.get("version", "").split(".")[:2])
+
+
+if __name__ == "__main__":
+    this = tuple(sys.version_info[:2])
+    wrong = complaint(this, venv_works())
+    if wrong:
+        sys.exit(wrong)
+    if made_by(sys.argv[1]) not in ("", "%d.%d" % this):
+        shutil.rmtree(sys.argv[1])
