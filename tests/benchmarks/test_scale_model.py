@@ -52,5 +52,8 @@ def test_the_committed_prediction_is_that_of_this_code() -> None:
     given = Assumptions(**result["assumed"])
     measured = read_measured(RESULTS / result["measured_in"], given.pack_tokens)
     assert measured.weights == pytest.approx(1.54e9, rel=0.01)
-    assert asdict(measured) == result["measured"]
-    assert result["rows"] == table(measured, Links(**result["links"]), given)
+    # Not to the last digit: since Python 3.12 `sum` compensates for rounding.
+    assert asdict(measured) == pytest.approx(result["measured"], rel=1e-12)
+    for found, written in zip(table(measured, Links(**result["links"]), given), result["rows"], strict=True):
+        assert found.pop("way") == written.pop("way")
+        assert found == pytest.approx(written, rel=1e-9, abs=1e-4)
