@@ -310,15 +310,15 @@ def _head(path: Path) -> bytes:
 def _boot() -> str | None:
     """The id of the current boot of the machine."""
     with contextlib.suppress(OSError):
-        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return None
 
 
 def _start_of(pid: int) -> int | None:
     """The start time of a process, in clock ticks since boot; None if it has ended or is a zombie."""
     try:
-        # The second field is the program's name in parentheses, which may itself contain spaces and parentheses.
-        state, *fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        # The second field is the name of the program in parentheses: any bytes, also spaces and parentheses.
+        state, *fields = (PROC / str(pid) / "stat").read_text(encoding="latin-1").rpartition(")")[2].split()
     except (OSError, ValueError):
         return None
     return None if state in "ZX" else int(fields[18])

@@ -118,6 +118,17 @@ def test_locks_of_other_names_are_other_locks(tmp_path, anywhere):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_process_whose_name_is_not_utf8_is_alive(tmp_path, anywhere):
+    """The kernel cuts names after 15 bytes, also in the middle of a character; the C locale has no letters but ASCII."""
+
+    def hold() -> None:
+        RunLock(tmp_path).acquire()
+        Path("/proc/self/comm").write_bytes("trainingsläufe".encode()[:11])
+
+    with child(hold), pytest.raises(RunLockedError):
+        RunLock(tmp_path).acquire()
+
+
 def test_it_is_given_back_when_the_run_fails(tmp_path, anywhere):
     with pytest.raises(ZeroDivisionError), RunLock(tmp_path):
         1 / 0  # noqa: B018
