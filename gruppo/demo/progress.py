@@ -77,9 +77,9 @@ class ProgressCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the clock and, in a terminal, the live table."""
+        """Start the clock and, in a terminal that can move its cursor, the live table."""
         self._started = self._resumed = time.perf_counter()
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(render([], state.max_steps, self.problems), console=self.console, refresh_per_second=4)
             self._live.start()
 

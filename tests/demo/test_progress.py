@@ -42,6 +42,14 @@ def test_terminal_shows_a_table():
     assert "held-out (100)" in out.getvalue()
 
 
+def test_plain_lines_in_a_terminal_that_cannot_move_its_cursor(monkeypatch):
+    """As that of an editor: there rich would show nothing until the end."""
+    monkeypatch.setenv("TERM", "dumb")
+    out = io.StringIO()
+    drive(Console(file=out, force_terminal=True, color_system=None))
+    assert [line[:10] for line in out.getvalue().splitlines()] == ["step   1/3", "step   2/3", "step   3/3"]
+
+
 def test_plain_line_is_exact():
     row = StepRow(step=7, reward=0.25, held_out=None, tokens_per_second=1234.5, seconds_left=75.2)
     assert plain_line(row, 40, 100) == "step   7/40  reward 0.250  held-out (100)    -   1,234 tokens/s  left 1:15"

@@ -63,6 +63,13 @@ def test_plain_lines_in_a_pipe() -> None:
     assert "\x1b" not in file.getvalue()
 
 
+def test_plain_lines_in_a_terminal_that_cannot_move_its_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    file = io.StringIO()
+    shown(LiveProgressCallback(Console(file=file, force_terminal=True, color_system=None)))
+    assert len(file.getvalue().splitlines()) == 2
+
+
 def test_an_update_that_samples_nothing_keeps_what_is_known() -> None:
     file = io.StringIO()
     callback = LiveProgressCallback(Console(file=file))
