@@ -231,6 +231,27 @@ def test_nothing_talks_to_the_network() -> None:
     assert not wrong
 
 
+def in_the_encoding_of_the_locale(path: Path) -> list[str]:
+    """Calls that open text and do not say as what, by line."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        mode = " ".join([*map(ast.unparse, node.args[:2]), keywords.get("mode", "")])
+        opens = ast.unparse(node.func) in ("open", "io.open", "os.fdopen") and not re.search("""['"][rwax+]*b""", mode)
+        reads = ast.unparse(node.func).endswith((".read_text", ".write_text")) or keywords.get("text") == "True"
+        if (opens or reads) and "encoding" not in keywords:
+            found.append(f"{path.name}:{node.lineno}")
+    return found
+
+
+def test_no_text_depends_on_the_locale() -> None:
+    """In the C locale, or a national one of old, `open` without an encoding cannot read or write what others can."""
+    recipes = (ROOT.parent / "recipes").rglob("*.py")
+    assert [place for path in [*FILES, *recipes] for place in in_the_encoding_of_the_locale(path)] == []
+
+
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     """Every function of a file and its number of lines."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

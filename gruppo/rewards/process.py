@@ -169,7 +169,7 @@ def descendants(ancestor: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+            parent = int(path.read_text(encoding="latin-1").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
     found = list(children.get(ancestor, ()))
     for pid in found:  # grows during the loop

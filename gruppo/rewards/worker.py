@@ -71,7 +71,7 @@ def limit_memory(gigabytes: float) -> None:
     """Limit writable memory, not address space, of which libraries reserve a lot without using it."""
     import resource
 
-    with open("/proc/self/status") as lines:
+    with open("/proc/self/status", encoding="utf-8", errors="replace") as lines:
         used_kb = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
     limit = used_kb * 1024 + int(gigabytes * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -114,7 +114,7 @@ def _successful_attacks(mechanisms: tuple[str, ...]) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="gruppo-probe-") as folder:
         os.chmod(folder, 0o777)
         victim = Path(folder, "victim")
-        victim.write_text(SECRET)
+        victim.write_text(SECRET, encoding="ascii")
         victim.chmod(0o666)
         decoy = subprocess.Popen(["sleep", "60"], env={"SECRET": SECRET})
         try:
@@ -129,8 +129,8 @@ def _successful_attacks(mechanisms: tuple[str, ...]) -> dict[str, str]:
             del broken["attacked"]
             if decoy.poll() is not None:
                 broken["parent"] = "a process outside the sandbox was killed"
-            untouched = victim.exists() and victim.read_text() == SECRET and victim.stat().st_mode & 0o777 == 0o666
-            if not untouched or os.listdir(folder) != ["victim"]:
+            untouched = victim.exists() and victim.read_bytes() == SECRET.encode()
+            if not untouched or victim.stat().st_mode & 0o777 != 0o666 or os.listdir(folder) != ["victim"]:
                 broken["writes"] = "a file outside the sandbox was changed"
         finally:
             decoy.kill()

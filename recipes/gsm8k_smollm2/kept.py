@@ -55,8 +55,7 @@ def read_archives(folder: Path) -> list[Run]:
     """All jobs under a folder, in archives or unpacked."""
     with tempfile.TemporaryDirectory() as unpacked:
         for number, archive in enumerate(sorted(folder.rglob("*.tar.gz"))):
-            with tarfile.open(archive) as packed:
-                packed.extractall(Path(unpacked) / str(number), filter="data")
+            _unpack(archive, Path(unpacked) / str(number))
         found = {
             path.parents[len(Path(name).parts) - 1]
             for place in (folder, Path(unpacked))
@@ -70,13 +69,26 @@ def read_archives(folder: Path) -> list[Run]:
         return [_read(path) for path in sorted(found)]
 
 
+def _unpack(archive: Path, folder: Path) -> None:
+    """What extractall(filter="data") does with the files that `pack` made; Python 3.11.0 to 3.11.3 lack the filter."""
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            path = (folder / member.name).resolve()
+            if member.isfile() and path.is_relative_to(folder.resolve()):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(packed.extractfile(member).read())
+
+
 def _read(folder: Path) -> Run:
     def read(name: str) -> Any:
         path = folder / name
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     config, metrics = folder / "config.yaml", folder / "metrics.jsonl"
-    results, settings = read("eval/results.json"), yaml.safe_load(config.read_text()) if config.exists() else None
+    results, settings = (
+        read("eval/results.json"),
+        yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else None,
+    )
     # The folders of the files are meaningless on other machines.
     if results and "source" in results:
         results["source"] = Path(results["source"]).name
@@ -88,7 +100,9 @@ def _read(folder: Path) -> Run:
         results=results,
         correct=read("correct.json"),
         config=settings,
-        metrics=[json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else (),
+        metrics=[json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        if metrics.exists()
+        else (),
     )
 
 

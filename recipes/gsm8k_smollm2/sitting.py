@@ -226,7 +226,7 @@ class Sitting:
         write_correct(folder)
         pack(folder, self.options.out / f"{job}.tar.gz")
         with self._writing:
-            (self.options.out / "sitting.json").write_text(json.dumps(self.summary, indent=1) + "\n")
+            (self.options.out / "sitting.json").write_text(json.dumps(self.summary, indent=1) + "\n", encoding="utf-8")
 
 
 def set_aside(folder: Path) -> None:
@@ -254,7 +254,7 @@ def write_correct(folder: Path) -> None:
         problems = correct.setdefault(decoding, {})
         for row in sorted(evaluation.attempts(benchmark, decoding), key=lambda row: row.attempt.sample):
             problems.setdefault(row.attempt.problem, []).append((int(row.correct), row.vote))
-    (folder / "correct.json").write_text(json.dumps(correct) + "\n")
+    (folder / "correct.json").write_text(json.dumps(correct) + "\n", encoding="utf-8")
 
 
 def pack(folder: Path, archive: Path) -> None:
