@@ -5,6 +5,8 @@ import gc
 import json
 import os
 import random
+import re
+import signal
 import socket
 import sys
 import zlib
@@ -19,6 +21,26 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import numpy as np
 import pytest
 import torch
+
+# What a shell, a CI, a scheduler or a launcher may have set, and what is tested would follow.
+FOLLOWED = re.compile(
+    r"COLUMNS|LINES|NO_COLOR|FORCE_COLOR|TTY_\w+|JUPYTER_\w+|TQDM_\w+|PYTHONOPTIMIZE|PYTHONSAFEPATH"
+    r"|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(ACCELERATE|FSDP|TORCHELASTIC|PMI|OMPI|SLURM)_\w+"
+    r"|TRANSFORMERS_\w+|DATASETS_\w+|(WANDB|COMET|MLFLOW|TRACKIO|CLEARML|NEPTUNE|SWANLAB|DVCLIVE)_\w+"
+)
+
+
+def _leave_the_surroundings() -> None:
+    """Give tests, and the processes that they start, the same terminal, signals and settings wherever they run."""
+    for name in filter(FOLLOWED.fullmatch, list(os.environ)):
+        del os.environ[name]
+    os.environ["TERM"] = "xterm"  # in a dumb one nothing is live
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1,::1"
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_leave_the_surroundings()
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: kernels run on the CPU

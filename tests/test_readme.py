@@ -16,7 +16,7 @@ from benchmarks.readme import (
 )
 from gruppo.demo import EXAMPLE
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_table_holds_the_committed_results() -> None:
@@ -25,33 +25,33 @@ def test_the_table_holds_the_committed_results() -> None:
 
 
 def test_the_page_of_measurements_has_a_row_for_every_file() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "measured.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "measured.md").read_text(encoding="utf-8")
     assert fill_measured_page(page) == page, "run `python benchmarks/readme.py`"
     with pytest.raises(SystemExit, match=r"no row for soak"):
         fill_measured_page(page.replace("[soak.json]", "[gone.json]"))
 
 
 def test_the_engine_page_shows_the_committed_profile() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "engine.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "engine.md").read_text(encoding="utf-8")
     assert "| attention | 1." in page
     assert fill_engine_page(page) == page, "run `python benchmarks/readme.py`"
 
 
 def test_the_performance_page_shows_the_committed_measurements() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "performance.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "performance.md").read_text(encoding="utf-8")
     assert "| `fused_head=False` | " in page
     assert "The arithmetic of this update is " in page
     assert fill_performance_page(page) == page, "run `python benchmarks/readme.py`"
 
 
 def test_the_page_of_the_viewer_shows_the_committed_measurement() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "view.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "view.md").read_text(encoding="utf-8")
     assert "first paint after at most " in page
     assert fill_view_page(page) == page, "run `python benchmarks/readme.py`"
 
 
 def test_the_page_of_vllm_shows_the_committed_measurement() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text(encoding="utf-8")
     assert "| a server, weights by IPC | " in page
     assert fill_vllm_page(page) == page, "run `python benchmarks/readme.py`"
 

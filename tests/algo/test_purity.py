@@ -24,14 +24,14 @@ def test_there_are_files_to_check():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
 def test_imports_torch_and_the_standard_library_only(path):
-    for module in imported_modules(ast.parse(path.read_text())):
+    for module in imported_modules(ast.parse(path.read_text(encoding="utf-8"))):
         own = module == "gruppo.errors" or module.startswith("gruppo.algo.")
         assert own or module.split(".")[0] in ALLOWED, f"{path.name} imports {module}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
 def test_no_self_no_global_no_print(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         assert not (isinstance(node, ast.arg) and node.arg == "self")
         assert not isinstance(node, ast.Global | ast.Nonlocal)
         assert not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print")

@@ -50,7 +50,7 @@ def test_loss_types():
 
 def test_the_documented_table_is_this_table():
     rows = {}
-    for line in DOC.read_text().splitlines():
+    for line in DOC.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip(" `") for cell in line.strip("|").split("|")]
         if len(cells) == 7 and cells[0] in RECIPES:
             rows[cells[0]] = Recipe(*cells[1:])
@@ -58,6 +58,6 @@ def test_the_documented_table_is_this_table():
 
 
 def test_every_file_the_document_names_exists():
-    named = set(re.findall(r"`(gruppo/algo/\w+\.py)`", DOC.read_text()))
+    named = set(re.findall(r"`(gruppo/algo/\w+\.py)`", DOC.read_text(encoding="utf-8")))
     assert len(named) >= 10
     assert all((DOC.parents[1] / name).is_file() for name in named)

@@ -48,7 +48,7 @@ def test_the_slowest_is_waited_for() -> None:
 
 
 def test_the_committed_prediction_is_that_of_this_code() -> None:
-    result = json.loads((RESULTS / "scale_model.json").read_text())
+    result = json.loads((RESULTS / "scale_model.json").read_text(encoding="utf-8"))
     given = Assumptions(**result["assumed"])
     measured = read_measured(RESULTS / result["measured_in"], given.pack_tokens)
     assert measured.weights == pytest.approx(1.54e9, rel=0.01)

@@ -56,7 +56,7 @@ def test_a_run_that_works(recipe: Any, capsys: pytest.CaptureFixture[str]) -> No
     assert "brevity: scores -" in out
     assert "prompts of 3 to 3 tokens (median 3); completions of up to 4; the context is 128" in out
     assert "warning  template   the prompts are plain text, so the chat template is not used" in out
-    assert out.splitlines()[-1].endswith(f"Start it with: gruppo train {path}")
+    assert out.splitlines()[-1].endswith(f"Start it with: gruppo train {shlex.quote(str(path))}")
 
 
 def test_everything_else_is_still_checked_without_the_model(recipe: Any) -> None:

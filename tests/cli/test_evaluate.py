@@ -49,7 +49,7 @@ def test_a_model_and_a_comparison(place: Path, capsys: pytest.CaptureFixture[str
     assert "| **model** |" in shown
     assert re.search(r"demo: top-1 \d+\.\d% .* of 12 problems.*avg@2 .*pass@2 .*maj@2", shown)
     assert {"results.json", "results.md", "results.tex", "completions"} <= {path.name for path in first.iterdir()}
-    assert "DeepSeekMath-RL" in (first / "results.md").read_text()
+    assert "DeepSeekMath-RL" in (first / "results.md").read_text(encoding="utf-8")
 
     assert run_eval(place, "--output-dir", str(second), "--samples", "2", "--temperature", "2.0") == 0
     capsys.readouterr()

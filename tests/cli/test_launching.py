@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pytest
@@ -143,7 +144,7 @@ def test_an_end_of_the_processes_is_told(
     )
     saving.save(path.parent / "run", 1)
     assert cli.main(["train", str(path), "--launch", "ddp", "--nproc", "2"]) == 1
-    again = f"gruppo train {path} --launch ddp --nproc 2 --resume"
+    again = f"gruppo train {quote(str(path))} --launch ddp --nproc 2 --resume"
     assert capsys.readouterr().err.endswith(
         f"The launcher ended with code 1; the output of its processes says why. Resume with: {again}\n"
     )

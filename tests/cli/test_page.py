@@ -11,7 +11,7 @@ from gruppo import cli
 from gruppo.cli.recipe import RunFile, accelerate_options, make_parser
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "cli.md").read_text()
+PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 
 
 def blocks(kind: str) -> list[str]:

@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 from pathlib import Path
+from shlex import quote, split
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ def test_a_file_is_a_run(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "{'loss'" not in out, "transformers' dictionaries are replaced"
     run = tmp_path / "run"
     assert out.splitlines()[-1].startswith("Finished 1 updates in 0:0")
-    assert out.splitlines()[-1].endswith(f"Model and record: {run}. Look at it: gruppo view {run}")
+    assert out.splitlines()[-1].endswith(f"Model and record: {run}. Look at it: gruppo view {quote(str(run))}")
 
 
 def test_flags_are_a_run(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,8 +214,9 @@ def test_a_run_that_is_stopped_goes_on_as_it_says(
     path = recipe(rewards=["stops.py:stops"], max_steps=4, save_strategy="steps", save_steps=1000)
     assert cli.main(["train", str(path)]) == 75
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last == f"gruppo train: Stopped after update 2, which is saved. Resume with: gruppo train {path} --resume"
-    assert cli.main(last.partition("Resume with: gruppo ")[2].split()) == 0
+    again = f"train {quote(str(path))} --resume"
+    assert last == f"gruppo train: Stopped after update 2, which is saved. Resume with: gruppo {again}"
+    assert cli.main(split(again)) == 0
     out = capsys.readouterr().out
     assert [line[:10] for line in out.splitlines() if line.startswith("update")] == ["update 3/4", "update 4/4"]
 

@@ -41,6 +41,31 @@ def test_it_says_where_it_answers_and_ends_when_it_is_told_to(
             process.kill()
 
 
+def test_it_ends_when_it_is_terminated_in_the_background(folder: Path) -> None:
+    in_background = [
+        "sh",
+        "-c",
+        'trap "" INT HUP; exec "$@"',
+        "-",
+        sys.executable,
+        "-m",
+        "gruppo",
+        "view",
+        str(folder),
+    ]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        in_background, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, cwd=root
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert "1 run and 0 evaluations" in process.stdout.readline()
+            process.terminate()
+            assert process.wait(30) == -signal.SIGTERM
+        finally:
+            process.kill()
+
+
 def test_a_report(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.html"
     assert main(["view", str(folder), "--export", str(path)]) == 0

@@ -116,9 +116,9 @@ def test_the_page_colours_pictures_as_they_colour_themselves() -> None:
 
 
 def test_the_docs_can_be_built_with_their_extra() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert {"mkdocs-material", "latex2mathml"} <= {re.split(r"[<>=]", name)[0] for name in extras["docs"]}
-    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     assert config["theme"]["font"] is False
     assert config["validation"]["links"]["anchors"] == "warn"
 

@@ -107,8 +107,8 @@ def test_everything_is_kept(demo: Any, data: Path, tmp_path: Path) -> None:
     results = evaluate(demo, data, samples=2, output_dir=tmp_path)
     assert results.folder == tmp_path
     assert json.loads((tmp_path / "results.json").read_text()) == json.loads(json.dumps(results.summary))
-    assert (tmp_path / "results.md").read_text() == results.markdown()
-    assert (tmp_path / "results.tex").read_text() == results.latex()
+    assert (tmp_path / "results.md").read_text(encoding="utf-8") == results.markdown()
+    assert (tmp_path / "results.tex").read_text(encoding="utf-8") == results.latex()
     folder = EvaluationFolder(tmp_path)
     assert list(folder.passes()) == [("demo", "greedy"), ("demo", "sampled")]
     assert folder.attempts("demo", "sampled") == results.scored["demo"]["sampled"]

@@ -44,7 +44,7 @@ def mixtral() -> Any:
         lambda: tiny_model(tie_word_embeddings=True),
         tiny_gpt2,
         mixtral,  # its experts are saved one by one, and held fused
-        lambda: torch.compile(tiny_model()),
+        lambda: torch.compile(tiny_model(), backend="eager"),
         lambda: nn.parallel.DataParallel(tiny_model()),
     ],
     ids=["llama", "tied", "gpt2", "mixtral", "compiled", "wrapped"],
@@ -63,7 +63,7 @@ def test_wrappers_inside_leave_no_trace_in_names() -> None:
     model = tiny_model()
     names = {name for name, _ in named_weights(model)}
     for i, layer in enumerate(model.model.layers):
-        model.model.layers[i] = torch.compile(layer)
+        model.model.layers[i] = torch.compile(layer, backend="eager")
     assert any("_orig_mod" in name for name, _ in model.named_parameters())
     assert {name for name, _ in named_weights(model)} == names
 

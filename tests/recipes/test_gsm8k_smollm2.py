@@ -63,8 +63,10 @@ def test_every_file_of_settings_loads_and_can_be_overridden(name: str) -> None:
 
 
 def test_the_files_differ_in_what_makes_the_algorithms() -> None:
-    common = yaml.safe_load(train.COMMON.read_text())
-    files = {name: common | yaml.safe_load((HERE / f"{name}.yaml").read_text()) for name in (*YAMLS, "trl")}
+    common = yaml.safe_load(train.COMMON.read_text(encoding="utf-8"))
+    files = {
+        name: common | yaml.safe_load((HERE / f"{name}.yaml").read_text(encoding="utf-8")) for name in (*YAMLS, "trl")
+    }
 
     def different(name: str) -> dict[str, Any]:
         keys = [key for key in {**files["grpo"], **files[name]} if files["grpo"].get(key) != files[name].get(key)]
@@ -83,7 +85,7 @@ def test_the_file_of_an_experiment_is_read_over_the_common_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--config", str(HERE / "rloo.yaml"), "--model", "m", "--data", "d", "--use_cpu", "1"]
-    shared = yaml.safe_load(train.COMMON.read_text())
+    shared = yaml.safe_load(train.COMMON.read_text(encoding="utf-8"))
     _, args = train.parse(arguments)
     assert (args.max_grad_norm, shared["max_grad_norm"]) == (100, 1)
     assert args.optim == shared["optim"] == "adamw_torch_fused"
@@ -263,7 +265,9 @@ def test_two_updates_leave_a_model_and_a_record(data: Path, model: Path, tmp_pat
     assert written["train_seconds"] == written["steps"][-1]["seconds"] > written["steps"][0]["seconds"] > 0
     assert (out / "model.safetensors").exists()
     config = yaml.safe_load((out / "config.yaml").read_text())
-    settings = yaml.safe_load(train.COMMON.read_text()) | yaml.safe_load((HERE / "dapo.yaml").read_text())
+    settings = yaml.safe_load(train.COMMON.read_text(encoding="utf-8")) | yaml.safe_load(
+        (HERE / "dapo.yaml").read_text(encoding="utf-8")
+    )
     changed = {"bf16": False, "max_steps": 2, "num_generations": 4, "output_dir": str(out), "loss_type": "dapo"}
     assert {key: config[key] for key in changed} == changed
     assert {key for key in settings if key not in config} <= set(train.RecipeArguments.__dataclass_fields__)

@@ -405,7 +405,7 @@ def test_the_page_and_the_figures(runs: Path, tmp_path: Path) -> None:
     results.mkdir()
     folders = ["--kept", str(tmp_path / "kept"), "--results", str(results), "--docs", str(docs)]
     report.main([str(runs), *folders])
-    page = (docs / "experiments.md").read_text()
+    page = (docs / "experiments.md").read_text(encoding="utf-8")
     race, others = page.split("<!-- learning: others -->")
     assert "| gruppo ([file](../benchmarks/results/learn_smollm2_grpo.json)) | 1 (1 to 1) | 50 (40 to 60) |" in race
     assert "| the first 3 updates | seconds | right among samples (%) |" in race, "as far as TRL came"
@@ -417,7 +417,7 @@ def test_the_page_and_the_figures(runs: Path, tmp_path: Path) -> None:
     assert (
         "| DAPO ([file](../benchmarks/results/learn_smollm2_dapo.json)) | 1 | 60 | 20 | 3.00 | 12.0 | 27.0 |" in others
     )
-    drawings = {path.stem: path.read_text() for path in (docs / "figures").iterdir()}
+    drawings = {path.stem: path.read_text(encoding="utf-8") for path in (docs / "figures").iterdir()}
     assert set(drawings) == {"learn_smollm2_race", "learn_smollm2_others"}
     for name, figure in drawings.items():
         assert f"figures/{name}.svg" in page
@@ -480,7 +480,7 @@ def test_thinning_and_smoothing() -> None:
 
 @pytest.mark.skipif(not (ROOT / "docs/experiments.md").exists(), reason="nothing was measured yet")
 def test_the_page_says_what_the_files_say() -> None:
-    page = (ROOT / "docs/experiments.md").read_text()
+    page = (ROOT / "docs/experiments.md").read_text(encoding="utf-8")
     results = pages.read_results(ROOT / "benchmarks/results")
     assert pages.fill(page, results) == page, "run `python -m recipes.gsm8k_smollm2.report`"
 

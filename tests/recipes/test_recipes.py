@@ -41,7 +41,7 @@ def test_there_is_one_for_each() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_says_what_it_reproduces_and_what_is_different(name: str) -> None:
-    text = RECIPES[name].read_text()
+    text = RECIPES[name].read_text(encoding="utf-8")
     comment = text[: re.search(r"^[^#]", text, re.MULTILINE).start()]  # type: ignore[union-attr]
     assert re.search(r"arXiv:\d{4}\.\d{5}", comment)
     assert "Not as in" in comment or "It reproduces no table" in comment
@@ -54,7 +54,7 @@ def test_it_is_the_recipe_of_the_table(name: str) -> None:
     run = RunFile.read([str(RECIPES[name]), "--use_cpu"], processes=processes)
     assert {field: getattr(run.config, field) for field in MADE_BY[name]} == MADE_BY[name]
     assert run.trainer == ("rloo" if name == "rloo" else "grpo")
-    assert yaml.safe_load(RECIPES[name].read_text())["output_dir"] == f"runs/{name}"
+    assert yaml.safe_load(RECIPES[name].read_text(encoding="utf-8"))["output_dir"] == f"runs/{name}"
 
 
 @pytest.fixture(scope="session")
@@ -102,7 +102,7 @@ def test_it_would_run(name: str, stand_ins: Path, tmp_path: Path, monkeypatch: p
 @pytest.mark.usefixtures("_processor")
 @pytest.mark.parametrize("name", ["dapo", "gspo", "cispo", "rloo", "lora_24gb", "vlm"])
 def test_two_updates_of_it(name: str, stand_ins: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    several = RECIPES[name].read_text().count("steps_per_generation:")
+    several = RECIPES[name].read_text(encoding="utf-8").count("steps_per_generation:")
     size = ["--per_device_train_batch_size", "8", "--num_generations", "4", "--gradient_accumulation_steps", "1"]
     size += ["--steps_per_generation", "2"] * several + ["--max_completion_length", "16", "--max_steps", "2"]
     quiet = ["--logging_steps", "1", "--save_strategy", "no", "--report_to", "none", "--record", "metrics"]

@@ -39,7 +39,7 @@ def test_there_are_examples() -> None:
 
 
 def test_the_number_is_the_measured_one() -> None:
-    measured = json.loads((ROOT / "benchmarks" / "results" / "replay.json").read_text())
+    measured = json.loads((ROOT / "benchmarks" / "results" / "replay.json").read_text(encoding="utf-8"))
     runs = [measured["demo"], *measured["runs"].values()]
     said = f"{max(run['loss'] for run in runs):.0e}"
     assert f"no loss is further than {said} from the logged one" in PAGE

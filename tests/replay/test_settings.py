@@ -61,7 +61,7 @@ def test_a_recipe_brings_its_clip_widths(name: str, low: float | None, high: flo
     assert settings.name.startswith(f"recipe={name}: ")
     assert (f"epsilon={low}" if low is not None else f"epsilon_high={high}") in settings.name
     assert settings.warning is None
-    written = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
+    written = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text(encoding="utf-8"))
     assert float(written.get("epsilon_high", written["epsilon"] if low is not None else None)) == high
     given = Settings.of(GRPO, {"recipe": name, "epsilon_high": 7.0})
     assert given.loss_settings(THEN).epsilon_high == 7.0, "what is given counts"

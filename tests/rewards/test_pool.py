@@ -390,15 +390,7 @@ def test_an_interrupted_call_leaves_nothing_behind_for_the_next():
     assert scoring.score(batch("abc", "b"), environments=[]).values_BR.tolist() == [[3.0, 0.0], [1.0, 0.0]]
 
 
-@pytest.fixture
-def hears_ctrl_c():
-    """A run in the background inherits that the signal is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_is_heard_while_a_worker_is_waited_for(hears_ctrl_c):
+def test_ctrl_c_is_heard_while_a_worker_is_waited_for():
     scoring = runner(obedient, timeout=300.0)
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.monotonic()

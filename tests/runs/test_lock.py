@@ -119,7 +119,7 @@ def test_locks_of_other_names_are_other_locks(tmp_path, anywhere):
 
 
 def test_a_process_whose_name_is_not_utf8_is_alive(tmp_path, anywhere):
-    """The kernel cuts names after 15 bytes, also in the middle of a character; the C locale has no letters but ASCII."""
+    """The kernel cuts names after 15 bytes, also within a character; and in the C locale all but ASCII is invalid."""
 
     def hold() -> None:
         RunLock(tmp_path).acquire()

@@ -174,7 +174,7 @@ def _read_everything(folder: Path) -> None:
 PAGE = Path(__file__).parents[2] / "docs" / "run-folder.md"
 
 
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
 def test_the_examples_of_the_page_run(
     run: Run, code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,5 +186,5 @@ def test_the_examples_of_the_page_run(
 
 
 def test_the_page_lists_every_column() -> None:
-    page = PAGE.read_text()
+    page = PAGE.read_text(encoding="utf-8")
     assert [name for name in COLUMNS if f"`{name}`" not in page] == []

@@ -32,7 +32,7 @@ def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def test_the_page_lists_the_hooks_with_their_arguments() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|.*\| (?:packed|padded) \|$", page, re.MULTILINE))
     hooks = {
         name: list(inspect.signature(method).parameters)[1:]

@@ -14,7 +14,7 @@ from gruppo.trainer.rloo import RLOOTrainer
 
 def documented_settings() -> dict[str, str]:
     """The config that the page on the algorithm names for each recipe."""
-    page = (Path(__file__).parents[2] / "docs/algorithm.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/algorithm.md").read_text(encoding="utf-8")
     found = re.findall(r"^\| `(\w+)` \| `((?:GRPO|RLOO)Config)\((.*?)\)`", page, re.MULTILINE)
     return {name: f"{config}('out', use_cpu=True, bf16=False, {settings})" for name, config, settings in found}
 

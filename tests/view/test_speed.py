@@ -21,7 +21,7 @@ def test_a_hundred_thousand_completions(browser: Any, tmp_path: Path) -> None:
 
 
 def test_the_committed_measurement_is_within_the_bounds() -> None:
-    committed = json.loads(RESULTS.read_text())
+    committed = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert committed["completions"] >= 100_000
     assert committed["worst_ms"]["first_paint"] < BOUNDS["first_paint"]
     assert all(numbers["worst"] < BOUNDS["filter"] for numbers in committed["filters_ms"].values())
