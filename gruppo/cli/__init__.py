@@ -5,6 +5,7 @@ import their dependencies when they run, so that `gruppo --help` stays instant.
 """
 
 import difflib
+import io
 import logging
 import os
 import sys
@@ -134,6 +135,8 @@ def is_news(record: logging.LogRecord) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     command, *arguments = list(sys.argv[1:] if argv is None else argv) or [""]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr: a character that the locale lacks is no reason to stop
+        sys.stdout.reconfigure(errors="backslashreplace")
     if command in ("-h", "--help", "help", ""):
         print(help_text())
         return 0 if command else 2

@@ -1,5 +1,7 @@
 """The command table."""
 
+import contextlib
+import io
 import logging
 import subprocess
 import sys
@@ -25,6 +27,16 @@ def test_every_command_has_examples(command, capsys):
         code = stop.code
     assert code == 0
     assert f"\n  gruppo {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in cli.COMMANDS)])
+def test_help_in_a_locale_that_lacks_some_of_its_characters(arguments, monkeypatch):
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    with contextlib.suppress(SystemExit):  # argparse's way
+        assert cli.main(arguments) == 0
+    output.flush()
+    assert b"gruppo" in output.buffer.getvalue()
 
 
 def test_every_command_says_what_it_does_in_one_line():

@@ -34,6 +34,15 @@ def read(path: Path) -> dict[str, list[Any]]:
 # ---- console
 
 
+def test_a_locale_that_lacks_characters_of_a_completion_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr("sys.stdout", output)
+    print_prompt_completions_sample(["2 × 2?"], ["答案是 4"], {"right": [1.0]}, [0.5], 3)
+    output.flush()
+    assert "2 × 2?".encode("latin-1") in output.buffer.getvalue()
+    assert rb"\u7b54\u6848" in output.buffer.getvalue()
+
+
 def test_the_table_shows_every_column(tmp_path: Path) -> None:
     text = shown(["2+2="], ["4"], {"exact": [1.0]}, [0.70711], 12, extra={"parsed": ["four"]})
     header = next(line for line in text.splitlines() if "Prompt" in line)

@@ -70,6 +70,13 @@ def test_plain_lines_in_a_terminal_that_cannot_move_its_cursor(monkeypatch: pyte
     assert len(file.getvalue().splitlines()) == 2
 
 
+def test_a_locale_that_lacks_a_character_ends_no_run() -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    shown(LiveProgressCallback(Console(file=file, force_terminal=False)))
+    file.flush()
+    assert b"reward 0.500 \\xb1 0.250" in file.buffer.getvalue()
+
+
 def test_an_update_that_samples_nothing_keeps_what_is_known() -> None:
     file = io.StringIO()
     callback = LiveProgressCallback(Console(file=file))

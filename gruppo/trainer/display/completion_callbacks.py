@@ -18,6 +18,7 @@ from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError, DataError
 from gruppo.policy.unwrap import bare_model
 from gruppo.trainer.display.completions import log_to_trackers
+from gruppo.trainer.display.console import printing
 
 __all__ = ["LogCompletionsCallback", "WeaveCallback"]
 
@@ -204,4 +205,4 @@ def _log_table(table: list[dict[str, Any]], report_to: list[str]) -> None:
         for row in table:
             if row["step"] == step:
                 shown.add_row(Text(row["prompt"]), Text(row["completion"]))
-        Console().print(shown)
+        printing(Console()).print(shown)

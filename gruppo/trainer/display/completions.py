@@ -14,6 +14,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from gruppo.trainer.display.console import printing
+
 
 class CompletionLog:
     """The newest rows of one mode (train or eval): prompt, completion, rewards, advantage, extra columns."""
@@ -119,7 +121,7 @@ def print_prompt_completions_sample(
     for i in chosen:
         table.add_row(*(_cell(values[i]) for values in columns.values()))
         table.add_section()
-    (console or Console()).print(Panel(table, title=f"Step {step}", border_style="bold white"))
+    printing(console or Console()).print(Panel(table, title=f"Step {step}", border_style="bold white"))
 
 
 def write_parquet(table: Mapping[str, Sequence[Any]], path: Path) -> None:

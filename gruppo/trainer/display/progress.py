@@ -12,6 +12,8 @@ from rich.text import Text
 from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging as hf_logging
 
+from gruppo.trainer.display.console import printing
+
 __all__ = ["LiveProgressCallback", "duration", "metrics_line"]
 
 BAR_WIDTH = 24
@@ -87,7 +89,7 @@ class LiveProgressCallback(TrainerCallback):
         """The console that was passed, or the one that `rich.print` writes to."""
         import rich
 
-        return self._console or rich.get_console()
+        return printing(self._console or rich.get_console())
 
     def watch(self, phase: Callable[[], tuple[str, float]]) -> None:
         """Set the function that returns the current phase and its seconds; a trainer with this callback calls this."""

@@ -10,12 +10,14 @@ from rich.table import Table
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import has_length
 
+from gruppo.trainer.display.console import printing
+
 
 class RichProgressCallback(TrainerCallback):
     """Show progress bars for training and evaluation, and the latest metrics in a table, with rich."""
 
     def __init__(self) -> None:
-        self.console = Console()
+        self.console = printing(Console())
         self._live: Live | None = None
         self._progress = self._new_progress()
         self._tasks: dict[str, Any] = {}

@@ -12,6 +12,7 @@ from gruppo.errors import ParityError
 from gruppo.plan.budgets import PARITY_TOKENS
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.sharding import Sharding, WholeWeights
+from gruppo.trainer.display.console import printing
 from gruppo.trainer.processes.presence import Presence
 from gruppo.trainer.processes.sharded import why_no_parity_check
 from gruppo.trainer.update.parity import ParityReport, check_parity, enforce
@@ -75,7 +76,7 @@ class ParityGuard:
             self.planner.plan(batch)  # turns on gradient checkpointing if the update needs it
         report = self._report(policy, batch, options)
         if self.accelerator.is_main_process and report is not None and report.rows:
-            rich.print(report.table())
+            printing(rich.get_console()).print(report.table())
         self.take_verdict(report, update)
 
     def _report(self, policy: nn.Module, batch: TrainBatch, options: dict[str, Any]) -> ParityReport | None:
