@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Compiled files are kept, whatever the surroundings say: the tests start hundreds of processes that import the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check static fast test test-slow test-compat docs bench-peers format clean
+.PHONY: demo check static fast test test-slow test-surroundings test-compat docs bench-peers format clean
 
 # Every version is pinned, so pip resolves nothing but what the build of torch asks for (requirements/pins.py).
 INSTALL    := bin/python -m pip --disable-pip-version-check install $(PIP_ARGS)
@@ -55,6 +55,10 @@ test: $(VENV)/.ready
 
 test-slow: $(VENV)/.ready
 	$(BIN)/pytest $(RERUN) -m slow -n 2 --summary=benchmarks/results/test_slow.json
+
+# The fast tests as an ordinary user, in the background, in a path with spaces, in the C locale, ...: see the script.
+test-surroundings: $(VENV)/.ready
+	bash tests/surroundings.sh $(RERUN) -m "not slow and not medium" -n 2 -q
 
 # The site, into site/; a link that leads nowhere is an error.
 docs: $(VENV)/.ready
