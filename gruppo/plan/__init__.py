@@ -1,6 +1,6 @@
 """Forecasts of memory and time: what fits on a device and how long a step takes, before anything is allocated.
 
-    shape      a decoder's sizes; what its passes keep in memory and compute
+    shape      a decoder's sizes, layer by layer; what its passes keep in memory and compute
     budgets    how much a run samples and trains on at once; engine and trainer use it too
     devices    datasheet peaks and memory
     presets    shapes of public models by name
@@ -27,11 +27,13 @@ from gruppo.plan.budgets import (
     training_bytes,
 )
 from gruppo.plan.devices import DEVICES, Device, find_device, peak_flops
-from gruppo.plan.shape import ModelShape, Passes
+from gruppo.plan.shape import LayerShape, MeasuredShape, ModelShape, Passes
 
 __all__ = [
     "DEVICES",
     "Device",
+    "LayerShape",
+    "MeasuredShape",
     "ModelShape",
     "Passes",
     "RolloutPlan",

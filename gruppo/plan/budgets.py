@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gruppo.plan.shape import ModelShape, Passes
+from gruppo.plan.shape import MeasuredShape, ModelShape, Passes
 
 # Share of free memory for the KV cache. It leaves room for the update: where a device cannot release the memory of the
 # KV cache between rollouts, the cache stays allocated during the update.
@@ -130,7 +130,7 @@ class UpdatePlan:
 
 
 def plan_update(
-    shape: ModelShape,
+    shape: ModelShape | MeasuredShape,
     passes: Passes,
     *,
     longest_row: int,

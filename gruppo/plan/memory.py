@@ -172,7 +172,7 @@ class Memory(Standing):
             yield product("two gathered layers and the head", (gathered, "weights"), (job.product_bytes, "B"))
         if casts := shape.cast_bytes(job.passes):
             yield Term("cast weights", casts, f"{plain(shape.layer_weights)} weights × {job.product_bytes} B")
-        layer = shape.layer_bytes(job.passes)
+        layer = shape.layer_bytes(job.passes, mean=not plan.checkpointing)
         if plan.checkpointing:
             stream = shape.hidden * job.passes.stream
             yield product("inputs of layers", (tokens, "tokens"), (shape.layers, "layers"), (stream, "B"))

@@ -64,4 +64,5 @@ def _active_shape(text: Any) -> ModelShape:
     if not active:
         return shape
     shared = getattr(text, "shared_expert_intermediate_size", None) or 0
-    return replace(shape, intermediate=active * width + shared)
+    wide = active * width + shared
+    return replace(shape, intermediate=wide, unequal=tuple(replace(one, intermediate=wide) for one in shape.unequal))

@@ -16,6 +16,13 @@ def sampling_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode that leaves gradients as they are."""
+    with _mode(model, training=False):
+        yield
+
+
+@contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
     """Training mode, as in an update, whatever the mode was before: loaded models start in evaluation mode."""
     with _mode(model, training=True):

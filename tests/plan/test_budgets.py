@@ -16,6 +16,7 @@ from gruppo.engine.cache import ATTENTION_NAME
 from gruppo.engine.kv import KvPool
 from gruppo.engine.runner import kv_shapes
 from gruppo.plan import (
+    LayerShape,
     ModelShape,
     Passes,
     RolloutPlan,
@@ -92,6 +93,64 @@ def test_sizes_of_a_model_of_1_5_billion() -> None:
 )
 def test_shapes_are_read_from_configs_of_all_dialects(config: Any, shape: ModelShape) -> None:
     assert ModelShape.from_config(config) == shape
+
+
+def gemma4(**changes: Any) -> Any:
+    """As published, but small: global layers with wider heads, the last layers with the keys and values of others."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    small = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=100)
+    sizes: dict[str, Any] = small | dict(num_key_value_heads=2, head_dim=16, global_head_dim=32, layer_types=kinds)
+    sizes |= dict(vocab_size_per_layer_input=100, hidden_size_per_layer_input=8, num_kv_shared_layers=2)
+    return tf.Gemma4TextConfig(**(sizes | changes))
+
+
+def gemma3n(**changes: Any) -> Any:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    small = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=100, num_key_value_heads=2)
+    sizes: dict[str, Any] = small | dict(head_dim=16, layer_types=kinds, num_kv_shared_layers=2, laurel_rank=4)
+    sizes |= dict(vocab_size_per_layer_input=100, hidden_size_per_layer_input=8, intermediate_size=[96, 96, 48, 48])
+    return tf.Gemma3nTextConfig(**(sizes | dict(activation_sparsity_pattern=[0.0] * 4) | changes))
+
+
+def test_layers_of_several_sizes() -> None:
+    shape = ModelShape.from_config(gemma4(use_double_wide_mlp=True))
+    sizes = [LayerShape(96, 4, 2, 16), LayerShape(96, 4, 2, 32), LayerShape(192, 4, 0, 16), LayerShape(192, 4, 0, 32)]
+    assert shape == ModelShape(4, 64, 192, 4, 2, 32, 100, tuple(sizes))
+    assert shape.kv_bytes_per_token(2) == 2 * (2 * 16 + 2 * 32) * 2
+    attention = 2 * 64 * (2 * 4 * (16 + 32) + 2 * (16 + 32))
+    assert shape.layer_weights == attention + 64 * 3 * (2 * 96 + 2 * 192)
+    assert shape.forward_flops(1, 10, 0) == 2 * shape.layer_weights + 4 * 10 * (4 * 16 + 4 * 32) * 2
+    passes = Passes(stream=4, product=4)
+    equal = [replace(shape, unequal=(size,) * 4) for size in sizes]
+    layers = [one.layer_bytes(passes) for one in equal]
+    assert shape.layer_bytes(passes) == max(layers)
+    assert shape.layer_bytes(passes, mean=True) == sum(layers) // 4
+    assert shape.update_bytes(passes, checkpointing=False) == shape.backward_bytes(passes) + sum(layers)
+    assert shape.backward_bytes(passes) == (3 * 192 + 2 * 64) * 4
+    assert shape.prefill_bytes(1, 2) == max(one.prefill_bytes(1, 2) for one in equal)
+
+
+def test_widths_of_the_mlp_as_a_list() -> None:
+    shape = ModelShape.from_config(gemma3n())
+    assert [size.intermediate for size in shape.per_layer] == [96, 96, 48, 48]
+    assert [size.kv_heads for size in shape.per_layer] == [2, 2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("config", "missing"),
+    [
+        (tf.Mamba2Config(num_hidden_layers=1), "num_attention_heads"),
+        (tf.MambaConfig(num_hidden_layers=1), "num_attention_heads"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_size_that_the_config_does_not_have_is_named(config: Any, missing: str) -> None:
+    shape, reason = ModelShape.read(config)
+    assert shape is None
+    assert missing in reason
+    assert type(config).__name__ in reason
+    with pytest.raises(ValueError, match=missing):
+        ModelShape.from_config(config)
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
     LlamaConfig,
+    Mamba2Config,
     Qwen2Config,
     Qwen2VLConfig,
     Qwen3Config,
@@ -23,6 +24,7 @@ from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.packing import Packer
 from gruppo.types import TrainBatch
 from tests.engine.models import BUILDERS, build
+from tests.policy.families import family
 
 SIZES: dict[str, Any] = dict(
     hidden_size=128, intermediate_size=384, num_attention_heads=8, num_key_value_heads=2, vocab_size=128,
@@ -140,6 +142,18 @@ def test_models_that_see_are_read_and_those_without_a_head_are_refused() -> None
     assert read_model(seeing).shape == ModelShape(2, 128, 384, 8, 2, 16, 128)
     with pytest.raises(ValueError, match="no class of a language model for CLIPVisionConfig"):
         read_model(CLIPVisionConfig())
+
+
+def test_a_model_whose_layers_have_no_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match="not known: Mamba2Config has no num_attention_heads"):
+        read_model(Mamba2Config(num_hidden_layers=1, hidden_size=64, num_heads=8, head_dim=16, vocab_size=64))
+
+
+def test_a_shape_with_layers_of_several_sizes() -> None:
+    model = family("gemma4, wide")
+    read = read_model(model.config)
+    assert read.weights == sum(parameter.numel() for parameter in model.parameters())
+    assert [layer.head_dim for layer in read.shape.per_layer] == [8, 16, 8, 16]
 
 
 def test_presets_are_as_large_as_their_names_say() -> None:

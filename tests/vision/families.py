@@ -251,7 +251,10 @@ def gemma3_processor() -> Any:
 def gemma4() -> Any:
     vision = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
     vision |= dict(num_key_value_heads=2, patch_size=4, pooling_kernel_size=2, position_embedding_size=128)
-    text = dict(head_dim=8, global_head_dim=8, sliding_window=64, layer_types=["sliding_attention", "full_attention"])
+    # As published: heads of global layers are twice as wide, and the last layers use the keys and values of others.
+    kinds = ["sliding_attention", "full_attention"] * 2
+    text: dict[str, Any] = dict(head_dim=8, global_head_dim=16, sliding_window=64, layer_types=kinds)
+    text |= dict(num_hidden_layers=4, num_kv_shared_layers=2, use_double_wide_mlp=True)
     text |= dict(vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=4)
     config = transformers.Gemma4Config(
         text_config=TEXT | text,

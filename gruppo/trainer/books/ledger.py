@@ -236,9 +236,8 @@ def countable_shape(model: nn.Module) -> ModelShape | None:
     where a token uses only a few experts, nor for other kinds of MLPs. A difference of up to 10% is accepted, to allow
     for adapters.
     """
-    try:
-        shape = ModelShape.from_config(model.config)
-    except AttributeError:  # not a decoder with attention
+    shape, _ = ModelShape.read(model.config)
+    if shape is None:  # not a decoder with attention
         return None
     modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     matrices = [p for module in modules for p in module.parameters(recurse=False) if len(shape_of(p)) > 1]

@@ -11,6 +11,7 @@ from torch import nn
 from gruppo.plan import ModelShape, Passes, UpdatePlan, free_memory, plan_update, training_bytes
 from gruppo.policy.adapters import adapted_projections
 from gruppo.policy.checkpoints import enable_checkpointing
+from gruppo.policy.measuring import measured_shape
 from gruppo.policy.modes import has_checkpoints
 from gruppo.policy.packed import PackedPolicy
 from gruppo.policy.unwrap import inner_model
@@ -72,8 +73,11 @@ class UpdatePlanner:
             device=weights[0].device.type,
             adapted=adapted_projections(self.policy()),
         )
+        shape, unknown = ModelShape.read(model.config)
+        if shape is None:
+            logger.info(f"{unknown}: the memory of a token is measured.")
         return plan_update(
-            ModelShape.from_config(model.config),
+            shape or measured_shape(self.policy(), self.autocast_dtype),
             passes,
             longest_row=longest_row,
             free_bytes=free_memory(weights[0].device) - training_bytes(weights),
