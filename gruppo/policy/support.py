@@ -21,7 +21,9 @@ from gruppo.policy.packing import Packer
 from gruppo.policy.unwrap import forward_arguments, inner_model, position_ids
 from gruppo.types import TrainBatch
 
-_KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
+_KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+# Layers whose cache can be copied from a prompt to its completions.
+CACHED_LAYERS = _KNOWN_LAYERS | {"chunked_attention"}
 # Rotary frequencies that depend on the longest sequence of the batch.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Maximum mean |difference| of log-probs in a trial, by the dtype of the arithmetic.
@@ -38,12 +40,9 @@ def unsupported_model(model: nn.Module) -> list[str]:
     reasons = []
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("it is an encoder-decoder model")
-    if getattr(inner, "_is_stateful", False):
-        reasons.append("it keeps a recurrent state")
     if not getattr(inner, "_supports_attention_backend", False):
         reasons.append(f"{type(inner).__name__} does not support custom attention functions")
-    if other := sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - _KNOWN_LAYERS):
-        reasons.append(f"it has layers of the kind {', '.join(other)}")
+    reasons += unusual_layers(inner)
     if missing := sorted({"past_key_values", "position_ids", "logits_to_keep"} - forward_arguments(model)):
         reasons.append(f"its forward takes no {', '.join(missing)}")
     if any(getattr(text, name, False) for name in ("use_bidirectional_attention", "prefix_lm", "is_prefix_lm")):
@@ -58,6 +57,13 @@ def unsupported_model(model: nn.Module) -> list[str]:
     elif devices and torch.device(devices[0]).type not in ("cpu", "cuda"):
         reasons.append(f"there are no kernels for {devices[0]}")
     return reasons
+
+
+def unusual_layers(inner: Any, known: frozenset[str] = _KNOWN_LAYERS) -> list[str]:
+    """Why its layers are not all attention over all earlier keys or a window of them, one sentence each."""
+    kinds = {str(kind) for kind in getattr(inner.config.get_text_config(), "layer_types", None) or ()}
+    reasons = ["it keeps a recurrent state"] if getattr(inner, "_is_stateful", False) else []
+    return reasons + ([f"it has layers of the kind {', '.join(sorted(kinds - known))}"] if kinds - known else [])
 
 
 def _adapters(model: nn.Module) -> list[Any]:

@@ -23,6 +23,7 @@ from gruppo.errors import ConfigError, RolloutError
 from gruppo.policy.inplace import Swap, swapped
 from gruppo.policy.modes import has_checkpoints, sampling_mode
 from gruppo.policy.sharding import WholeWeights
+from gruppo.policy.support import CACHED_LAYERS, unusual_layers
 from gruppo.policy.unwrap import forward_arguments, inner_model, is_noisy, makes_positions, position_ids
 from gruppo.rollout.base import RolloutBackend, stop_strings, with_limits_of
 from gruppo.types import Completion, SampleRequest, StopReason
@@ -232,7 +233,7 @@ def can_continue_from_cache(model: Any) -> bool:
     virtual = any(
         getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()
     )
-    if not known or virtual or getattr(inner, "_is_stateful", False):
+    if not known or virtual or unusual_layers(inner, CACHED_LAYERS):
         return False
     # With gradient checkpointing, transformers drops the cache in training mode.
     return not (model.training and (has_checkpoints(inner) or is_noisy(model, inner)))

@@ -1,9 +1,12 @@
 """Continuing from a prompt that was read before: when it can be done, and when it must not be."""
 
 import pytest
+from transformers import GenerationConfig
 
-from gruppo.rollout.hf import can_continue_from_cache
+from gruppo.rollout.hf import TransformersBackend, can_continue_from_cache
+from gruppo.types import SampleRequest
 from tests.helpers import tiny_model
+from tests.policy.families import family
 
 
 def test_noise_is_never_shared() -> None:
@@ -36,3 +39,18 @@ def test_dropout_of_an_adapter_rules_it_out_in_training() -> None:
     model = peft.get_peft_model(tiny_model(), config)
     assert not can_continue_from_cache(model.train())
     assert can_continue_from_cache(model.eval())
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe", "lfm3", "minimax", "mamba2", "deepseek_v32"])
+def test_layers_that_keep_more_than_keys_and_values_rule_it_out(name: str) -> None:
+    """There is no method, or another cache, to copy the state of convolutions and of linear attention."""
+    model = family(name)
+    assert not can_continue_from_cache(model)
+    requests = [SampleRequest([5, 6, 7, 8], 2), SampleRequest([5, 8], 2)]
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=1, bos_token_id=2)
+    first, twin, *_ = TransformersBackend(lambda: model, config, stop_ids=(1,)).sample(requests)
+    assert first.ids == twin.ids
+
+
+def test_chunks_of_keys_and_values_can_be_copied() -> None:
+    assert can_continue_from_cache(family("llama4"))
