@@ -105,10 +105,15 @@ def _no_loss(inner: Any) -> str:
 
 
 @torch.no_grad()
-def check_router(model: nn.Module) -> None:
-    """Raise if the model does not compute a load-balancing loss although its config has settings for it."""
+def check_router(model: nn.Module, *, run: bool = True) -> None:
+    """Raise if the model does not compute a load-balancing loss although its config has settings for it.
+
+    Without `run`, as where its weights are sharded, only the arguments of its forward are looked at.
+    """
     inner = inner_model(model)
     if "output_router_logits" not in forward_arguments(model):
         raise ConfigError(_no_loss(inner))
+    if not run:
+        return
     ids = torch.zeros(1, 2, dtype=torch.long, device=next(inner.parameters()).device)
     own_router_loss(model, type(inner).forward(inner, input_ids=ids, use_cache=False, output_router_logits=True))

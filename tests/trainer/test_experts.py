@@ -17,6 +17,7 @@ from gruppo.types import SampleRequest, TrainBatch
 from tests.engine.test_models import generate, greedy
 from tests.helpers import prompts
 from tests.policy.experts import NAMES, SHOWS_ROUTER, experts
+from tests.policy.families import family
 from tests.policy.test_routing import slow_loss
 from tests.policy.twins import exact
 from tests.processes import run_together
@@ -200,10 +201,27 @@ def with_adapter(model: Any) -> Any:
 def test_checkpoints_that_hide_the_router_are_refused(tmp_path: Path) -> None:
     kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with pytest.raises(ConfigError, match=r"use_reentrant=True hides the router.*'use_reentrant': False.*coef=0"):
-        make(tmp_path, model=experts("mixtral"), **kwargs)
+        make(tmp_path, model=experts("mixtral"), router_aux_loss_coef=0.1, **kwargs)
     trainer = make(tmp_path, model=experts("mixtral"), router_aux_loss_coef=0.0, max_steps=1, **kwargs)
     trainer.train()
     assert logs(trainer)[0]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("hidden_by", ["the model", "checkpoints"])
+def test_a_coefficient_that_only_the_model_asks_for_is_left_out(
+    hidden_by: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, kwargs = family("llama4") if hidden_by == "the model" else experts("mixtral"), {}
+    if hidden_by == "checkpoints":
+        kwargs = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    own = model.config.router_aux_loss_coef
+    assert own > 0
+    trainer = make(tmp_path, model=model, max_steps=1, **kwargs)
+    assert f"router_aux_loss_coef={own:g} is not used" in caplog.text
+    trainer.train()
+    assert "aux_loss" not in logs(trainer)[0]
+    with pytest.raises(ConfigError, match="router_aux_loss_coef=0"):
+        make(tmp_path, model=model, router_aux_loss_coef=0.5, **kwargs)
 
 
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])

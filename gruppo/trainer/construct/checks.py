@@ -70,17 +70,28 @@ def warn_biased_sampling(trainer: Any) -> None:
 
 
 def check_router_loss(trainer: Any) -> None:
-    """Raise if the load-balancing loss of a mixture-of-experts model is missing or would have no gradient."""
+    """Raise if a load-balancing loss cannot be used; if only the model's config asks for it, leave it out and warn."""
     if not trainer.router_aux_loss_coef:
         return
+    try:
+        _check_router_loss(trainer)
+    except ConfigError as reason:
+        if trainer.args.router_aux_loss_coef is not None:
+            raise
+        own, trainer.router_aux_loss_coef = trainer.router_aux_loss_coef, 0.0
+        if trainer.accelerator.is_main_process:
+            logger.warning(f"The model's own router_aux_loss_coef={own:g} is not used: {reason}")
+
+
+def _check_router_loss(trainer: Any) -> None:
     if may_recompute_reentrantly(trainer.model, trainer.args):
         raise ConfigError(
             "Gradient checkpointing with use_reentrant=True hides the router's logits from the load-balancing loss, "
             f"which would have no gradient (router_aux_loss_coef={trainer.router_aux_loss_coef}). Set "
             "gradient_checkpointing_kwargs={'use_reentrant': False}, or router_aux_loss_coef=0."
         )
-    if trainer.accelerator.distributed_type in REPLICATED:
-        check_router(bare_model(trainer.accelerator, trainer.model))
+    whole = trainer.accelerator.distributed_type in REPLICATED
+    check_router(bare_model(trainer.accelerator, trainer.model), run=whole)
 
 
 # ---- datasets
