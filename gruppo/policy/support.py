@@ -6,6 +6,7 @@ batch) shows up as a difference.
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from gruppo.policy.loading import context_length, has_learned_positions
 from gruppo.policy.logprobs import score_tokens
 from gruppo.policy.modes import arithmetic_dtype, sampling_mode, training_mode
 from gruppo.policy.packed import PackedPolicy
-from gruppo.policy.packing import Packer
+from gruppo.policy.packing import PackedRows, Packer
 from gruppo.policy.unwrap import forward_arguments, inner_model, position_ids
+from gruppo.policy.widening import NOT_IN_FLOAT32, can_widen, in_float32
 from gruppo.types import TrainBatch
 
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
@@ -157,30 +159,53 @@ def why_not_packed(model: nn.Module, policy: PackedPolicy) -> list[str]:
 
 @torch.no_grad()
 def packed_trial(model: nn.Module, policy: PackedPolicy) -> str | None:
-    """Score a few tokens in a pack and in separate rows; returns what is wrong with the pack, or None."""
+    """Score a few tokens in a pack and in separate rows; returns what is wrong with the pack, or None.
+
+    A difference that rounding to half precision would hide is looked for in float32.
+    """
     tokens = 6
     prompts = trial_prompts(model, tokens)
     # Two completions of each prompt have several tokens: one that directly follows its prompt would prove little.
-    lengths = (1, tokens, tokens - 2)
-    completion = list(reversed(prompts[-1]))
-    rows = [(prompt, completion[:n]) for prompt in prompts for n in lengths]
-    device = next(inner_model(model).parameters()).device
-    batch = batch_of(rows, device)
-    (pack,) = Packer(batch).packs(range(len(rows)), 10**9)
+    rows = _trial_rows(prompts, (1, tokens, tokens - 2))
     try:
-        with policy.active(model), torch.random.fork_rng():
-            with training_mode(model):
-                policy.score(model, pack)  # raises if the model drops attention weights in training
-            with sampling_mode(model):
-                ours = pack.padded(policy.score(model, pack).logps)
-        expected = plain_logps(model, [prompt + completion for prompt, completion in rows], policy.autocast_dtype)
+        with policy.active(model), torch.random.fork_rng(), training_mode(model):
+            policy.score(model, _one_pack(model, rows))  # raises if the model drops attention weights in training
+        difference = _pack_error(model, policy, rows)
         if (hidden := hidden_window(model)) is not None:
             return hidden
     except STUMBLES as error:
         return f"a trial of it failed: {type(error).__name__}: {error}"
-    pairs = zip(ours.float().cpu(), expected, rows, strict=True)
+    failure = too_far(model, difference, policy.autocast_dtype)
+    if failure or arithmetic_dtype(model, policy.autocast_dtype).itemsize > 2 or not can_widen(model):
+        return failure
+    try:
+        with in_float32(model):
+            wide = _pack_error(model, PackedPolicy(fused_layers=False), _trial_rows(prompts[1:] or prompts, (3, 6)))
+    except NOT_IN_FLOAT32:
+        return None
+    return too_far(model, wide, torch.float32)
+
+
+def _trial_rows(prompts: list[list[int]], lengths: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Completions of these lengths for each prompt."""
+    completion = list(reversed(prompts[-1]))
+    return [(prompt, completion[:n]) for prompt in prompts for n in lengths]
+
+
+def _one_pack(model: nn.Module, rows: Sequence[tuple[list[int], list[int]]]) -> PackedRows:
+    (pack,) = Packer(batch_of(rows, next(inner_model(model).parameters()).device)).packs(range(len(rows)), 10**9)
+    return pack
+
+
+def _pack_error(model: nn.Module, policy: PackedPolicy, rows: Sequence[tuple[list[int], list[int]]]) -> float:
+    """The mean difference of log-probs of rows in a pack from those of each row alone."""
+    pack = _one_pack(model, rows)
+    with policy.active(model), torch.random.fork_rng(), sampling_mode(model):
+        ours = pack.padded(policy.score(model, pack).logps).float().cpu()
+    expected = plain_logps(model, [prompt + completion for prompt, completion in rows], policy.autocast_dtype)
+    pairs = zip(ours, expected, rows, strict=True)
     differences = [(a[: len(row[1])] - b[-len(row[1]) :]).abs() for a, b, row in pairs]
-    return too_far(model, torch.cat(differences).mean().item(), policy.autocast_dtype)
+    return torch.cat(differences).mean().item()
 
 
 @torch.no_grad()
@@ -207,14 +232,18 @@ def why_not_routed(model: nn.Module, policy: PackedPolicy) -> list[str]:
     return [f"its load-balancing loss is {expected:.4g}, but {found:.4g} with packed rows"]
 
 
-def too_far(model: nn.Module, difference: float, autocast_dtype: torch.dtype | None) -> str | None:
-    """What is wrong if the log-probs of a trial differ by this much on average; None if it is only rounding."""
-    if difference <= _TOLERANCE[arithmetic_dtype(model, autocast_dtype)]:
+def too_far(model: nn.Module, difference: float, computed_in: torch.dtype | None) -> str | None:
+    """What is wrong if the log-probs of a trial differ by this much on average; None if it is only rounding.
+
+    `computed_in` is the dtype of the arithmetic if that is not the weights' own.
+    """
+    if difference <= _TOLERANCE[arithmetic_dtype(model, computed_in)]:
         return None
-    return f"in a trial its log-probs differ from a plain forward pass by {difference:.2g} on average"
+    wide = " in float32" if computed_in is torch.float32 else ""
+    return f"in a trial its log-probs{wide} differ from a plain forward pass by {difference:.2g} on average"
 
 
-def batch_of(rows: list[tuple[list[int], list[int]]], device: torch.device) -> TrainBatch:
+def batch_of(rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> TrainBatch:
     """A batch of prompts and completions, padded.
 
     Example:

@@ -22,6 +22,7 @@ from gruppo.policy.packing import Packer
 from gruppo.policy.support import packed_trial, why_not_packed
 from tests.engine import test_support as other
 from tests.engine.models import BUILDERS
+from tests.policy.families import family
 from tests.policy.twins import (
     ADAPTERS,
     HEADS,
@@ -380,6 +381,37 @@ def test_a_trial_gives_a_reason_whatever_the_model_does(make: Callable[[], Any])
     failure = packed_trial(model, PackedPolicy())
     assert failure is not None
     assert failure.startswith(("a trial of it failed: ", "in a trial its log"))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
+def test_a_leak_between_rows_that_rounding_would_hide_is_found(name: str) -> None:
+    """The state of convolutions runs on from one row of a pack into the next."""
+    model: Any = family(name).bfloat16()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "conv" in key:
+                parameter.mul_(0.5)
+    failure = packed_trial(model, PackedPolicy())
+    assert failure is not None
+    assert "its log-probs in float32 differ" in failure
+    assert model.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma3n", "llama"])
+def test_rounding_alone_is_no_leak(name: str) -> None:
+    model: Any = (trainable("llama") if name == "llama" else family(name)).bfloat16()
+    assert packed_trial(model, PackedPolicy()) is None
+
+
+def test_autocast_hides_no_leak_either() -> None:
+    policy = PackedPolicy(autocast_dtype=torch.bfloat16)
+    assert packed_trial(family("gemma4"), policy) is None
+    model: Any = family("lfm2")
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "conv" in key:
+                parameter.mul_(0.5)
+    assert "in float32" in (packed_trial(model, policy) or "")
 
 
 def test_a_kernel_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
