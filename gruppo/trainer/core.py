@@ -56,7 +56,7 @@ def _never_called(*args: Any, **kwargs: Any) -> Tensor:
 class PolicyTrainer(KnownNames):
     """Samples groups, scores them and updates the policy; GRPOTrainer and RLOOTrainer fill in the recipe."""
 
-    loss_is_scaled_for_ga = True  # compute_loss divides by the size of the whole update
+    loss_is_scaled_for_ga = True  # as in TRL: `compute_loss` returns a share of the update's loss; False in RLOO
 
     def __init__(
         self,
@@ -113,9 +113,10 @@ class PolicyTrainer(KnownNames):
             processing_class=processing,
             callbacks=callbacks,
             optimizers=optimizers,
-            # transformers before 5.19 has no loss_is_scaled_for_ga; this keeps it from dividing the loss again.
-            compute_loss_func=_never_called,
+            # transformers before 5.19 has no loss_is_scaled_for_ga: it divides the loss if these two are not set.
+            compute_loss_func=_never_called if self.loss_is_scaled_for_ga else None,
         )
+        self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga
         self._make_parts(rewards, rollout_func)
 
     # ---- construction

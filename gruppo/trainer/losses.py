@@ -121,7 +121,9 @@ class Losses(Collecting):
         if self.mode == "train":
             self._this_update.padded.append(batch)
             self._remember(output.loss, logps_BT, entropy_BT, threshold)
-        return self._with_router_loss(output.loss, router_loss) * self.accelerator.num_processes
+        # DDP averages over the processes; Trainer divides by this process's micro-batches if that is left to it.
+        divisor = self.accelerator.num_processes if self.loss_is_scaled_for_ga else self._size.micro_batches
+        return self._with_router_loss(output.loss, router_loss) * divisor
 
     # ---- the loss and its statistics
 

@@ -19,6 +19,7 @@ class RLOOTrainer(PolicyTrainer):
 
     algorithm = "rloo"
     config_class = RLOOConfig
+    loss_is_scaled_for_ga = False  # as in TRL: Trainer divides the loss, also that of a subclass, by the micro-batches
 
     @explains_unknown_arguments
     def __init__(

@@ -175,6 +175,37 @@ def test_compute_loss_may_be_extended(trainer_class: Any, tmp_path: Path) -> Non
         assert difference({n: 2 * w for n, w in plain.items()}, doubled) < 1e-6
 
 
+@pytest.mark.parametrize("method", ["_compute_loss", "compute_loss"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(("trainer_class", "divided"), [(RecordedGRPO, False), (RecordedRLOO, True)])
+def test_whether_a_loss_of_ones_own_is_divided_by_the_micro_batches(
+    trainer_class: Any, divided: bool, accumulation: int, method: str, tmp_path: Path
+) -> None:
+    """As in TRL: GRPO's methods return a share of the update's loss, those of RLOO the loss of a micro-batch."""
+
+    def loss(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.stack([weight.sum() for weight in model.parameters()]).sum() / 64
+
+    subclass = type("Own", (trainer_class,), {method: loss})
+    step = update_of(make(tmp_path, subclass, **SGD, gradient_accumulation_steps=accumulation))
+    wanted = 1 / 64 * (1 if divided else accumulation)
+    assert max((change - wanted).abs().max().item() for change in step.values()) < 1e-6
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@BOTH
+def test_a_subclass_may_say_whether_its_loss_is_divided(trainer_class: Any, scaled: bool, tmp_path: Path) -> None:
+    class Same(trainer_class):  # type: ignore[misc]
+        loss_is_scaled_for_ga = scaled
+
+        def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+            return super()._compute_loss(model, inputs)
+
+    settings = {**SGD, "beta": 0.0, "gradient_accumulation_steps": 4}
+    plain = update_of(make(tmp_path, trainer_class, **settings))
+    assert difference(plain, update_of(make(tmp_path, Same, **settings))) < 1e-6
+
+
 @BOTH
 def test_checkpointing_does_not_change_the_update(trainer_class: Any, tmp_path: Path) -> None:
     settings = {**SGD, "beta": 0.1, "num_iterations": 2, "max_steps": 2, "learning_rate": 0.1}
@@ -689,11 +720,11 @@ def test_the_model_that_was_passed_is_the_one_that_is_trained(tmp_path: Path) ->
 
 
 def test_the_trainers_are_trainers(tmp_path: Path) -> None:
-    """Names that scripts use beyond train(): tags, algorithm, a loss that is scaled already."""
-    for trainer_class in (GRPOTrainer, RLOOTrainer):
+    """Names that scripts use beyond train(): tags, algorithm, whether the loss is divided already."""
+    for trainer_class, scaled in ((GRPOTrainer, True), (RLOOTrainer, False)):
         trainer = make(tmp_path, trainer_class)
         assert set(trainer.model.model_tags) == {"gruppo", trainer.algorithm}
-        assert trainer.loss_is_scaled_for_ga
+        assert trainer.loss_is_scaled_for_ga is scaled
 
 
 def test_scores_of_the_hook_are_those_of_the_model(tmp_path: Path) -> None:
