@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "sandbox": {"errors"},
     "grading": {"types", "errors"},
     "algo": {"types", "errors"},
-    "config": {"types", "errors", "algo"},
+    "config": {"types", "errors", "algo", "runs.secrets"},
     "data": {"types", "errors"},
     "policy": {"types", "errors", "plan", "kernels", "algo", "config", "data"},
     "engine": {"types", "errors", "plan", "kernels", "config.validate", "policy"},
@@ -52,8 +52,8 @@ CHAIN = (
 
 NETWORK = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "urllib", "urllib3", "websockets"}
 TELEMETRY = {"analytics", "opentelemetry", "posthog", "segment", "sentry_sdk"}
-# The doors to the network: opened by log_completions_hub_repo, and by vllm_mode="server".
-HUB = {"trainer/display/completions.py": {"huggingface_hub"}, "rollout/vllm/client.py": {"http", "urllib"}}
+# The doors to the network: opened by log_completions_hub_repo and push_to_hub, and by vllm_mode="server".
+HUB = {"trainer/display/hub.py": {"huggingface_hub"}, "rollout/vllm/client.py": {"http", "urllib"}}
 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 60

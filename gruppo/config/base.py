@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
@@ -157,6 +157,12 @@ class PolicyConfig(
         validate.check_run(self)
         check_benchmarks(self)
         check_finite(self, [*own_fields(type(self)), "learning_rate"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """TrainingArguments' method, which trackers call, but without the secrets inside of dicts."""
+        from gruppo.runs.secrets import without_secrets  # here, as the package reads tables
+
+        return without_secrets(super().to_dict())
 
     @property
     def parity_interval(self) -> int | None:

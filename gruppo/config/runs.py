@@ -14,6 +14,10 @@ class RunConfig:
         "What is written into output_dir beside checkpoints: `all` (metrics, events, every completion), `metrics` "
         "(no completions) or `off`.",
     )
+    hub_record: bool = option(
+        False,
+        "Push that record with the model, prompts and completions included; otherwise a push leaves it out.",
+    )
     resume_allow_changes: list[str] | None = option(
         None,
         "Names of settings that may differ from those a checkpoint was made with; ['*'] allows all. Any other "

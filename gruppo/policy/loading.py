@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import logging
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -207,6 +208,13 @@ def trained_vision_weights(model: Any) -> list[nn.Parameter]:
 def model_name(model: Any) -> str:
     """The name or folder that a model was loaded from."""
     return getattr(model.config, "_name_or_path", "") or ""
+
+
+def hub_name(model: Any) -> str | None:
+    """The name on the hub of the model that was loaded; None if it came from a folder, which others need not know."""
+    name = model_name(model)
+    is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name, re.ASCII) is not None
+    return name if is_name and not Path(name).exists() else None
 
 
 def text_config(model: Any) -> Any:

@@ -5,7 +5,7 @@ methods to those before it. They are methods because transformers calls them, be
 override them, or because they read much of the trainer's state, all of which is declared in `state`.
 
     state           parts and state of the trainer: every attribute
-    reporting       logs, tables of completions, the model card
+    reporting       logs, tables of completions, the model card, pushes to the hub
     feeding         which prompts a run sees, and when
     logprobs        log-probs under the policy and the reference
     sampling        prompts → rollouts

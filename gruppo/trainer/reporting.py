@@ -1,4 +1,4 @@
-"""What a run shows and writes: logs, tables of completions, the model card."""
+"""What a run shows, writes and uploads: logs, tables of completions, the model card, pushes to the hub."""
 
 import os
 import time
@@ -8,10 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import PushInProgress
+
 from gruppo.data.probing import inner_tokenizer
-from gruppo.policy.loading import model_name as name_of
+from gruppo.policy.loading import hub_name
 from gruppo.policy.sharding import shape_of
 from gruppo.trainer.books.profiling import profiling_context
+from gruppo.trainer.display import hub
 from gruppo.trainer.display.card import model_card
 from gruppo.trainer.display.completions import (
     log_to_trackers,
@@ -144,7 +148,7 @@ class Reporting(TrainerState):
             algorithm=self.algorithm,
             name=name,
             model_id=self.hub_model_id or name,
-            base_model=name_of(self.model),
+            base_model=hub_name(self.model),
             dataset=dataset_name,
             tags=["gruppo", self.algorithm, *tags],
             args=self.args,
@@ -152,3 +156,60 @@ class Reporting(TrainerState):
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "README.md").write_text(card, encoding="utf-8")
+
+    # ---- the hub
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Trainer's method; a repository that exists and is public does not pass for a private one."""
+        given = {"token": token, "private": private}
+        super().init_hf_repo(**{name: value for name, value in given.items() if value is not None})
+        if self.is_world_process_zero() and (self.args.hub_private_repo if private is None else private):
+            hub.require_private(self.hub_model_id, "model", token or self.args.hub_token, "hub_model_id")
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Trainer's method, but without the record of the run unless `hub_record` asks for it."""
+        args, token = self.args, token or self.args.hub_token
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        tags = kwargs.pop("tags", None) or []
+        kwargs["tags"] = [*([tags] if isinstance(tags, str) else tags), *(self.model.model_tags or [])]
+        kwargs.setdefault("model_name", (args.hub_model_id or str(Path(args.output_dir).absolute())).split("/")[-1])
+        self.create_model_card(**kwargs)
+        self._finish_current_push()
+        revision = revision or args.hub_revision
+        return hub.push_folder(
+            args, self.hub_model_id, message=commit_message, token=token, revision=revision, wait=blocking
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Trainer's method, with the same difference."""
+        args, folder = self.args, Path(checkpoint_folder)
+        if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
+            return
+        under_way = None if self.push_in_progress is None or self.push_in_progress.is_done() else self.push_in_progress
+        if under_way is not None and not args.hub_always_push:
+            return
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        message = f"Training in progress, step {self.state.global_step}"
+        jobs = hub.push_checkpoint(args, self.hub_model_id, folder, self.processing_class, message)
+        if under_way is None:
+            self.push_in_progress = PushInProgress(jobs)
+        else:
+            under_way.jobs.extend(jobs)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Trainer's method, which would store `hub_token` and other secrets beside the weights."""
+        super()._save(output_dir, state_dict)
+        hub.write_settings(self.args, Path(output_dir or self.args.output_dir))

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
@@ -16,6 +15,7 @@ from rich.console import Console
 from gruppo import GRPOTrainer, RLOOTrainer
 from gruppo.trainer.display.completions import CompletionLog, print_prompt_completions_sample, write_parquet
 from tests.helpers import chats, length_reward, prompts
+from tests.hub import Hub
 from tests.trainer.runs import RecordedGRPO, RecordedRLOO, make, run, stored
 
 SHOW = {"log_completions": True, "num_completions_to_print": 0}
@@ -298,32 +298,17 @@ def test_wandb_without_a_run_is_left_alone(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_completions_go_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    schedulers, cards = [], []
-
-    class Scheduler(SimpleNamespace):
-        def __init__(self, **kwargs: Any):
-            super().__init__(**kwargs)
-            schedulers.append(self)
-
-    class Card(SimpleNamespace):
-        def __init__(self, content: str):
-            super().__init__(content=content)
-
-        def push_to_hub(self, repo_id: str, repo_type: str) -> None:
-            cards.append((repo_id, repo_type, self.content))
-
-    monkeypatch.setattr(huggingface_hub, "CommitScheduler", Scheduler)
-    monkeypatch.setattr(huggingface_hub, "DatasetCard", Card)
-    run(tmp_path, max_steps=1, log_completions_hub_repo="me/completions", **SHOW)
-    (scheduler,) = schedulers
-    assert (scheduler.repo_id, scheduler.repo_type, scheduler.every) == ("me/completions", "dataset", 2)
-    assert list(Path(scheduler.folder_path).glob("*.parquet")), "the folder that is uploaded is the one written to"
-    assert scheduler.allow_patterns == ["*.parquet"]
-    ((repo_id, repo_type, content),) = cards
-    assert (repo_id, repo_type) == ("me/completions", "dataset")
-    assert content.startswith("---\n")
-    run(tmp_path, max_steps=1, **SHOW)
-    assert len(schedulers) == 1
+    hub = Hub(monkeypatch)
+    trainer = run(tmp_path, max_steps=1, log_completions_hub_repo="me/completions", hub_private_repo=True, **SHOW)
+    uploads = trainer._hub_uploads
+    assert (uploads.repo_id, uploads.repo_type, uploads.every) == ("me/completions", "dataset", 2)
+    uploads.push_to_hub()
+    assert hub.private == {"me/completions": True}
+    assert hub.files["me/completions/README.md"].startswith(b"---\n")
+    written = {f"me/completions/{file.name}" for file in (tmp_path / "completions").iterdir()}
+    assert written == hub.files.keys() - {"me/completions/README.md"}
+    assert written, "the folder that is uploaded is the one written to"
+    assert not hasattr(run(tmp_path / "without", max_steps=1, **SHOW), "_hub_uploads")
 
 
 # ---- timings

@@ -79,6 +79,7 @@ TABLE = (
         "no reward runs in a worker; set reward_timeout",
         raises=True,
     ),
+    Needs(("hub_record",), lambda args, parts: args.record != "off", "record='off' writes none", raises=True),
     Needs(
         ("stop_timeout",),
         lambda args, parts: args.save_on_signal and args.process_timeout is not None,

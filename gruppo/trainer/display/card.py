@@ -31,17 +31,24 @@ Trained with {algorithm} ([{title}](https://arxiv.org/abs/{paper})){dataset}, lo
 
 
 def model_card(
-    *, algorithm: str, name: str, model_id: str, base_model: str, dataset: str | None, tags: list[str], args: Any
+    *,
+    algorithm: str,
+    name: str,
+    model_id: str,
+    base_model: str | None,
+    dataset: str | None,
+    tags: list[str],
+    args: Any,
 ) -> str:
-    """A card that says what was trained, how, and with which versions."""
+    """A card that says what was trained, how, and with which versions; `base_model` is a name on the hub."""
     title, paper = CITATIONS[algorithm]
     packages = ("gruppo", "transformers", "torch", "datasets", "tokenizers")
-    base = f"[{base_model}](https://huggingface.co/{base_model})" if base_model.count("/") == 1 else f"`{base_model}`"
+    base = f"A version of [{base_model}](https://huggingface.co/{base_model})" if base_model else "A model"
     return TEMPLATE.format(
-        base_model=f"base_model: {base_model}\n" if base_model.count("/") == 1 else "",
-        tags=", ".join(tags),
+        base_model=f"base_model: {base_model}\n" if base_model else "",
+        tags=", ".join(dict.fromkeys(tags)),
         name=name,
-        sentence=f"A version of {base}, post-trained with gruppo.",
+        sentence=f"{base}, post-trained with gruppo.",
         model_id=model_id,
         algorithm=algorithm.upper(),
         title=title,

@@ -1,4 +1,4 @@
-"""Tables of completions: on the console, as parquet, in wandb and trackio, on the hub."""
+"""Tables of completions: on the console, as parquet, in wandb and trackio."""
 
 import json
 import random
@@ -186,19 +186,3 @@ def _with_images(frame: Any, images: Sequence[Sequence[Any]], tracker: Any) -> A
         return frame
     shown = [[tracker.Image(image) for image in row] for row in images]
     return frame.assign(image=[row[0] if len(row) == 1 else row or None for row in shown])
-
-
-def start_hub_uploads(repo_id: str, folder: Path, model_name: str) -> Any:
-    """Create a dataset repository with a card and upload the parquet files of `folder` to it every two minutes."""
-    from huggingface_hub import CommitScheduler, DatasetCard
-
-    folder.mkdir(parents=True, exist_ok=True)
-    scheduler = CommitScheduler(
-        repo_id=repo_id, repo_type="dataset", folder_path=folder, every=2, allow_patterns=["*.parquet"]
-    )
-    card = DatasetCard(
-        "---\ntags: [gruppo, completions]\n---\n\n# Completions\n\nPrompts, completions and rewards of a gruppo run"
-        f" of `{model_name}`, one file per log.\n"
-    )
-    card.push_to_hub(repo_id, repo_type="dataset")
-    return scheduler
