@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 
 from gruppo import GRPOTrainer, RLOOTrainer
+from gruppo.errors import ConfigError
 from gruppo.trainer.hooks import PADDED_HOOKS
 from tests.helpers import length_reward, prompts, tiny_model, tiny_tokenizer
 from tests.trainer.runs import RecordedGRPO, RecordedRLOO, SaveAt, logs, make, run, slow_scores, stored, token_ids
@@ -506,6 +507,97 @@ def test_attributes(trainer_class: Any, tmp_path: Path) -> None:
     assert list(trainer._logs["prompt"]) == [row["prompt"] for row in trainer.rows[-1]]
     assert list(trainer._logs["rewards"]) == ["length_reward", "second"]
     assert len(trainer._logs["advantages"]) == len(trainer._logs["completion"]) == 8
+
+
+# What TRL's trainers keep a copy of, and another value than the config's default here.
+COPIED = {
+    "max_completion_length": 9,
+    "num_generations": 4,
+    "num_generations_eval": 6,
+    "chat_template_kwargs": {"a": 1},
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "pad_to_multiple_of": 8,
+    "use_vllm": True,
+    "use_transformers_continuous_batching": True,
+    "vllm_mode": "server",
+    "vllm_gpu_memory_utilization": 0.1,
+    "vllm_tensor_parallel_size": 2,
+    "use_liger_kernel": True,
+    "mask_truncated_completions": True,
+    "shuffle_dataset": False,
+    "num_iterations": 3,
+    "log_completions": True,
+    "log_multimodal": False,
+    "log_unique_prompts": True,
+    "num_completions_to_print": 1,
+    "max_prompt_length": 4,
+    "aux_loss_enabled": True,
+}
+COPIED_IN_GRPO = {
+    "vllm_importance_sampling_correction": False,
+    "vllm_importance_sampling_mode": "token_mask",
+    "vllm_importance_sampling_clip_max": 9.0,
+    "vllm_importance_sampling_clip_min": 0.1,
+    "loss_type": "grpo",
+    "multi_objective_aggregation": "normalize_then_sum",
+    "scale_rewards": "none",
+    "entropy_coef": 0.1,
+    "importance_sampling_level": "sequence",
+    "off_policy_mask_threshold": 0.1,
+    "top_entropy_quantile": 0.5,
+    "use_adaptive_entropy": True,
+    "vllm_importance_sampling_cap": 5.0,
+    "use_transformers_paged": True,
+}
+COPIED_IN_RLOO = {"normalize_advantages": True, "reward_clip_range": (0.0, 1.0)}
+
+
+@BOTH
+def test_a_copy_of_a_setting_that_nothing_reads_cannot_be_set(trainer_class: Any, tmp_path: Path) -> None:
+    trainer = make(tmp_path, trainer_class)
+    own = COPIED_IN_RLOO if trainer.algorithm == "rloo" else COPIED_IN_GRPO
+    for name, value in {**COPIED, **own}.items():
+        kept = getattr(trainer, name, None)
+        field = "router_aux_loss_coef" if name == "aux_loss_enabled" else name
+        with pytest.raises(
+            ConfigError, match=rf"trainer\.{name} = .* no effect.*{field}.*{type(trainer.args).__name__}"
+        ):
+            setattr(trainer, name, value)
+        assert getattr(trainer, name, None) == kept
+        if kept is not None:
+            setattr(trainer, name, kept)  # the same value again
+            assert name not in vars(trainer)
+    trainer.epsilon_high, trainer.temperature, trainer.beta = 0.5, 0.9, 0.0
+    assert (trainer.epsilon_high, trainer.temperature) == (0.5, 0.9)
+
+
+def test_a_subclass_may_set_what_it_likes_otherwise(tmp_path: Path) -> None:
+    class Mine(RecordedGRPO):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.loss_type = "sapo"  # TRL's constructor replaces it by the config's
+            self.num_generations = 77
+            self.weights_of_mine = [1.0]
+            super().__init__(*args, **kwargs)
+            self.loss_type, self.num_generations = self.args.loss_type, self.args.num_generations
+            self.chat_template_kwargs = self.args.chat_template_kwargs or {}
+            # Settings of which TRL's trainers keep no copy, and names of gruppo's own: the subclass's to use.
+            self.delta, self.record, self.steps_per_generation, self.audit = 3.0, [], "mine", "mine"
+
+    trainer = make(tmp_path, Mine)
+    assert (trainer.loss_type, trainer.num_generations) == ("dapo", 2)
+    assert (trainer.delta, trainer.record, trainer.audit, trainer.weights_of_mine) == (3.0, [], "mine", [1.0])
+    trainer.train()
+
+    class Changed(RecordedGRPO):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.scale_rewards = "none"
+
+    with pytest.raises(ConfigError, match="scale_rewards"):
+        make(tmp_path / "changed", Changed)
 
 
 def test_attributes_of_grpo_alone(tmp_path: Path) -> None:
