@@ -41,6 +41,15 @@ class Evaluating(Running):
         finally:
             self.mode = previous
 
+    @contextmanager
+    def _without_predictions(self) -> Iterator[None]:
+        """Keep Trainer's loop from including rows for metrics of predictions: it takes them for a dict of tensors."""
+        kept, self.args.include_for_metrics = self.args.include_for_metrics, []
+        try:
+            yield
+        finally:
+            self.args.include_for_metrics = kept
+
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -55,7 +64,8 @@ class Evaluating(Running):
         self.completion_logs["eval"] = CompletionLog(self.args.generation_batch_size)
         self.metrics.take("eval")  # drop those of an evaluation that an exception ended
         self._batches_evaluated, self._rows_evaluated, self._loss_evaluated = 0, 0, 0.0
-        output = super().evaluation_loop(*args, **kwargs)
+        with self._without_predictions():
+            output = super().evaluation_loop(*args, **kwargs)
         if self._benchmark_results is not None and prefix == self._results_prefix:
             output.metrics.update(self._benchmark_results)
         output.metrics.update({f"{prefix}_{key}": value for key, value in self.metrics.take("eval").items()})

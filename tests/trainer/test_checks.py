@@ -27,7 +27,6 @@ WARNED: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": 1.2}, "repetition_penalty=1.2: this changes what is sampled"),
     ({"generation_kwargs": {"temperature": 0.5}}, "temperature=0.5: this changes what is sampled"),
     ({"generation_kwargs": {"top_k": 7}}, "top_k=7: this changes what is sampled"),
-    ({"dataloader_num_workers": 2}, "dataloader_num_workers: no effect"),
 ]
 QUIET: list[dict[str, Any]] = [
     {},

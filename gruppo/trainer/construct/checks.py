@@ -56,9 +56,6 @@ def warn_combinations(args: Any) -> None:
         )
     if args.use_liger_kernel:
         warn_deprecated("`use_liger_kernel` is deprecated for this trainer.")
-    unread = ("dataloader_num_workers", "dataloader_drop_last", "dataloader_prefetch_factor")
-    if ineffective := [name for name in unread if getattr(args, name)]:
-        logger.warning(f"{', '.join(ineffective)}: no effect, as prompts are read directly.")
 
 
 def warn_biased_sampling(trainer: Any) -> None:

@@ -39,6 +39,10 @@ def objective(args: Any) -> str:
     return "clip" if args.loss_type is None else LOSS_TYPES[args.loss_type][0]
 
 
+def never(args: Any, parts: Parts) -> bool:
+    return False
+
+
 TABLE = (
     Needs(VESPO, lambda args, parts: args.loss_type == "vespo", "only loss_type='vespo' reads it"),
     Needs(
@@ -65,6 +69,30 @@ TABLE = (
         lambda args, parts: args.multi_objective_aggregation == "sum_then_normalize",
         "multi_objective_aggregation='normalize_then_sum' scales each reward by its group",
     ),
+    Needs(
+        ("label_names", "include_for_metrics", "prediction_loss_only", "eval_accumulation_steps"),
+        never,
+        "an evaluation makes no predictions and has no labels",
+    ),
+    Needs(
+        ("eval_do_concat_batches", "eval_use_gather_object"),
+        never,
+        "an evaluation makes no predictions to be gathered",
+    ),
+    Needs(("length_column_name",), never, "the prompt order is set by shuffle_dataset and seed"),
+    Needs(
+        ("average_tokens_across_devices",), never, "the loss is that of all tokens of an update, over all processes"
+    ),
+    Needs(
+        (
+            *("dataloader_num_workers", "dataloader_drop_last", "dataloader_prefetch_factor", "dataloader_in_order"),
+            *("dataloader_persistent_workers", "dataloader_multiprocessing_context"),
+        ),
+        never,
+        "prompts are read directly",
+    ),
+    # On a CPU transformers changes it itself.
+    Needs(("dataloader_pin_memory",), lambda args, parts: args.use_cpu, "prompts are read directly"),
     Needs(("max_tool_calling_iterations",), lambda args, parts: parts.tools, "there are no tools"),
     Needs(("tool_timeout", "max_parallel_tools"), lambda args, parts: parts.tools, "there are no tools", raises=True),
     Needs(
@@ -97,11 +125,7 @@ TABLE = (
 
 def check_unused(args: Any, parts: Parts) -> None:
     """Raise or warn about settings that were changed and that nothing in this run reads."""
-    changed = {
-        each.name: value
-        for each in fields(args)
-        if (value := getattr(args, each.name)) != (each.default if each.default is not MISSING else value)
-    }
+    changed = {each.name: getattr(args, each.name) for each in fields(args) if _is_changed(each, args)}
     for needs in TABLE:
         given = [f"{name}={changed[name]!r}" for name in needs.names if name in changed]
         if not given or needs.condition(args, parts):
@@ -110,3 +134,10 @@ def check_unused(args: Any, parts: Parts) -> None:
         if needs.raises:
             raise ConfigError(f"{message} Leave it out.")
         logger.warning(message)
+
+
+def _is_changed(field: Any, args: Any) -> bool:
+    if field.default is MISSING and field.default_factory is MISSING:
+        return False
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return bool(getattr(args, field.name) != default)
