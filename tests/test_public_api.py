@@ -1,6 +1,7 @@
 """What `gruppo` exports: the names that scripts import, each documented, none loaded before it is used."""
 
 import inspect
+import os
 import subprocess
 import sys
 from typing import Any
@@ -129,6 +130,24 @@ def test_importing_loads_nothing_heavy(name: str) -> None:
     code = f"import sys, {name}; print([m for m in {HEAVY} if m in sys.modules])"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("before", "first", "after"),
+    [
+        (None, "", "passive"),
+        (None, "from gruppo.cli import main", "passive"),
+        ("active", "", "active"),
+        (None, "import sys, types; sys.modules['torch'] = types.ModuleType('torch')", "None"),
+    ],
+    ids=["script", "command line", "set by the user", "after torch"],
+)
+def test_threads_that_wait_sleep_if_torch_is_still_to_come(before: str | None, first: str, after: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if before is None else {"OMP_WAIT_POLICY": before}
+    code = f"import os\n{first}\nimport gruppo\nprint(os.environ.get('OMP_WAIT_POLICY'))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert run.stdout.strip() == after
 
 
 def test_a_name_is_loaded_on_first_use() -> None:

@@ -7,7 +7,6 @@ import their dependencies when they run, so that `gruppo --help` stays instant.
 import difflib
 import io
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -151,9 +150,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for library in NOISY:
         logging.getLogger(library).addFilter(is_news)
-    # Read by OpenMP when torch is loaded: idle threads sleep instead of spinning. This costs a few per cent on an idle
-    # machine, but on a machine that is also busy with other work a step takes a third of the time.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from gruppo.errors import GruppoError
 
     try:

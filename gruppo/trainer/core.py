@@ -38,6 +38,7 @@ from gruppo.trainer.names import KnownNames
 from gruppo.trainer.processes import sharded
 from gruppo.trainer.processes.presence import presence_of
 from gruppo.trainer.processes.stopping import Stopper
+from gruppo.trainer.processes.threads import BusyMachine, threads_spin
 from gruppo.trainer.update.buffer import UpdateBuffer
 from gruppo.trainer.update.entropy import EntropyControl
 from gruppo.trainer.update.guard import ParityGuard
@@ -158,6 +159,8 @@ class PolicyTrainer(KnownNames):
         )
         self.callback_handler.callbacks.insert(0, WeightsWritten())
         self.add_callback(self.rewards.breaker)
+        if self.accelerator.device.type == "cpu" and threads_spin():
+            self.add_callback(BusyMachine())
         runner = self.rewards.runner
         check_unused(args, Parts(self.toolset is not None, runner.has_workers, runner.has_async))
         self.router_aux_loss_coef = router_coefficient(self.model, args.router_aux_loss_coef)
