@@ -51,6 +51,11 @@ class RepeatSampler(Sampler[int]):
         self._generator = torch.Generator()
         self._drawn: int | None = None  # permutations drawn from the generator so far
 
+    @property
+    def chunks(self) -> tuple[int, int, int]:
+        """Prompts of a chunk, repeats of each, and repeats of the chunk."""
+        return self.batch_size, self.mini_repeat_count, self.repeat_count
+
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass use the permutation of `epoch`."""
         self.epoch = epoch

@@ -7,7 +7,7 @@ cursor      p3 p7 | p1 p4 | p0 …                     the same prompts one by o
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,19 +28,24 @@ class NumberedRow(dict[str, Any]):
 class PromptStream(Protocol):
     """The prompts of a run.
 
-    `rows` returns this process's share of generation `generation` of epoch `epoch`, one row per completion. `prompt`
-    returns the prompt at a position, counted from 0, in the sequence of the generations of all epochs. `index` returns
-    the epoch of that prompt and its index in the dataset, or None for an endless stream, where they are unknown.
+    `rows` returns this process's share of a generation that begins after `first` prompts of an epoch, one row per
+    completion, and `indices` the epoch and the index in the dataset of each of its prompts. `prompt` returns the
+    prompt at a position, counted from 0, in one sequence of `per_epoch` prompts of each epoch, and `index` its epoch
+    and index. An endless stream is one epoch, and its indices are positions.
     """
 
     generations: int | None  # per epoch; None for an endless stream
     prompts: int  # per generation
+    available: int | None  # prompts of an epoch that generations may use; None for an endless stream
+    per_epoch: int  # 0 for an endless stream
 
-    def rows(self, epoch: int, generation: int) -> Sequence[Row]: ...
+    def rows(self, epoch: int, first: int) -> Sequence[Row]: ...
+
+    def indices(self, epoch: int, first: int) -> list[tuple[int, int]]: ...
 
     def prompt(self, position: int) -> Row: ...
 
-    def index(self, position: int) -> tuple[int, int] | None: ...
+    def index(self, position: int) -> tuple[int, int]: ...
 
 
 class Order(Protocol):
@@ -116,22 +121,38 @@ class SampledStream:
         self.copies = copies
         self.share = split_for_rank(range(rows_per_generation), rank, world)
         self.generations: int | None = len(sampler) // (rows_per_generation * copies)
+        self.per_epoch = self.generations * self.prompts
+        ours = type(sampler) is RepeatSampler and sampler.chunks == (self.prompts, group_size, copies)
+        self.available: int | None = sampler.num_samples if ours else self.per_epoch
         self._orders: dict[int, Order] = {}  # of the last two epochs
 
-    def rows(self, epoch: int, generation: int) -> Sequence[Row]:
-        indices = self._order(epoch).part(generation, self.share)
+    def rows(self, epoch: int, first: int) -> Sequence[Row]:
+        indices = self._part(epoch, first, self.share)
         read = {index: NumberedRow(self.dataset[index], index) for index in dict.fromkeys(indices)}
         return [read[index] for index in indices]
+
+    def indices(self, epoch: int, first: int) -> list[tuple[int, int]]:
+        groups = self._part(epoch, first, range(self.rows_per_generation))[:: self.group_size]
+        return [(epoch, index) for index in groups]
 
     def prompt(self, position: int) -> Row:
         index = self.index(position)[1]
         return NumberedRow(self.dataset[index], index)
 
     def index(self, position: int) -> tuple[int, int]:
-        epoch, place = divmod(position, (self.generations or 0) * self.prompts)
-        generation, group = divmod(place, self.prompts)
-        first = group * self.group_size
-        return epoch, self._order(epoch).part(generation, range(first, first + 1))[0]
+        epoch, place = divmod(position, self.per_epoch)
+        return epoch, self._part(epoch, place, range(1))[0]
+
+    def _part(self, epoch: int, first: int, rows: range) -> list[int]:
+        """The indices at `rows`, counted from the rows of the epoch's prompt `first`."""
+        order, size, found = self._order(epoch), self.rows_per_generation, list[int]()
+        begin, end = (first * self.group_size + row for row in (rows.start, rows.stop))
+        while begin < end:  # the sampler repeats whole generations
+            generation, place = divmod(begin, size)
+            together = min(size - place, end - begin)
+            found += order.part(generation, range(place, place + together))
+            begin += together
+        return found
 
     def _order(self, epoch: int) -> Order:
         if epoch not in self._orders:
@@ -157,63 +178,57 @@ class SampledStream:
 class IterableStream:
     """Prompts of an iterable dataset, read in order and started again when it ends.
 
-    Every process reads the whole stream and keeps its share, so that a group may span processes.
+    Prompts at its end that do not fill a generation are completed by the first ones of the next pass. Every process
+    reads the whole stream and keeps its share, so that a group may span processes.
     """
 
     def __init__(self, dataset: Iterable[Row], *, prompts: int, group_size: int, rank: int, world: int):
         self.dataset = dataset
         self.generations: int | None = None
+        self.available: int | None = None
+        self.per_epoch = 0
         self.prompts, self.group_size = prompts, group_size
         self.rank, self.world = rank, world
-        self._epoch = 0
-        self._first_of_epoch = 0  # each epoch continues where the previous one stopped
+        # Looking ahead reads up to a generation too far.
+        self._kept: deque[Row] = deque(maxlen=2 * prompts)
         self._start_over()
 
     def _start_over(self) -> None:
-        self._chunks_read = 0
-        self._chunk: list[Row] = []
-        self._chunk_before: list[Row] = []  # looking ahead may already have read the next one
-        self._passes = 0
-        self._iterator: Iterator[Row] = iter(())
+        self._kept.clear()
+        self._read = 0
+        self._rows = self._passes()
 
-    def rows(self, epoch: int, generation: int) -> list[Row]:
-        if epoch != self._epoch:
-            self._epoch, self._first_of_epoch = epoch, self._chunks_read
-        chunk = self._read_to(self._first_of_epoch + generation)
-        repeated = [row for row in chunk for _ in range(self.group_size)]
-        return split_for_rank(repeated, self.rank, self.world)
+    def _passes(self) -> Iterator[Row]:
+        for number in count():
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(number)
+            length = 0
+            for row in self.dataset:
+                length += 1
+                yield row
+            if length < self.prompts:
+                raise DataError(
+                    f"The iterable dataset ended after fewer than {self.prompts} prompts, the number that one "
+                    "generation batch needs. Lower the generation batch size or provide more prompts."
+                )
 
-    def index(self, position: int) -> None:
-        return None
+    def rows(self, epoch: int, first: int) -> list[Row]:
+        chunk = [self.prompt(position) for position in range(first, first + self.prompts)]
+        return split_for_rank([row for row in chunk for _ in range(self.group_size)], self.rank, self.world)
+
+    def indices(self, epoch: int, first: int) -> list[tuple[int, int]]:
+        return [self.index(position) for position in range(first, first + self.prompts)]
 
     def prompt(self, position: int) -> Row:
-        number, place = divmod(position, self.prompts)
-        if number == self._chunks_read - 2:
-            return self._chunk_before[place]
-        if number < self._chunks_read - 1:  # a resumed run goes back if the repeated generation took more this time
+        if position < self._read - len(self._kept):  # a resumed run goes back if a generation takes more this time
             self._start_over()
-        return self._read_to(number)[place]
+        while self._read <= position:
+            self._kept.append(next(self._rows))
+            self._read += 1
+        return self._kept[position - self._read]
 
-    def _read_to(self, number: int) -> list[Row]:
-        """Chunk `number`, or the last one read if that is later; a resumed run reads over what it has already seen."""
-        while self._chunks_read <= number:
-            self._chunk_before, self._chunk = self._chunk, self._next_chunk()
-            self._chunks_read += 1
-        return self._chunk
-
-    def _next_chunk(self) -> list[Row]:
-        for _ in range(2):
-            chunk = list(islice(self._iterator, self.prompts))
-            if len(chunk) == self.prompts:
-                return chunk
-            if hasattr(self.dataset, "set_epoch"):
-                self.dataset.set_epoch(self._passes)
-            self._passes += 1
-            self._iterator = iter(self.dataset)
-        raise DataError(
-            f"The iterable dataset ended after fewer than {self.prompts} prompts, the number that one generation "
-            "batch needs. Lower the generation batch size or provide more prompts."
-        )
+    def index(self, position: int) -> tuple[int, int]:
+        return 0, position
 
 
 class PromptCursor:
@@ -273,6 +288,11 @@ class PromptCursor:
         """The positions of the next prompts."""
         assert self._next is not None
         return range(self._next, self._next + count)
+
+    def begin_again(self) -> None:
+        """Let the next generation begin where the current one did."""
+        if self._next is not None:
+            self._next, self._go_on_at = self._begun, None
 
     def state_dict(self) -> dict[str, int]:
         return {"generation_began_at": self._begun, "consumed": self.consumed}

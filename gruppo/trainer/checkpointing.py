@@ -10,7 +10,6 @@ and a blended reference.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import nn
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from gruppo.data.course import SavedCourse
 from gruppo.policy.unwrap import bare_model
 from gruppo.runs import checkpoints
 from gruppo.trainer.auditing import Auditing
@@ -76,10 +76,25 @@ class Checkpointing(Auditing):
                 "reuses_engine_logps": self.parity.reuses_engine_logps,
             },
             "queue": None if queue is None else queue.values["queue"],
+            "course": self._saved_place(),
         }
         tensors = {"loss": self._tr_loss.detach().clone(), "reward_weights": self.rewards.weights}
         tensors |= self.audits.tensors()  # without waiting for the device
         return RunState(values, tensors if queue is None else tensors | queue.tensors)
+
+    def _saved_place(self) -> dict[str, Any] | None:
+        """Where the run is in its prompts; None if they come from a loader that is not the trainer's."""
+        if self._course is None or self._stream is None:
+            return None
+        return SavedCourse(
+            self._course.next,
+            self._course.batches,
+            updates=self.state.global_step,
+            accumulation=self.args.gradient_accumulation_steps,
+            available=self._stream.available,
+            per_epoch=self._stream.per_epoch,
+            cursor=None if self._cursor is None else self._cursor.state_dict(),
+        ).to_json()
 
     def _mark_boundary(self) -> None:
         """Keep the state before an update, if the update may be abandoned."""
@@ -254,10 +269,7 @@ class Checkpointing(Auditing):
 
     @property
     def _epoch_is_over(self) -> bool:
-        steps = self._micro_steps_per_epoch
-        if not steps:
-            return False
-        return self.state.global_step % math.ceil(steps / self.args.gradient_accumulation_steps) == 0
+        return self._course is not None and self._course.epoch_is_over
 
     def _should_stop(self) -> bool:
         """Whether a signal reached any process, too many updates in a row were skipped, or rewards failed."""

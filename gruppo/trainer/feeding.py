@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 
+from gruppo.data.course import Batches, Course, SavedCourse, Spot
 from gruppo.data.sampler import RepeatSampler, eval_loader, micro_step_loader, split_for_rank
 from gruppo.data.streams import IterableStream, PromptCursor, SampledStream
 from gruppo.errors import ConfigError
 from gruppo.trainer.collect.ahead import next_generation
 from gruppo.trainer.reporting import Reporting
+from gruppo.trainer.resume.state import read_course
 
 
 class Feeding(Reporting):
@@ -21,12 +24,14 @@ class Feeding(Reporting):
         """This process's rows of a generation of the current epoch; `anew`: the run was resumed inside it."""
         stream, args = self._stream, self.args
         assert stream is not None
+        assert self._course is not None
+        first = self._course.first(self._epoch, generation)
         if self._cursor is None:
             if not anew:
-                self._enter(range(self._first_position(generation), self._first_position(generation + 1)))
-            return stream.rows(self._epoch, generation)
+                self.audits.took(stream.indices(self._epoch, first))
+            return stream.rows(self._epoch, first)
         # The position is for a cursor without one: a checkpoint written without dynamic sampling does not store it.
-        self._cursor.begin(self._first_position(generation), anew=anew)
+        self._cursor.begin(self._epoch * stream.per_epoch + first, anew=anew)
         places = split_for_rank(range(args.generation_batch_size), args.process_index, args.world_size)
         return self.take_prompts(range(stream.prompts), places, anew=anew)
 
@@ -34,14 +39,15 @@ class Feeding(Reporting):
         """The rows that a later generation will have if nothing changes until then; they do not count as taken."""
         stream, args = self._stream, self.args
         assert stream is not None
+        assert self._course is not None
         if self._cursor is None:
-            return stream.rows(epoch, generation)
+            return stream.rows(epoch, self._course.first(epoch, generation))
         places = split_for_rank(range(args.generation_batch_size), args.process_index, args.world_size)
         return self._cursor.peek(range(stream.prompts), places)
 
     def place_after(self, epoch: int, generation: int) -> tuple[int, int] | None:
         """Epoch and number of the generation after this one; None if the run ends before it."""
-        if self._stream is None:
+        if self._course is None:
             raise ConfigError(
                 f"async_rollouts={self.args.async_rollouts} needs the trainer's own order of prompts, but "
                 f"{type(self).__name__} has its own data loader. Set async_rollouts=0."
@@ -49,17 +55,12 @@ class Feeding(Reporting):
         return next_generation(
             epoch,
             generation,
-            per_epoch=self._stream.generations,
+            begins=self._course.begins(epoch, generation),
+            steps=self._course.steps(epoch),
             micro_steps=self.args.micro_steps_per_generation,
             accumulation=self.args.gradient_accumulation_steps,
             updates_left=self.state.max_steps - self.state.global_step,
         )
-
-    def _first_position(self, generation: int) -> int:
-        """Where a generation of the current epoch begins in the sequence of the prompts of all epochs."""
-        stream = self._stream
-        assert stream is not None
-        return (self._epoch * (stream.generations or 0) + generation) * stream.prompts
 
     def take_prompts(self, groups: Sequence[int], places: Sequence[int], *, anew: bool = False) -> Sequence[Any]:
         """The next prompts, one per group, as the rows at `places` in the batch of all processes."""
@@ -67,13 +68,8 @@ class Feeding(Reporting):
         taken = cursor.upcoming(len(groups))
         rows = cursor.take(groups, places)
         if not anew:
-            self._enter(taken)
+            self.audits.took([cursor.stream.index(position) for position in taken])
         return rows
-
-    def _enter(self, positions: range) -> None:
-        """Report prompts to the audits as taken; those of an endless stream have no index and are only counted."""
-        assert self._stream is not None
-        self.audits.took([self._stream.index(position) or (0, position) for position in positions])
 
     @property
     def prompt_cursor(self) -> PromptCursor:
@@ -91,7 +87,7 @@ class Feeding(Reporting):
         """Passes through the prompts so far, with replaced ones; None for an endless stream or without a cursor."""
         if self._stream is None or self._cursor is None or self._stream.generations is None:
             return None
-        return self._cursor.consumed / (self._stream.generations * self._stream.prompts)
+        return self._cursor.consumed / self._stream.per_epoch
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         if (consumed := self.epochs_consumed) is not None:
@@ -102,13 +98,12 @@ class Feeding(Reporting):
         """Count epochs by their iterators: Trainer does not pass the epoch, and an epoch may be stopped early."""
         if epoch_iterator is self._epoch_iterator:
             return
-        steps = self._micro_steps_per_epoch
         if self._epoch_iterator is not None:
             self._epoch += 1
-        elif steps is None:
-            self._epoch = 0
         else:  # the first of this run, which may have been resumed
-            self._epoch = int(self.state.global_step) // math.ceil(steps / self.args.gradient_accumulation_steps)
+            self._epoch = 0 if self._course is None else self._course.began.epoch
+        if self._course is not None:
+            self._course.enter(self._epoch)
         self._epoch_iterator = epoch_iterator
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -147,12 +142,70 @@ class Feeding(Reporting):
             if type(sampler) is RepeatSampler:  # other samplers may repeat or skip prompts on purpose
                 self.audits.keep_books(len(dataset), left_over=len(dataset) % self._stream.prompts)
         self._cursor = PromptCursor(self._stream, args.num_generations) if args.dynamic_sampling else None
-        return micro_step_loader(self._micro_steps_per_epoch)
+        self._course = Course(
+            Batches(
+                prompts=self._stream.prompts,
+                group_size=args.num_generations,
+                slices=args.steps_per_generation,
+                micro_steps=args.micro_steps_per_generation,
+            ),
+            self._stream.available,
+        )
+        return micro_step_loader(self._course.whole)
 
-    @property
-    def _micro_steps_per_epoch(self) -> int | None:
-        generations = None if self._stream is None else self._stream.generations
-        return None if generations is None else generations * self.args.micro_steps_per_generation
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Trainer's method; a run resumed with other batches has as many updates as its remaining prompts need."""
+        values = super().set_initial_training_values(args, dataloader)
+        self._saved_course = None
+        if self._course is None or self._random_state_due is None or args.ignore_data_skip:
+            return values
+        self._saved_course = saved = read_course(Path(self._random_state_due))
+        if saved is None:
+            return values
+        if saved.cursor is not None and self._stream is not None and saved.available == self._stream.available:
+            self._stream.per_epoch = saved.per_epoch  # in their order positions stay what they are
+        if self._course.whole is None or not self._goes_otherwise(saved):
+            return values
+        self._resume_course(saved, 0)
+        epochs, updates = self._course.length(
+            saved.updates,
+            accumulation=args.gradient_accumulation_steps,
+            epochs=args.num_train_epochs,
+            max_steps=args.max_steps,
+        )
+        return (epochs, *values[1:-1], updates)
+
+    def _goes_otherwise(self, saved: SavedCourse) -> bool:
+        """Whether this run takes other prompts in an update than that of the checkpoint."""
+        assert self._course is not None
+        batches = (self._course.batches, self.args.gradient_accumulation_steps, self._cursor is None)
+        return batches != (saved.batches, saved.accumulation, saved.cursor is None)
+
+    def _resume_course(self, saved: SavedCourse, step: int) -> None:
+        assert self._course is not None
+        spot = saved.spot_for(self._course.batches, has_cursor=self._cursor is not None)
+        self._course.resume(spot, step, self.args.gradient_accumulation_steps)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Trainer's method: the epoch, and how many of its micro-steps are skipped."""
+        epoch, step = super()._init_training_state(*args, **kwargs)
+        course = self._course
+        if course is None:
+            return epoch, step
+        if self._saved_course is None:
+            generation, used = divmod(step, course.batches.micro_steps)
+            course.resume(Spot(epoch, generation, generation * course.batches.prompts, used), step, 1)
+            return epoch, step
+        self._resume_course(self._saved_course, step)
+        return (epoch if course.whole is None else course.began.epoch), course.resumed_at
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's method; an epoch in which other batches begin may be shorter by a part of an update."""
+        steps = None if self._course is None else self._course.steps(kwargs["epoch"])
+        if steps is not None and steps != kwargs["steps_in_epoch"]:
+            updates = math.ceil(steps / self.args.gradient_accumulation_steps)
+            kwargs |= {"steps_in_epoch": steps, "num_update_steps_per_epoch": updates}
+        super()._run_epoch(*args, **kwargs)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Batches of rows, this process's share, each prompt repeated once per completion."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from safetensors.torch import load_model
 
+from gruppo.data.course import going_on, left_over
 from gruppo.data.probing import tokenizer_json
 from gruppo.errors import CheckpointError
 from gruppo.policy.adapters import is_peft_model, reload_trained_adapter, same_dtypes
@@ -70,6 +71,7 @@ class Resuming(Checkpointing):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if resume_from_checkpoint is not None and self.args.ignore_data_skip:
             self.audits.keep_books(None)  # the run restarts the epoch and sees prompts again on purpose
+        self._warn_of_left_over(max_steps)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._saved_at = self._retry_at = self._state_to_finish = self._boundary = self._random_at_boundary = None
         self._retry_after = 1
@@ -79,6 +81,15 @@ class Resuming(Checkpointing):
             self._load_states(Path(resume_from_checkpoint))
         self._start_record(None if resume_from_checkpoint is None else Path(resume_from_checkpoint))
         return prepared
+
+    def _warn_of_left_over(self, updates: int) -> None:
+        """Say once which prompts no epoch trains on, if the run gets to the end of one."""
+        course = self._course
+        if course is None or course.available is None or course.whole is None or not self.accelerator.is_main_process:
+            return
+        said = left_over(course.available, course.batches.prompts, shuffled=bool(self.args.shuffle_dataset))
+        if said is not None and updates * self.args.gradient_accumulation_steps >= course.whole:
+            logger.warning(said)
 
     # ---- the state of a process
 
@@ -93,7 +104,7 @@ class Resuming(Checkpointing):
             if self.accelerator.is_main_process:
                 logger.warning(
                     f"{folder} was written by a different number of processes, or with different settings: update "
-                    "plans are made again, and the unfinished generation is sampled again."
+                    "plans are made again, and the unfinished generation is sampled again. " + self._going_on()
                 )
             self._restore_part(main)
         else:
@@ -129,8 +140,14 @@ class Resuming(Checkpointing):
         """Restore what stays valid with other settings or processes; the current generation is sampled again."""
         common = ("entropy", "metrics", "reward_counts", "reward_breaker", "prompts")
         give_states({name: part for name, part in self._parts().items() if name in common}, state.values["parts"])
+        saved, course = self._saved_course, self._course
+        if self._cursor is not None and saved is not None and course is not None and saved.starts_over(course.batches):
+            self._cursor.begin_again()
         self.audits.keep_books(None)  # the prompts seen in the epoch may be counted differently now
         self._restore_counts(state)
+
+    def _going_on(self) -> str:
+        return "" if self._course is None else going_on(self._saved_course, self._course, self._differing_settings)
 
     def _restore_counts(self, state: RunState) -> None:
         """Restore the counters of the run; `_restore_loss` restores the loss once Trainer has reset it to 0."""

@@ -15,6 +15,7 @@ from gruppo.algo.loss import LossSettings
 from gruppo.algo.recipes import Recipe
 from gruppo.algo.reduce import UpdateSize
 from gruppo.config.recipe import loss_settings_of, recipe_of
+from gruppo.data.course import Course, SavedCourse
 from gruppo.data.prompts import PromptEncoder
 from gruppo.data.streams import PromptCursor, PromptStream
 from gruppo.errors import ConfigError
@@ -107,6 +108,8 @@ class TrainerState(Trainer):
     # Feeding
     _stream: PromptStream | None = None  # None if a subclass provides its own loader
     _cursor: PromptCursor | None = None  # only with dynamic sampling
+    _course: Course | None = None  # like the stream
+    _saved_course: SavedCourse | None = None  # of the checkpoint; None if it has none
     _epoch = 0
     _epoch_iterator: Any = None
 

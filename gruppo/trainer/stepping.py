@@ -72,18 +72,21 @@ class Stepping(Evaluating):
 
         `step` is a number, or rows if a subclass provides its own loader.
         """
-        generation, phase = divmod(step if isinstance(step, int) else 0, self.args.micro_steps_per_generation)
-        if isinstance(step, int) and phase == 0:
+        course = self._course if isinstance(step, int) else None
+        generation, phase = (0, 0) if course is None else course.locate(self._epoch, step)
+        if course is not None and phase == 0:
             self._queue.clear()  # left over from an epoch that was stopped early
         if not self._queue:
             self._sampling_anew = phase > 0
             with self.presence.during("reading prompts"):
-                rows = self.rows_of(generation, anew=phase > 0) if isinstance(step, int) else step
-            place = (self._epoch, generation) if isinstance(step, int) else (self.state.global_step, position)
+                rows = step if course is None else self.rows_of(generation, anew=phase > 0)
+            place = (self.state.global_step, position) if course is None else (self._epoch, generation)
             with self._drawing_at(Place(self._earlier_runs, *place)):
                 slices = self._collect_slices(rows)
             # A run resumed inside a generation collects it again and continues with the slice it had reached.
             self._queue.extend((slices * self.args.num_iterations)[phase:])
+        if course is not None:
+            course.took(self._epoch, step)
         return self._queue.popleft()
 
     def _collect_slices(self, rows: Sequence[Any]) -> list[dict[str, Any]]:
@@ -148,6 +151,8 @@ class Stepping(Evaluating):
                 self._audit_update()
             if self.control.should_epoch_stop:
                 self.audits.epoch_ended_early(self._epoch)
+                if self._course is not None:
+                    self._course.end_early()
             super()._maybe_log_save_evaluate(*args, **kwargs)
         except AuditError:
             raise  # without saving: the update that failed the audit is not worth resuming from

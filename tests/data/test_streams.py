@@ -16,6 +16,11 @@ from gruppo.data.streams import IterableStream, PromptCursor, SampledStream
 from gruppo.errors import DataError
 from tests.data.test_sampler import ROWS, names, permutations
 
+
+def rows_of(stream: Any, epoch: int, generation: int) -> Any:
+    return stream.rows(epoch, generation * stream.prompts)
+
+
 # ---- a stream over a dataset
 
 
@@ -29,7 +34,7 @@ def test_the_worked_example():
     assert len(worked_example(0).sampler) == 216
     streams = [worked_example(rank) for rank in (0, 1)]
     assert [stream.generations for stream in streams] == [3, 3]
-    assert [[names(stream.rows(0, g)) for stream in streams] for g in range(3)] == [
+    assert [[names(rows_of(stream, 0, g)) for stream in streams] for g in range(3)] == [
         ["p0 p0 p0 p0 p1 p1", "p1 p1 p2 p2 p2 p2"],  # the group of p1 spans both processes
         ["p3 p3 p3 p3 p4 p4", "p4 p4 p5 p5 p5 p5"],
         ["p6 p6 p6 p6 p7 p7", "p7 p7 p8 p8 p8 p8"],  # p9 is dropped
@@ -39,11 +44,11 @@ def test_the_worked_example():
 def test_a_stream_goes_to_any_epoch_and_generation():
     orders = permutations(10, 7, 3)
     straight = worked_example(0, shuffle=True, seed=7)
-    visited = {(e, g): names(straight.rows(e, g)) for e in range(3) for g in range(3)}
+    visited = {(e, g): names(rows_of(straight, e, g)) for e in range(3) for g in range(3)}
     for (epoch, generation), seen in visited.items():
         a, b = orders[epoch][3 * generation : 3 * generation + 2]
         assert seen == names([ROWS[a]] * 4 + [ROWS[b]] * 2)
-        assert names(worked_example(0, shuffle=True, seed=7).rows(epoch, generation)) == seen  # a resumed run
+        assert names(rows_of(worked_example(0, shuffle=True, seed=7), epoch, generation)) == seen  # a resumed run
 
 
 def test_each_row_of_a_generation_is_read_once():
@@ -55,7 +60,7 @@ def test_each_row_of_a_generation_is_read_once():
             return dict(super().__getitem__(index))
 
     rows = Counting(ROWS)
-    read = worked_example(0, rows).rows(0, 0)
+    read = rows_of(worked_example(0, rows), 0, 0)
     assert rows.reads == 2
     assert read[0] is read[3]
     assert read[0] is not read[4]
@@ -73,7 +78,7 @@ def test_a_sampler_without_set_epoch_is_asked_again_each_epoch():
             yield from [self.passes - 1] * 4
 
     stream = SampledStream(ROWS, Forwards(), rows_per_generation=2, group_size=2, copies=2, rank=0, world=1)
-    assert [names(stream.rows(epoch, 0)) for epoch in (0, 0, 1)] == ["p0 p0", "p0 p0", "p1 p1"]
+    assert [names(rows_of(stream, epoch, 0)) for epoch in (0, 0, 1)] == ["p0 p0", "p0 p0", "p1 p1"]
 
 
 class Theirs:
@@ -94,15 +99,16 @@ class Theirs:
     mini=st.integers(1, 3),
     batch=st.integers(1, 4),
     repeat=st.integers(1, 3),
-    rows=st.integers(1, 8),
+    groups=st.integers(1, 4),
     copies=st.integers(1, 3),
     world=st.integers(1, 3),
     shuffle=st.booleans(),
 )
 def test_what_is_computed_and_what_is_kept_is_what_the_sampler_yields(
-    prompts, mini, batch, repeat, rows, copies, world, shuffle
+    prompts, mini, batch, repeat, groups, copies, world, shuffle
 ):
     """Also where its chunks are not those of the generations."""
+    rows = groups * mini
     dataset = [{"prompt": f"p{i}"} for i in range(prompts)]
     sampler = RepeatSampler(dataset, mini, batch, repeat, shuffle, seed=3)
     passes = [list(sampler) for _ in range(2)]
@@ -117,7 +123,7 @@ def test_what_is_computed_and_what_is_kept_is_what_the_sampler_yields(
                 for generation in range(stream.generations):
                     first = generation * rows * copies
                     wanted = split_for_rank(flat[first : first + rows], rank, world)
-                    assert stream.rows(epoch, generation) == [dataset[index] for index in wanted]
+                    assert rows_of(stream, epoch, generation) == [dataset[index] for index in wanted]
 
 
 def test_the_way_to_an_epoch_is_not_gone_twice(monkeypatch):
@@ -126,7 +132,7 @@ def test_the_way_to_an_epoch_is_not_gone_twice(monkeypatch):
     monkeypatch.setattr(torch, "randperm", lambda *a, **k: drawn.append(1) or randperm(*a, **k))
     stream = worked_example(0, shuffle=True, seed=7)
     for epoch in range(20):
-        stream.rows(epoch, 0)
+        rows_of(stream, epoch, 0)
     assert len(drawn) == 20
 
 
@@ -143,7 +149,7 @@ def test_millions_of_prompts_are_neither_repeated_nor_walked_through(monkeypatch
     stream = SampledStream(dataset, sampler, rows_per_generation=2048, group_size=16, copies=64, rank=0, world=1)
     tracemalloc.start()
     try:
-        taken = [stream.rows(0, generation) for generation in (0, 40_000, 78_124)]
+        taken = [rows_of(stream, 0, generation) for generation in (0, 40_000, 78_124)]
         assert stream.index(128)[0] == 0
         assert tracemalloc.get_traced_memory()[1] < 2**20  # the permutation itself is a tensor, and not Python's
     finally:
@@ -177,7 +183,7 @@ def test_of_a_sampler_of_the_users_only_the_first_copies_are_kept():
 def test_a_group_of_a_sampler_of_the_users_need_not_be_of_one_prompt():
     order = [3, 3, 1, 2, 3, 3, 1, 2, 4, 4, 5, 5, 4, 4, 5, 5]
     stream = SampledStream(ROWS, order, rows_per_generation=4, group_size=2, copies=2, rank=0, world=1)
-    assert [names(stream.rows(0, generation)) for generation in range(2)] == ["p3 p3 p1 p2", "p4 p4 p5 p5"]
+    assert [names(rows_of(stream, 0, generation)) for generation in range(2)] == ["p3 p3 p1 p2", "p4 p4 p5 p5"]
 
 
 @pytest.mark.parametrize("convert", [torch.tensor, np.int32], ids=["torch", "numpy"])
@@ -185,7 +191,7 @@ def test_indices_may_be_of_any_kind_of_integer(convert):
     order = [convert(i) for i in (3, 3, 1, 1)]
     stream = SampledStream(ROWS, order, rows_per_generation=2, group_size=2, copies=1, rank=0, world=1)
     assert stream.index(1) == (0, 1)
-    assert type(stream.rows(0, 0)[0].index) is int
+    assert type(rows_of(stream, 0, 0)[0].index) is int
 
 
 def test_a_sampler_is_read_before_anything_else_draws_from_its_generator():
@@ -220,8 +226,28 @@ def test_a_sampler_that_ends_early_is_an_error():
         with pytest.raises(
             DataError, match=f"before generation {generation} was complete.* 3 generations of 2 rows, each 2"
         ):
-            stream(count).rows(0, 0)
-    assert names(stream(10).rows(0, 1)) == "p4 p5", "only copies are missing"
+            rows_of(stream(count), 0, 0)
+    assert names(rows_of(stream(10), 0, 1)) == "p4 p5", "only copies are missing"
+
+
+@given(
+    prompts=st.integers(1, 4),
+    group=st.integers(1, 3),
+    copies=st.integers(1, 2),
+    world=st.integers(1, 3),
+    first=st.integers(0, 9),
+)
+def test_a_generation_may_begin_anywhere(prompts, group, copies, world, first):
+    """As in a run that was resumed with other batches; the last prompts of the dataset are in reach then."""
+    sampler = RepeatSampler(ROWS, group, prompts, copies, shuffle=True, seed=5)
+    place = {"rows_per_generation": prompts * group, "group_size": group, "copies": copies, "world": world}
+    streams = [SampledStream(ROWS, sampler, rank=rank, **place) for rank in range(world)]
+    assert streams[0].available == 10
+    first = min(first, 10 - prompts)
+    expected = permutations(10, 5, 2)[1][first : first + prompts]
+    rows = [row for stream in streams for row in stream.rows(1, first)]
+    assert [row.index for row in rows] == [index for index in expected for _ in range(group)]
+    assert streams[0].indices(1, first) == [(1, index) for index in expected]
 
 
 # ---- a stream over an iterable dataset
@@ -248,33 +274,34 @@ def iterable(dataset: Any, rank: int = 0, world: int = 1, prompts: int = 3, grou
 def test_an_iterable_is_read_in_order_each_prompt_once_per_completion():
     stream = iterable(Stream(7))
     assert stream.generations is None
-    assert [names(stream.rows(0, g)) for g in range(2)] == ["p0 p0 p1 p1 p2 p2", "p3 p3 p4 p4 p5 p5"]
+    assert [names(rows_of(stream, 0, g)) for g in range(2)] == ["p0 p0 p1 p1 p2 p2", "p3 p3 p4 p4 p5 p5"]
 
 
-def test_it_is_read_again_when_it_ends_without_its_ragged_tail():
+def test_it_is_read_again_when_it_ends_and_its_ragged_tail_begins_the_next_generation():
     dataset = Stream(7)
-    stream = iterable(dataset)
-    assert [names(stream.rows(0, g))[:2] for g in range(5)] == ["p0", "p3", "p0", "p3", "p0"]
+    stream = iterable(dataset, group=1)
+    generations = [names(rows_of(stream, 0, g)) for g in range(5)]
+    assert generations == ["p0 p1 p2", "p3 p4 p5", "p6 p0 p1", "p2 p3 p4", "p5 p6 p0"]
     assert dataset.epochs == [0, 1, 2]
 
 
 def test_processes_share_the_rows_of_a_generation():
     streams = [iterable(Stream(7), rank=rank, world=2) for rank in (0, 1)]
-    assert [names(stream.rows(0, 0)) for stream in streams] == ["p0 p0 p1", "p1 p2 p2"]
+    assert [names(rows_of(stream, 0, 0)) for stream in streams] == ["p0 p0 p1", "p1 p2 p2"]
 
 
 def test_a_resumed_run_reads_past_what_it_has_seen():
     straight = iterable(Stream(7))
-    expected = [names(straight.rows(0, g)) for g in range(5)]
-    assert names(iterable(Stream(7)).rows(0, 4)) == expected[4]
+    expected = [names(rows_of(straight, 0, g)) for g in range(5)]
+    assert names(rows_of(iterable(Stream(7)), 0, 4)) == expected[4]
     skipping = iterable(Stream(7))
-    assert [names(skipping.rows(0, g)) for g in (1, 3)] == [expected[1], expected[3]]
+    assert [names(rows_of(skipping, 0, g)) for g in (1, 3)] == [expected[1], expected[3]]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_an_iterable_too_short_for_one_generation_is_an_error(count):
     with pytest.raises(DataError, match="fewer than 3 prompts"):
-        iterable(Stream(count)).rows(0, 0)
+        rows_of(iterable(Stream(count)), 0, 0)
 
 
 # ---- prompts one by one
@@ -291,7 +318,7 @@ def test_prompts_of_a_dataset_are_those_of_its_generations_in_one_sequence():
 
 @pytest.mark.parametrize("positions", [range(14), (0, 5, 6, 13), (7, 2, 8, 0)], ids=["all", "some", "back and forth"])
 def test_prompts_of_an_iterable_are_those_of_its_generations_in_one_sequence(positions):
-    sequence = [ROWS[i] for i in (0, 1, 2, 3, 4, 5) * 3]  # the seventh is dropped
+    sequence = ROWS[:7] * 2
     stream = iterable(Stream(7))
     assert [stream.prompt(position) for position in positions] == [sequence[position] for position in positions]
 
@@ -299,7 +326,7 @@ def test_prompts_of_an_iterable_are_those_of_its_generations_in_one_sequence(pos
 def test_an_iterable_that_goes_back_begins_with_its_first_epoch_again():
     dataset = Stream(7)
     stream = iterable(dataset)
-    stream.prompt(12)
+    stream.prompt(14)
     stream.prompt(0)
     assert dataset.epochs == [0, 1, 2, 0]
 

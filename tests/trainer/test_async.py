@@ -340,8 +340,9 @@ def test_the_bound_holds_and_is_reached_wherever_updates_begin() -> None:
     for micro_steps, accumulation in product(range(1, 9), repeat=2):
         ages = set()
         for per_epoch in range(1, 9):
-            facts = {"per_epoch": per_epoch, "micro_steps": micro_steps, "accumulation": accumulation}
+            facts = {"steps": per_epoch * micro_steps, "micro_steps": micro_steps, "accumulation": accumulation}
             for (epoch, generation, at), (*following, needed) in pairwise(walk(micro_steps, accumulation, per_epoch)):
+                facts["begins"] = generation * micro_steps
                 ages.add(needed - at)
                 assert next_generation(epoch, generation, updates_left=needed - at + 1, **facts) == tuple(following)
                 assert next_generation(epoch, generation, updates_left=needed - at, **facts) is None

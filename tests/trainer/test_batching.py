@@ -210,9 +210,11 @@ def test_an_iterable_dataset_is_shuffled_and_read_again_in_another_order(tmp_pat
     assert order[:8] != order[8:]
 
 
-def test_an_iterable_dataset_that_ends_in_the_middle_drops_the_ragged_chunk(tmp_path: Path) -> None:
-    trainer = run(tmp_path, dataset=stream(5), max_steps=3, shuffle_dataset=False)
-    assert [numbers(g) for g in trainer.generations] == [[0, 1], [2, 3], [0, 1]]
+def test_an_iterable_dataset_that_ends_in_the_middle_of_a_generation_goes_on_with_its_first_prompts(
+    tmp_path: Path,
+) -> None:
+    trainer = run(tmp_path, dataset=stream(5), max_steps=4, shuffle_dataset=False)
+    assert [numbers(g) for g in trainer.generations] == [[0, 1], [2, 3], [4, 0], [1, 2]]
 
 
 def test_an_iterable_eval_set_is_read_to_its_end(tmp_path: Path) -> None:

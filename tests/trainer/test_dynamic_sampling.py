@@ -218,9 +218,9 @@ def test_the_number_of_updates_is_that_of_a_run_without_it(source: Any, tmp_path
     assert trainer.groups == expected(list(range(8)) * 8, {1, 2, 3}, 8, 2, 4)
 
 
-def test_an_iterable_dataset_starts_again_without_its_ragged_end(tmp_path: Path) -> None:
+def test_an_iterable_dataset_starts_again_after_its_last_prompt(tmp_path: Path) -> None:
     trainer = trained(tmp_path, flat=[1], dataset=stream(7), max_steps=5)
-    assert trainer.groups == [[0, 2], [3, 4], [5, 0], [3, 2], [4, 5]]
+    assert trainer.groups == [[0, 2], [3, 4], [5, 6], [0, 2], [3, 4]]
     assert "dynamic_sampling/epoch" not in logs(trainer)[-1], "nobody knows how long it is"
 
 

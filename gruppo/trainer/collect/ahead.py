@@ -86,24 +86,32 @@ class RolloutsAhead:
 
 
 def next_generation(
-    epoch: int, generation: int, *, per_epoch: int | None, micro_steps: int, accumulation: int, updates_left: int
+    epoch: int,
+    generation: int,
+    *,
+    begins: int,
+    steps: int | None,
+    micro_steps: int,
+    accumulation: int,
+    updates_left: int,
 ) -> tuple[int, int] | None:
     """Epoch and number of the generation after this one; None if the run ends before it.
 
-    A generation provides `micro_steps` micro-steps; an update uses `accumulation` of them, or fewer at the end of an
-    epoch. `updates_left` counts from the first update on this generation.
+    A generation provides `micro_steps` micro-steps; this one begins at the micro-step `begins` of an epoch of `steps`.
+    An update uses `accumulation` of them, or fewer at the end of an epoch. `updates_left` counts from the first update
+    on this generation.
 
     Example, two updates for each of three generations of an epoch:
-        next_generation(0, 1, per_epoch=3, micro_steps=2, accumulation=1, updates_left=4) -> (0, 2)
-        next_generation(0, 2, per_epoch=3, micro_steps=2, accumulation=1, updates_left=4) -> (1, 0)
-        next_generation(1, 0, per_epoch=3, micro_steps=2, accumulation=1, updates_left=2) -> None
+        next_generation(0, 1, begins=2, steps=6, micro_steps=2, accumulation=1, updates_left=4) -> (0, 2)
+        next_generation(0, 2, begins=4, steps=6, micro_steps=2, accumulation=1, updates_left=4) -> (1, 0)
+        next_generation(1, 0, begins=0, steps=6, micro_steps=2, accumulation=1, updates_left=2) -> None
     """
-    began = generation * micro_steps // accumulation
-    if per_epoch is None or generation + 1 < per_epoch:
-        place, needed = (epoch, generation + 1), (generation + 1) * micro_steps // accumulation
+    following = begins + micro_steps
+    if steps is None or following < steps:
+        place, needed = (epoch, generation + 1), following // accumulation
     else:
-        place, needed = (epoch + 1, 0), math.ceil(per_epoch * micro_steps / accumulation)
-    return place if needed - began < updates_left else None
+        place, needed = (epoch + 1, 0), math.ceil(steps / accumulation)
+    return place if needed - begins // accumulation < updates_left else None
 
 
 def most_updates_of(micro_steps: int, accumulation: int) -> int:

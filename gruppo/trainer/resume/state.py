@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gruppo.data.course import SavedCourse
 from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.types import Vision
 
@@ -48,6 +49,13 @@ class RunState:
             return None
         values = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         return cls(values, load_file(path.with_suffix(".safetensors")))
+
+
+def read_course(folder: Path) -> SavedCourse | None:
+    """Where a checkpoint's run was in its prompts; None if the checkpoint does not say."""
+    path = folder / "run_state-00000.json"
+    saved = json.loads(path.read_text(encoding="utf-8")).get("course") if path.exists() else None
+    return None if saved is None else SavedCourse.from_json(saved)
 
 
 def pack_queue(queue: Iterable[MicroBatch]) -> RunState | None:
