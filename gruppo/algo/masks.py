@@ -8,7 +8,11 @@ from torch import Tensor
 
 from gruppo.algo.tensors import count, masked_sum, widen
 
-__all__ = ["drop_rows", "entropy_threshold", "is_truncated", "off_policy_mask", "top_entropy_mask"]
+__all__ = ["SLACK", "drop_rows", "entropy_threshold", "is_truncated", "off_policy_mask", "top_entropy_mask"]
+
+# Relative and absolute: more than the float32 entropies of one token differ by in padded and in packed rows, less than
+# those of different tokens usually do.
+SLACK = (2e-5, 1e-6)
 
 
 def is_truncated(completion_ids: Sequence[Sequence[int]], stop_ids: Collection[int]) -> list[bool]:
@@ -26,14 +30,18 @@ def entropy_threshold(entropies_N: Tensor, quantile: float) -> Tensor:
     """The entropy (0-d) that the top share `quantile` of the tokens reaches, https://arxiv.org/abs/2506.01939.
 
     This is the (1 − quantile) quantile with linear interpolation, like `torch.quantile` but without its limit of
-    16 million values; +inf when there are no tokens, so that nothing passes.
+    16 million values, less `SLACK`; +inf when there are no tokens, so that nothing passes.
+
+    Without the slack, rounding would decide: the quantile is often the entropy of a token, and tokens with the same
+    context, such as the first ones of a group's completions, have equal entropies. All of them pass, or none.
     """
     if entropies_N.numel() == 0:
         return entropies_N.new_full((), torch.inf)
     sorted_N = widen(entropies_N).flatten().sort().values
     rank = (1.0 - quantile) * (sorted_N.numel() - 1)
     below, above = math.floor(rank), math.ceil(rank)
-    return sorted_N[below].lerp(sorted_N[above], rank - below)
+    relative, absolute = SLACK
+    return sorted_N[below].lerp(sorted_N[above], rank - below) * (1 - relative) - absolute
 
 
 def top_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor, threshold: Tensor | float) -> Tensor:

@@ -177,6 +177,16 @@ def test_a_threshold_that_is_the_entropy_of_a_token(share: float, budget: int | 
     assert ((tokens - 1) * share) % 1 == pytest.approx(0.0, abs=1e-6)
 
 
+def test_a_threshold_among_entropies_that_differ_only_by_rounding(tmp_path: Path) -> None:
+    """In float32: the tokens at the threshold are the same in packed and in padded rows."""
+    settings = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "top_entropy_quantile": 0.75}
+    updates = [
+        moved(trainer_of("top_entropy", tmp_path, dtype=torch.float32, **settings, **layout))
+        for layout in ({"max_tokens_per_micro_batch": 30}, {"packed_update": False})
+    ]
+    assert relative_difference(*updates) < 1e-3
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("recipe", tiered(["grpo", "rloo", "kl"], ["grpo"]))
