@@ -1,13 +1,15 @@
 """Temporary changes to the training module, and how all of them are undone."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 _ABSENT = object()
 
@@ -61,6 +63,28 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
     """The trainer's mixed precision, without caching casts: a captured graph would keep using stale ones."""
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
         yield
+
+
+@contextmanager
+def finite_masks() -> Iterator[None]:
+    """Context in which transformers' eager attention gives padding that sees no key a result, not NaN.
+
+    That is padding on the left, or beyond a sliding window on the right. Eager attention adds the smallest number of
+    the dtype where a key is hidden. In float64 its softmax, in float32, reads that as -inf; in float16 it becomes -inf
+    with a score below -16. The softmax of a query without keys is then NaN, and as keys and values of the next layer
+    its NaN reach every token of the row. Half of that number, within float32, hides a key just as well.
+    """
+    masks = ALL_MASK_ATTENTION_FUNCTIONS
+    finite = partial(_finite_mask, masks["eager"])
+    with swapped([Swap(masks, "_local_mapping", {**masks._local_mapping, "eager": finite})]):
+        yield
+
+
+def _finite_mask(make: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
+    mask = make(*args, **kwargs)
+    if mask is None or not mask.is_floating_point():
+        return mask
+    return mask.clamp(min=max(torch.finfo(mask.dtype).min, torch.finfo(torch.float32).min) / 2)
 
 
 @contextmanager

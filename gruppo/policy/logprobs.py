@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gruppo.algo.logprobs import entropy_from_logits, selective_log_softmax
 from gruppo.data.vision import model_inputs
+from gruppo.policy.inplace import finite_masks
 from gruppo.policy.routing import own_router_loss
 from gruppo.policy.unwrap import forward_arguments, inner_model, makes_positions, position_ids
 from gruppo.types import Vision
@@ -84,7 +85,8 @@ def _run(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, width: int
     if "logits_to_keep" in accepted:
         # One more than the completion: its first token is predicted from the prompt's last position.
         kwargs["logits_to_keep"] = width + 1
-    return model(input_ids=input_ids, **kwargs)
+    with finite_masks():
+        return model(input_ids=input_ids, **kwargs)
 
 
 def _scores(

@@ -20,7 +20,7 @@ from gruppo.data.collate import pad
 from gruppo.data.vision import TYPES, model_inputs
 from gruppo.engine.settings import merged_config, with_plain_output
 from gruppo.errors import ConfigError, RolloutError
-from gruppo.policy.inplace import Swap, swapped
+from gruppo.policy.inplace import Swap, finite_masks, swapped
 from gruppo.policy.modes import has_checkpoints, sampling_mode
 from gruppo.policy.sharding import WholeWeights
 from gruppo.policy.support import CACHED_LAYERS, unusual_layers
@@ -101,7 +101,7 @@ class TransformersBackend(RolloutBackend):
         owner = torch.arange(len(requests)).repeat_interleave(torch.tensor([request.count for request in requests]))
         owner = owner.to(device)  # the request that each row belongs to
         strings, settings = self._settings(policy, ids.shape[1], with_limits_of(requests, self.config))
-        with sampling_mode(policy):
+        with sampling_mode(policy), finite_masks():
             cache = self._prefill(policy, requests, ids, mask, owner)
             if cache is None:  # otherwise the prefill has processed the images
                 settings |= self._seen(policy, requests, ids, owner)

@@ -1,15 +1,21 @@
 """Padded, batched scores against one unpadded row at a time, in float64."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from gruppo.policy.inplace import finite_masks
 from gruppo.policy.logprobs import score_tokens
+from gruppo.policy.support import batch_of
 from gruppo.policy.unwrap import forward_arguments, position_ids
+from tests.engine.models import BUILDERS
 from tests.helpers import sharp, tiny_gpt2, tiny_model
 
 PROMPTS = [[9, 10, 11, 12, 13], [20], [30, 31, 32], [40, 41]]
@@ -204,3 +210,69 @@ def test_a_model_may_return_logits_of_half_precision():
     scores = score_tokens(Bigram(), ids, mask, WIDTH)
     expected = table[ids[:, -WIDTH - 1 : -1]].float().log_softmax(-1).gather(2, ids[:, -WIDTH:, None]).squeeze(2)
     torch.testing.assert_close(scores.logps_BT.float(), expected * mask[:, -WIDTH:], rtol=0, atol=0.05)
+
+
+# ---- eager attention of queries that see no key: padding on the left, or on the right beyond a sliding window
+
+SIZE: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, head_dim=8,
+    num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+)  # fmt: skip
+OTHERS = {
+    "cohere2": lambda: tf.Cohere2ForCausalLM(tf.Cohere2Config(**SIZE, sliding_window=5)),
+    "llama4": lambda: tf.Llama4ForCausalLM(
+        tf.Llama4TextConfig(**SIZE, attention_chunk_size=5, num_local_experts=2, intermediate_size_mlp=48)
+    ),
+}
+ROWS = [(14, 3), (1, 9), (5, 1), (9, 4)]  # lengths of prompts and completions; sliding windows have five tokens
+
+
+def rows_scored_together_and_alone(model: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    pairs = [[torch.randint(3, 64, (n,), generator=generator).tolist() for n in row] for row in ROWS]
+    batch = batch_of([(prompt, completion) for prompt, completion in pairs], torch.device("cpu"))
+    ids = torch.cat([batch.prompt_ids, batch.completion_ids], 1)
+    mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
+    together = score_tokens(model, ids, mask, batch.completion_ids.shape[1]).logps_BT
+    for scores, (prompt, completion) in zip(together, pairs, strict=True):
+        row = torch.tensor([prompt + completion])
+        alone = score_tokens(model, row, torch.ones_like(row), len(completion)).logps_BT[0]
+        yield scores[: len(completion)], alone
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name != "gpt2"] + ["cohere2", "llama4"])
+def test_padding_that_sees_nothing_does_not_reach_the_tokens(name: str) -> None:
+    model = (BUILDERS[name]() if name in BUILDERS else OTHERS[name]()).eval().double()
+    model.set_attn_implementation("eager")
+    if name in ("gpt-oss", "llama4"):
+        model.set_experts_implementation("eager")
+    for together, alone in rows_scored_together_and_alone(model):
+        torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    sum(together.sum() for together, _ in rows_scored_together_and_alone(model)).backward()
+    assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
+
+
+def test_padding_whose_scores_are_very_negative_in_float16() -> None:
+    """The smallest number of float16 plus a score below -16 is -inf."""
+    model = BUILDERS["qwen2"]().eval()
+    for layer in model.model.layers:  # Qwen2's biases of keys are large
+        for projection, value in ((layer.self_attn.q_proj, 20.0), (layer.self_attn.k_proj, -20.0)):
+            projection.bias.data[3::4] = value  # slow rotations
+    model = model.half()
+    model.set_attn_implementation("eager")
+    for together, alone in rows_scored_together_and_alone(model):
+        torch.testing.assert_close(together, alone, rtol=0.01, atol=0.01)
+
+
+def test_masks_are_those_of_transformers_outside() -> None:
+    before = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    with finite_masks(), finite_masks():
+        assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is not before
+    assert ALL_MASK_ATTENTION_FUNCTIONS["eager"] is before
+    model = tiny_model(attn_implementation="eager")
+    ids = torch.tensor([[0, 5, 6, 7]])
+    plain = model(ids, attention_mask=torch.tensor([[0, 1, 1, 1]])).logits[0, 1:]
+    with finite_masks():
+        torch.testing.assert_close(
+            model(ids, attention_mask=torch.tensor([[0, 1, 1, 1]])).logits[0, 1:], plain, rtol=0, atol=0
+        )

@@ -14,6 +14,7 @@ from gruppo.errors import ConfigError, RolloutError
 from gruppo.rollout.hf import TransformersBackend, sampling_mode
 from gruppo.rollout.settings import generation_config
 from gruppo.types import SampleRequest, StopReason
+from tests.engine.models import build
 from tests.helpers import base_args, sharp, tiny_gpt2, tiny_model, tiny_tokenizer
 
 EOS, PAD = 1, 0
@@ -424,3 +425,13 @@ def test_a_shared_prefill_encodes_each_prompt_once(monkeypatch):
     monkeypatch.setattr(type(model), "forward", counting)
     backend(model, max_completion_length=2).sample(REQUESTS)
     assert widths == [(3, 3), (6, 1), (6, 1)]
+
+
+@pytest.mark.parametrize("share_prefill", [True, False])
+@pytest.mark.parametrize("name", ["gemma2", "mistral", "llama"])
+def test_padding_that_sees_no_key_in_eager_attention_and_float64(name, share_prefill):
+    model = build(name).double()
+    model.set_attn_implementation("eager")
+    found = backend(model, share_prefill=share_prefill, max_completion_length=6).sample(REQUESTS)
+    alone = [greedy_alone(model, list(r.prompt_ids)) for r in REQUESTS for _ in range(r.count)]
+    assert ids(found) == alone

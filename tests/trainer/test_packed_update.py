@@ -3,12 +3,14 @@
 `test_invariance.py` has the recipes on one model; here are other models, adapters, budgets, processes and failures.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import TrainerCallback
@@ -121,6 +123,32 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
 def test_other_models(recipe: str, name: str, models: Models, tmp_path: Path) -> None:
     models.architecture(name)
     both(recipe, tmp_path, max_tokens_per_micro_batch=60)
+
+
+@pytest.mark.parametrize("backend", ["builtin", "transformers"])
+def test_eager_attention_of_padding_in_float64(backend: str, tmp_path: Path) -> None:
+    """Padding that sees no key: sampling, log-probs of policy and reference, padded updates and evaluation."""
+    model = sized("gemma2", 0).double()
+    trainer = run(
+        tmp_path,
+        GRPOTrainer,
+        model=model,
+        dataset=Dataset.from_dict({"prompt": ["a", "several letters", "bcd"] * 8}),
+        eval_dataset=Dataset.from_dict({"prompt": ["some letters", "b"]}),
+        packed_update=False,
+        rollout_backend=backend,
+        beta=0.1,
+        num_iterations=2,
+        max_completion_length=9,
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    assert len(logs) == 4
+    assert all(math.isfinite(log[name]) for log in logs for name in ("loss", "grad_norm", "kl", "entropy"))
+    assert sum(log["grad_norm"] > 0 for log in logs) >= 2
+    assert all(weight.isfinite().all() for weight in model.parameters())
 
 
 ENTROPY = {

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, TrainerCallback, TrainerState
 from gruppo.data.chat import is_conversational, maybe_apply_chat_template
 from gruppo.data.probing import inner_tokenizer
 from gruppo.errors import ConfigError, DataError
+from gruppo.policy.inplace import finite_masks
 from gruppo.policy.unwrap import bare_model
 from gruppo.trainer.display.completions import log_to_trackers
 from gruppo.trainer.display.console import printing
@@ -181,12 +182,13 @@ def _complete(trainer: Any, model: Any, prompts: list[Any], config: GenerationCo
     plain = not is_conversational({"prompt": prompts[0]})
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=plain)
     inputs = inputs.to(trainer.accelerator.device)
-    ids = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        generation_config=config,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    with finite_masks():
+        ids = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            generation_config=config,
+            pad_token_id=tokenizer.pad_token_id,
+        )
     completions = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return list(zip(texts, completions, strict=True))
 

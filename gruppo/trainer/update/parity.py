@@ -200,7 +200,7 @@ def _run_slowly(model: nn.Module, case: _Case, *, wide: bool = False) -> _Found:
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], 1)
     with swapped(_plain_modules(model, wide=wide)):
         for row in range(len(batch)):
-            # Cut off padding: it may attend to nothing but padding, which eager attention in float64 turns into NaN.
+            # Cut off padding, so that this is the plainest forward pass.
             first, *_, last = mask[row].nonzero()[:, 0].tolist()
             part, missing = (slice(row, row + 1), slice(first, last + 1)), mask.shape[1] - last - 1
             width = batch.completion_ids.shape[1] - missing
