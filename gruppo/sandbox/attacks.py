@@ -49,6 +49,11 @@ def write(path, mode):
         return "a file outside the sandbox was opened for writing"
 
 
+def memory_file():
+    os.close(os.memfd_create("x"))
+    return "memory outside of all address spaces can be had, which no limit counts"
+
+
 def fork_beyond_limit():
     for _ in range(target["processes"] + 4):
         if os.fork() == 0:
@@ -76,6 +81,7 @@ attempt("writes", os.truncate, victim, 0)
 attempt("writes", os.chmod, victim, 0o600)
 attempt("writes", os.unlink, victim)
 attempt("memory", lambda: bytearray(512 << 20) and "more memory than allowed")
+attempt("memory", memory_file)
 leave_an_orphan()
 attempt("processes", fork_beyond_limit)
 print("attacked: all", flush=True)

@@ -25,9 +25,9 @@ PROTECTIONS: dict[str, tuple[str, ...]] = {
     "processes": ("own uid", "user namespace"),
     "parent": ("pid namespace", "own uid", "user namespace", "landlock"),
     "orphans": ("pid namespace", "own uid"),
-    "memory": (),
+    "memory": ("seccomp",),  # a resource limit bounds address spaces; the filter denies memory outside of them
 }
-WITHOUT_MECHANISM = {"processes": "resource limit", "orphans": "subreaper", "memory": "resource limit"}
+WITHOUT_MECHANISM = {"processes": "resource limit", "orphans": "subreaper"}
 
 PROBE_LIMITS = Limits(seconds=20, memory=256 * MIB, processes=8)
 
@@ -38,7 +38,7 @@ class Capabilities:
 
     Example, in a container that forbids namespaces and whose kernel has no Landlock:
         Capabilities(
-            enforced={"network": "seccomp", "memory": "resource limit", …},
+            enforced={"network": "seccomp", "memory": "seccomp", …},
             missing={"reads": "mount namespace: Operation not permitted; landlock: Function not implemented", …},
             mechanisms=("own uid", "seccomp"),
         )

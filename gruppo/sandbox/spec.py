@@ -22,7 +22,7 @@ class Limits:
 
     seconds: float = 10.0  # of wall-clock time
     cpu_seconds: int = 10  # of one process, all its threads together
-    memory: int = 1024 * MIB  # address space of one process
+    memory: int = 1024 * MIB  # address space of one process; several have several times as much
     processes: int = 16  # concurrent processes and threads together
     output: int = MIB  # of stdout and of stderr each
     file_size: int = 32 * MIB

@@ -25,7 +25,7 @@ def test_attacks_succeed_without_mechanisms(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(capabilities, "candidates", lambda: ())
     capabilities.capabilities.cache_clear()
     found = Sandbox.capabilities()
-    assert {"network", "reads", "writes", "parent"} <= set(found.missing)
+    assert {"network", "reads", "writes", "parent", "memory"} <= set(found.missing)
     assert found.mechanisms == ()
     if os.geteuid() == 0:
         assert "processes" in found.missing, "root has no limit"

@@ -2,9 +2,11 @@
 
 import time
 
-from gruppo.sandbox import Sandbox
+import pytest
+
+from gruppo.sandbox import Limits, Sandbox
 from gruppo.sandbox.spec import MIB
-from tests.sandbox.conftest import MakeSandbox
+from tests.sandbox.conftest import SETS, MakeSandbox, use_mechanisms
 
 
 def test_an_endless_loop_is_stopped_and_its_output_kept(make_sandbox: MakeSandbox) -> None:
@@ -42,7 +44,7 @@ def test_processor_time_cannot_be_had_by_ignoring_its_signal(make_sandbox: MakeS
 
 
 def test_a_memory_bomb_gets_a_memory_error(make_sandbox: MakeSandbox) -> None:
-    box = make_sandbox("memory", memory=128 * MIB)
+    box = make_sandbox(memory=128 * MIB)
     code = "print('before')\nkept = []\nfor _ in range(64): kept.append(bytearray(10 << 20))\nprint('all')"
     execution = box.run(code)
     assert (execution.reason, execution.stdout) == ("memory", "before\n")
@@ -57,6 +59,97 @@ def check_made(made: int, allowed: int, tried: int) -> None:
         assert 1 <= made <= allowed
     else:
         assert made < tried
+
+
+# Memory that is in no address space, and so counts against no limit. Each prints "held" if it could go on and on.
+HOARDS = {
+    "memory files": """
+import os
+for _ in range(8):
+    os.write(os.memfd_create("x"), bytes(20 << 20))
+print("held")
+""",
+    "secret memory files": """
+import ctypes, os
+error = ctypes.CDLL(None, use_errno=True)
+print("held" if error.syscall(447, 0) >= 0 or ctypes.get_errno() == 38 else "")  # 38: the kernel has none
+""",
+    "shared memory": """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.shmat.restype, libc.shmdt.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+kept = [libc.shmget(0, 20 << 20, 0o600) for _ in range(8)]
+for one in kept:
+    place = libc.shmat(one, None, 0)
+    libc.shmctl(one, 0, None)  # gone with its last user
+    if place not in (None, ctypes.c_void_p(-1).value):
+        ctypes.memset(place, 1, 20 << 20)
+        libc.shmdt(place)
+        print("held")
+        break
+""",
+    "pages in a pipe": """
+import ctypes, mmap, os
+libc = ctypes.CDLL(None)
+place = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+address = ctypes.addressof(ctypes.c_char.from_buffer(place))
+piece = (ctypes.c_void_p * 2)(address, 1)  # one byte keeps its page, which can be one of 2 MiB
+print("held" if libc.vmsplice(os.pipe()[1], piece, ctypes.c_ulong(1), 0) == 1 else "")
+""",
+    "pages of deleted files in a pipe": """
+import os
+with open("f", "wb+") as file:
+    file.write(bytes(8192))
+    file.flush()
+    print("held" if os.splice(file.fileno(), os.pipe()[1], 4096, offset_src=0) else "")
+""",
+    "pages of deleted files in a socket": """
+import os, socket
+with open("f", "wb+") as file:
+    file.write(bytes(8192))
+    file.flush()
+    one, other = socket.socketpair()
+    print("held" if os.sendfile(one.fileno(), file.fileno(), 0, 1) else "")
+""",
+    "buffers of sockets": """
+import socket
+one, other = socket.socketpair()
+one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
+print("held")
+""",
+}
+
+
+@pytest.mark.parametrize("way", HOARDS)
+def test_memory_is_not_had_outside_of_the_address_space(make_sandbox: MakeSandbox, way: str) -> None:
+    assert make_sandbox("memory", memory=128 * MIB).run(HOARDS[way]).stdout.strip() == ""
+
+
+@pytest.mark.parametrize("way", HOARDS)
+def test_the_hoards_would_work(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """And a sandbox that lets them is not one that bounds memory."""
+    use_mechanisms(monkeypatch, tuple(name for name in SETS["all"] if name != "seccomp"))
+    assert "memory" in Sandbox.capabilities().missing
+    box = Sandbox(Limits(memory=128 * MIB), allow_unconfined=Sandbox.capabilities().missing)
+    assert box.run(HOARDS[way]).stdout == "held\n"
+
+
+def test_memory_is_bounded_for_each_process(make_sandbox: MakeSandbox) -> None:
+    """What is promised: no process has more than its share. Several have several."""
+    code = """
+import os
+for _ in range(3):
+    if os.fork() == 0:
+        kept = bytearray(60 << 20)
+        os._exit(0 if kept else 1)
+print([os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(3)])
+"""
+    assert make_sandbox("memory", memory=128 * MIB).run(code).stdout == "[0, 0, 0]\n"
+
+
+def test_copying_files_works_without_the_calls_that_are_denied(make_sandbox: MakeSandbox) -> None:
+    code = "import shutil\nopen('a', 'w').write('x' * 10**6)\nshutil.copyfile('a', 'b')\nprint(len(open('b').read()))"
+    assert make_sandbox().run(code).stdout == "1000000\n"
 
 
 def test_processes_are_counted(make_sandbox: MakeSandbox) -> None:

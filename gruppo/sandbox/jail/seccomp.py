@@ -2,6 +2,7 @@
 
 No socket can be created, except a connected stream pair, which asyncio and multiprocessing need. The ways around this
 are closed too: io_uring, new namespaces, another process's memory or descriptors, other architectures' system calls.
+So is memory that is in no address space, where no resource limit counts it.
 """
 
 import ctypes
@@ -51,7 +52,16 @@ DENIED: dict[str, tuple[int, int]] = {
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
-    # These create objects that outlive their process.
+    # Memory outside of address spaces: files in memory, and pages that a pipe or a socket holds on to. One byte holds
+    # its whole page, also a huge one and one of a file that was cut since. Without them, libraries copy.
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "vmsplice": (278, 75),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "sendfile": (40, 71),
+    "setsockopt": (54, 208),  # SO_SNDBUF: megabytes in each socket, where the default is 208 KiB
+    # These create objects that outlive their process, shared memory too.
     "shmget": (29, 194),
     "semget": (64, 190),
     "msgget": (68, 186),
