@@ -4,6 +4,7 @@ import inspect
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from functools import wraps
@@ -249,7 +250,30 @@ def check_update(config: Any) -> None:
         raise ConfigError(f"max_tokens_per_micro_batch={budget} needs packed rows: set packed_update=True.")
 
 
+def why_no_path(path: str) -> str | None:
+    """Why files cannot be written at a path, in a few words; None if its name is not the reason.
+
+    Example: why_no_path("runs/\\udcff") == "it is not valid text (bytes of another encoding)"
+    """
+    try:
+        os.fsencode(path)  # Python's own calls
+    except UnicodeEncodeError:
+        encoding = sys.getfilesystemencoding()
+        return f"this Python encodes names as {encoding}, which lacks its letters: set PYTHONUTF8=1 or a UTF-8 locale"
+    try:
+        path.encode("utf-8")  # those of torch, safetensors and Arrow
+    except UnicodeEncodeError:
+        return "it is not valid text (bytes of another encoding)"
+    return "a name cannot hold the character NUL" if "\0" in path else None
+
+
+def check_output_dir(config: Any) -> None:
+    if (why := why_no_path(str(config.output_dir))) is not None:
+        raise ConfigError(f"output_dir={config.output_dir!r} cannot be written to: {why}. Choose another name.")
+
+
 def check_run(config: Any) -> None:
+    check_output_dir(config)
     one_of(config, "record", ("all", "metrics", "off"))
     one_of(config, "audit", ("error", "warn", "off"))
     in_range(config, "max_bad_updates", 1)

@@ -21,6 +21,7 @@ from gruppo.errors import ConfigError, DataError
 from gruppo.evaluation.types import PASSES, Attempt, GradedAttempt, Problem, ToolUse
 from gruppo.grading import Grade, Rule, Rung
 from gruppo.runs.lines import write_file
+from gruppo.runs.links import no_link
 from gruppo.types import StopReason
 
 __all__ = ["EvaluationFolder"]
@@ -109,7 +110,7 @@ class EvaluationFolder:
 
     def results(self) -> dict[str, Any] | None:
         """The contents of results.json; None if it does not exist yet."""
-        path = self.path / "results.json"
+        path = no_link(self.path / "results.json")
         if not path.is_file():
             return None
         try:
@@ -198,10 +199,12 @@ class EvaluationFolder:
                 yield folder.parent.name, folder.name
 
     def _attempts(self, benchmark: str, decoding: str) -> Path:
-        return self.path / "completions" / benchmark / decoding
+        """The folder of a pass, which no link may lead to: files are written and removed there."""
+        return no_link(no_link(no_link(self.path / "completions") / benchmark) / decoding)
 
     def _files(self, benchmark: str, decoding: str) -> list[Path]:
-        return sorted(path for path in self._attempts(benchmark, decoding).glob("*.parquet") if path.stem.isdigit())
+        found = sorted(path for path in self._attempts(benchmark, decoding).glob("*.parquet") if path.stem.isdigit())
+        return [no_link(path) for path in found]
 
 
 def _read(path: Path, columns: list[str] | None = None) -> pa.Table:

@@ -10,6 +10,7 @@ recorder ──► run folder ──► reader   record.py        writes: begin,
                                      rollouts.py      a completion as a row, rows as a parquet table
                                      updates.py       per-row values of an update, as a parquet table
                                      tables.py        the files of these tables
+                                     links.py         refuses links in the folder
                                      earlier.py       moves old records out of the way without loss
                                      read.py          reads a folder, live or untrusted
                                      follow.py        reads it incrementally, while it grows

@@ -152,11 +152,11 @@ def _settle(run: Path, name: str) -> list[str]:
     """
     final, staged, old = run / name, run / f"{SAVING}{name}", _doomed(run / name)
     done = []
-    if staged.is_dir() and (staged / MANIFEST).exists() and not problems(staged):
+    if _is_folder(staged) and (staged / MANIFEST).exists() and not problems(staged):
         _put_in_place(staged)
         done.append(f"{name} had been saved completely, but not renamed yet: it has its final name now.")
     elif os.path.lexists(staged):
-        if not final.exists() and old.is_dir() and not problems(old):
+        if not final.exists() and _is_folder(old) and not problems(old):
             os.rename(old, final)
             fsync_folder(run)
             done.append(f"{name} had been moved aside for a save that was not finished: it was moved back.")
@@ -180,11 +180,19 @@ class Choice:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The folders `checkpoint-N`, highest N first."""
+    """The folders `checkpoint-N`, highest N first; links are none: what they lead to belongs to somebody else."""
+    return [path for path in _named(run) if not path.is_symlink()]
+
+
+def _named(run: Path) -> list[Path]:
     if not run.is_dir():
         return []
     found = [path for path in run.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_step, reverse=True)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _step(checkpoint: Path) -> tuple[int, str]:
@@ -218,12 +226,22 @@ def newest_good(run: Path, *, run_id: str | None = None, thorough: bool = True) 
     """
     known = origins(run)
     rejected: list[tuple[Path, list[str]]] = []
-    for checkpoint in checkpoints(run):
-        found = _stranger(checkpoint, run_id, known) or problems(checkpoint, thorough=thorough)
+    for checkpoint in _named(run):
+        found = _links(checkpoint) or _stranger(checkpoint, run_id, known) or problems(checkpoint, thorough=thorough)
         if not found:
             return Choice(checkpoint, rejected)
         rejected.append((checkpoint, found))
     return Choice(None, rejected)
+
+
+def _links(checkpoint: Path) -> list[str]:
+    """Whether a checkpoint is a link, or files of it are links that lead out: such a one has to be asked for."""
+    if checkpoint.is_symlink():
+        return ["it is a link: to use it, name it explicitly"]
+    root = os.path.realpath(checkpoint)
+    inside = (Path(folder, name) for folder, *names in os.walk(checkpoint) for name in (*names[0], *names[1]))
+    out = (path for path in inside if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root))
+    return [f"{path.relative_to(checkpoint)} is a link that leads out: to use it, name it explicitly" for path in out]
 
 
 def _stranger(checkpoint: Path, run_id: str | None, known: Collection[tuple[str | None, str]]) -> list[str]:

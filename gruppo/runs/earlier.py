@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from gruppo.errors import DataError
 from gruppo.runs.lines import fsync_folder
+from gruppo.runs.links import no_link
 
 __all__ = ["PARTS", "archive_record", "new_place"]
 
@@ -17,9 +17,7 @@ PARTS = (
 
 def new_place(run: Path) -> Path:
     """Create a new, empty folder in `earlier/`."""
-    earlier = run / "earlier"
-    if earlier.is_symlink():
-        raise DataError(f"{earlier} is a link. Nothing is moved out of the run folder: remove it")
+    earlier = no_link(run / "earlier")
     earlier.mkdir(exist_ok=True)
     numbers = [int(name) for name in os.listdir(earlier) if name.isdecimal()]
     place = earlier / f"{max(numbers, default=0) + 1:04d}"

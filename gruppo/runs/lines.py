@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from gruppo.errors import DataError
+from gruppo.runs.links import no_link
 
 MOST_LINES = 10_000  # kept in memory while the disk is full
 
@@ -173,11 +173,8 @@ class LineFile:
         try:
             # O_APPEND: a line is one write at the end, so that readers see complete lines.
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except OSError as error:
-            if self.path.is_symlink():
-                raise DataError(
-                    f"{self.path} is a link. The record is not written through links: remove it"
-                ) from error
+        except OSError:
+            no_link(self.path)
             raise
         self._due = False
         self._written = os.fstat(self._file).st_size

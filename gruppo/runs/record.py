@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gruppo.errors import DataError
 from gruppo.runs.earlier import archive_record, new_place
 from gruppo.runs.identity import FORMAT, origin, position_run, read_json, recorded_run
 from gruppo.runs.lines import joined, now, plain
+from gruppo.runs.links import no_link
 from gruppo.runs.record_files import RecordFiles
 from gruppo.runs.rollouts import RolloutRow, encode, to_table
 from gruppo.runs.settings import read_settings, settings_text
@@ -147,10 +147,8 @@ class RunRecorder:
         None: the tokenizer has no such form. It is stored only with rollouts; that of an earlier start is overwritten.
         """
         if self._rank == 0 and self._keeps_rollouts and text is not None:
-            place = self.folder / "tokenizer"
-            if place.is_symlink():
-                raise DataError(f"{place} is a link. Nothing is written outside of the run folder: remove it")
-            self._files.whole.put(place / "tokenizer.json", text.encode("utf-8"))
+            place = no_link(self.folder / "tokenizer") / "tokenizer.json"
+            self._files.whole.put(place, text.encode("utf-8"))
             self._files.write()
 
     # Recording
@@ -271,7 +269,7 @@ class RunRecorder:
         """Names of the settings that differ from the recorded ones."""
         new = plain(config, finite=False)
         try:
-            old = read_settings((self.folder / "config.yaml").read_text(encoding="utf-8"))
+            old = read_settings(no_link(self.folder / "config.yaml").read_text(encoding="utf-8"))
         except FileNotFoundError:  # the run was not recorded before: nothing to compare with
             return []
         except (OSError, ValueError):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from gruppo.runs.lines import fsync_folder, write_file
+from gruppo.runs.links import no_link
 
 MOST_BYTES = 256 * 1024 * 1024  # of tables kept in memory while the disk is full
 
@@ -59,7 +60,7 @@ class TableFolder:
     def flush(self) -> None:
         while self._waiting:
             number, table = self._waiting[0]
-            self.folder.mkdir(exist_ok=True)
+            no_link(self.folder).mkdir(exist_ok=True)
             path = self.folder / f"{number:08d}-{self._rank:04d}.parquet"
             write_file(path, table, durable=False)
             self._waiting.popleft()
@@ -75,6 +76,7 @@ class TableFolder:
         With `keep`, the complete tables of all ranks from `number` on move into that folder instead. Returns the
         number of complete tables of all ranks from `number` on.
         """
+        no_link(self.folder)
         beyond = [file for file in table_files(self.folder) if file.whole and file.number >= number]
         if keep is not None and beyond:
             self._move(beyond, keep)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gruppo.algo.reduce import UpdateSize
 from gruppo.audit.findings import heard
 from gruppo.runs import checkpoints
+from gruppo.runs.links import no_link
 from gruppo.runs.updates import UpdateRows
 from gruppo.trainer.processes.collectives import any_process, mean_of_processes
 from gruppo.trainer.update.drift import Sums, drift_of_update, mean_of
@@ -96,7 +97,7 @@ class Auditing(Updating):
             if isinstance(value, Tensor)
         }
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            no_link(path.parent).mkdir(parents=True, exist_ok=True)
             save_file(tensors, path, metadata={"gruppo": json.dumps(facts)})
         except (OSError, SafetensorError) as error:
             if not checkpoints.is_disk_full(error, path.parent):

@@ -30,6 +30,7 @@ from gruppo.trainer.collect.tool_turns import make_tool_loop
 from gruppo.trainer.collect.under_way import RolloutUnderWay
 from gruppo.trainer.construct import arguments, checks, packing, preparing, tooling
 from gruppo.trainer.construct.benchmarks import load_benchmarks
+from gruppo.trainer.construct.folder import own_folder
 from gruppo.trainer.construct.frozen import make_reference
 from gruppo.trainer.construct.unused import Parts, check_unused
 from gruppo.trainer.display.completions import CompletionLog
@@ -86,6 +87,7 @@ class PolicyTrainer(KnownNames):
         self.benchmarks = load_benchmarks(args, eval_dataset)  # before the model, which takes longer
         self.toolset = tooling.make_toolset(tools, environment_factory, args)
         self.tools = [] if self.toolset is None else self.toolset.functions
+        own_folder(args)
         arguments.check_early(self, args, reward_funcs, train_dataset, eval_dataset, rollout_func)
         set_seed(args.seed)  # before the model is made: adapters are initialised at random
         policy = loading.load_policy(model, args, quantization_config)

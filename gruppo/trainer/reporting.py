@@ -14,6 +14,7 @@ from transformers.utils import PushInProgress
 from gruppo.data.probing import inner_tokenizer
 from gruppo.policy.loading import hub_name
 from gruppo.policy.sharding import shape_of
+from gruppo.runs.lines import write_file
 from gruppo.trainer.books.profiling import profiling_context
 from gruppo.trainer.display import hub
 from gruppo.trainer.display.card import model_card
@@ -155,7 +156,7 @@ class Reporting(TrainerState):
         )
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        write_file(folder / "README.md", card.encode(), durable=False)
 
     # ---- the hub
 

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gruppo.errors import AuditError, CheckpointError, RunLockedError
+from gruppo.errors import AuditError, CheckpointError, DataError, RunLockedError
 from gruppo.runs import checkpoints
+from gruppo.runs.links import refuse_links
 from gruppo.runs.lock import RunLock
 from gruppo.trainer.processes.collectives import from_main
 from gruppo.trainer.processes.stopping import STOPPED, STOPPED_UNSAVED, StopRequested
@@ -133,15 +134,16 @@ class Running(Resuming):
             folder.mkdir(parents=True, exist_ok=True)
             lock = RunLock(folder)
             try:
+                refuse_links(folder)
                 if (stale := lock.acquire()) is not None:
                     logger.warning(f"{folder}: {stale}")
                 for sentence in checkpoints.clean_leftovers(folder):
                     logger.warning(f"{folder}: {sentence}")
-            except (RunLockedError, OSError) as refused:
+            except (RunLockedError, DataError, OSError) as refused:
                 lock.release()
-                error = str(refused)
+                error = DataError if isinstance(refused, DataError) else RunLockedError, str(refused)
         if (error := from_main(self.accelerator, error)) is not None:
-            raise RunLockedError(error)
+            raise error[0](error[1])
         try:
             yield
         finally:

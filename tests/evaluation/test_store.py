@@ -1,6 +1,8 @@
 """What an evaluation keeps, and what it goes on from."""
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +126,36 @@ def test_restart_forgets_everything(tmp_path: Path) -> None:
     assert folder.results() is None
     assert folder.identity("set", "greedy") == {}
     assert not list(tmp_path.glob("results.*"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "completions",
+        "completions/set",
+        "completions/set/greedy",
+        "completions/set/greedy/00000.parquet",
+        "results.json",
+    ],
+)
+def test_nothing_is_written_or_removed_through_links(tmp_path: Path, name: str) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    folder = EvaluationFolder(here)
+    folder.add("set", "greedy", PROBLEMS, [scored("set/0")], IDENTITY)
+    folder.write_results({"format": 1}, {})
+    os.rename(here / name, there)
+    (here / name).symlink_to(there)
+    before = {path: path.read_bytes() for path in (there, *there.rglob("*")) if path.is_file()}
+    for act in (
+        folder.restart,
+        lambda: folder.add("set", "greedy", PROBLEMS, [scored("set/1")], IDENTITY),
+        lambda: folder.kept("set", "greedy", PROBLEMS, {**IDENTITY, "grader": 2}, lambda problems, attempts: []),
+        folder.results,
+        lambda: folder.write_results({"format": 1, "new": True}, {}),
+    ):
+        with contextlib.suppress(DataError, ConfigError):
+            act()
+    assert {path: path.read_bytes() for path in (there, *there.rglob("*")) if path.is_file()} == before
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:

@@ -228,14 +228,34 @@ def test_the_newest_that_looks_good_stays(tmp_path):
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-6"]
 
 
-def test_a_linked_checkpoint_is_unlinked_and_its_target_stays(tmp_path):
+def test_a_linked_checkpoint_is_not_ours_to_remove(tmp_path):
     first = save(tmp_path / "run", 1)
     save(tmp_path / "run", 2)
     shutil.move(first, tmp_path / "precious")
     first.symlink_to(tmp_path / "precious")
     rotate(tmp_path / "run", 1)
-    assert names(tmp_path / "run") == ["checkpoint-2"]
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
     assert problems(tmp_path / "precious") == []
+
+
+@pytest.mark.parametrize("left", [".saving-checkpoint-1", ".deleting-checkpoint-1"])
+def test_a_link_is_not_taken_for_what_a_kill_left(tmp_path, left):
+    complete = save(tmp_path / "theirs", 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / left).symlink_to(complete)
+    clean_leftovers(tmp_path / "run")
+    assert names(tmp_path / "run") == []
+    assert problems(complete) == []
+
+
+def test_a_checkpoint_with_a_link_that_leads_out_is_not_chosen(tmp_path):
+    save(tmp_path, 1)
+    newer = save(tmp_path, 2)
+    (tmp_path / "secret").write_text("{}")
+    (newer / "added.json").symlink_to(tmp_path / "secret")
+    choice = newest_good(tmp_path)
+    assert choice.path == tmp_path / "checkpoint-1"
+    assert [path for path, _ in choice.rejected] == [newer]
 
 
 def test_what_cannot_be_removed_now_is_removed_at_the_next_start(tmp_path, monkeypatch, caplog):

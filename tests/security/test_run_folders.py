@@ -1,5 +1,6 @@
 """A run folder of a stranger is read, checked and written to: nothing in it is run, nothing outside is touched."""
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -9,9 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from gruppo.errors import DataError
-from gruppo.runs import RolloutRow, Run, RunRecorder, checkpoints, prompt_id
+from gruppo import BEMACallback
+from gruppo.errors import CheckpointError, DataError, RunLockedError
+from gruppo.runs import RolloutRow, Run, RunRecorder, checkpoints, links, prompt_id
+from tests.helpers import prompts
 from tests.runs.records import updated
 from tests.security.strangers import WAYS, bare_pickle
 from tests.trainer.runs import make
@@ -258,3 +262,126 @@ def test_what_a_run_records_holds_no_token(tmp_path: Path) -> None:
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "training_args.bin"]
     assert {tmp_path / "config.yaml", tmp_path / "checkpoint-1" / "manifest.json"} <= set(written)
     assert [path for path in written if b"my-hub-token" in path.read_bytes()] == []
+
+
+# ---- all that a run writes
+
+
+def whole_run(folder: Path, resume: bool = False) -> None:
+    """A run that writes everything it can write into its folder."""
+    trainer = make(
+        folder,
+        callbacks=[BEMACallback(update_freq=1)],
+        eval_dataset=prompts(4),
+        eval_strategy="steps",
+        eval_steps=1,
+        log_completions=True,
+        num_completions_to_print=0,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        max_steps=3 if resume else 2,
+        resume_allow_changes=["max_steps"],
+    )
+    trainer.train(resume_from_checkpoint=resume or None)
+    trainer._this_update.batches = [{"ids": torch.ones(1)}]
+    trainer._keep_broken_update(float("nan"))
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("train", {"loss": 0.5})
+    trainer.create_model_card()
+
+
+def content(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+def changed_by(run: Path, name: str, outside: Path, resume: bool) -> bool:
+    """Let the run go on in a folder where a link took the place of `name`; whether what it leads to was changed."""
+    outside.mkdir()
+    there = outside / "there"
+    if (run / name).exists():
+        shutil.move(run / name, there)
+    elif name.startswith("."):
+        shutil.copytree(run / "checkpoint-2", there)
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(there)
+    before = content(outside)
+    with contextlib.suppress(DataError, CheckpointError, RunLockedError):
+        whole_run(run, resume)
+    return content(outside) != before
+
+
+@pytest.fixture(scope="module")
+def all_written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    whole_run(folder)
+    whole_run(folder)  # so that there are things of an earlier run
+    return folder
+
+
+def test_the_folders_that_a_run_writes_into_are_known(all_written: Path) -> None:
+    folders = {path.name for path in all_written.iterdir() if path.is_dir()}
+    assert {name for name in folders if not name.startswith("checkpoint-")} == set(links.FOLDERS) - {"runs"}
+
+
+LEFT = (
+    ".saving-checkpoint-3",
+    ".deleting-checkpoint-2",
+    ".saving-checkpoint-2",
+    "lock",
+    "checkpoint-3",
+    "checkpoint-1",
+)
+LATER = ("completions/completions_00003.parquet", "eval_results.json", "all_results.json.tmp", "run.json.tmp")
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("resume", [False, True])
+def test_nothing_is_written_through_a_link(all_written: Path, tmp_path: Path, resume: bool) -> None:
+    names = [str(path.relative_to(all_written)) for path in sorted(all_written.rglob("*"))]
+    earlier = [name for name in names if name.startswith("earlier/")]
+    names = [name for name in names if name not in earlier[3:]]
+    assert len(names) > 50
+    changed = []
+    for number, name in enumerate([*names, *LEFT, *LATER]):
+        run = tmp_path / f"{number}"
+        shutil.copytree(all_written, run)
+        if changed_by(run, name, tmp_path / f"{number}-outside", resume):
+            changed.append(name)
+        shutil.rmtree(run)
+    assert changed == []
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "scratch")
+    whole_run(tmp_path / "run")
+    assert (tmp_path / "scratch" / "checkpoint-2" / "manifest.json").exists()
+    whole_run(tmp_path / "run", resume=True)
+    assert (tmp_path / "scratch" / "checkpoint-3" / "manifest.json").exists()
+
+
+def test_links_that_stay_inside_and_folders_that_no_run_writes_into_are_no_reason(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "run" / "notes").write_text("mine")
+    (tmp_path / "run" / "data").symlink_to(tmp_path / "data")
+    (tmp_path / "run" / "latest").symlink_to("notes")
+    make(tmp_path / "run", max_steps=1).train()
+
+
+def test_a_linked_checkpoint_is_not_resumed_from_by_itself(
+    all_written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless it is named: then the user chose it."""
+    run = tmp_path / "run"
+    shutil.copytree(all_written, run)
+    shutil.move(run / "checkpoint-2", tmp_path / "theirs")
+    (run / "checkpoint-2").symlink_to(tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match="is a link"):
+        make(run, max_steps=3).train(resume_from_checkpoint=True)
+    assert checkpoints.rotate(run, 1) == []
+    assert checkpoints.newest_good(run).path is None
+    settings = dict(max_steps=3, resume_allow_changes=["*"], callbacks=[BEMACallback(update_freq=1)])
+    make(run, **settings).train(resume_from_checkpoint=str(run / "checkpoint-2"))

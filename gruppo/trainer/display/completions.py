@@ -14,6 +14,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from gruppo.runs.lines import write_file
+from gruppo.runs.links import no_link
 from gruppo.trainer.display.console import printing
 
 
@@ -126,8 +128,10 @@ def print_prompt_completions_sample(
 
 def write_parquet(table: Mapping[str, Sequence[Any]], path: Path) -> None:
     """Write columns to a parquet file; columns that it cannot hold (messages of unequal form) become JSON text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({name: _column(list(values)) for name, values in table.items()}), path)
+    no_link(path.parent).mkdir(parents=True, exist_ok=True)
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({name: _column(list(values)) for name, values in table.items()}), sink)
+    write_file(path, sink.getvalue(), durable=False)
 
 
 def _column(values: list[Any]) -> pa.Array:

@@ -1,6 +1,7 @@
 """Which checkpoint a run resumes from: a complete one, made with the same settings."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ def choose_checkpoint(asked: Any, output_dir: Path, settings: Mapping[str, Any],
 
     `allowed` names settings that may differ.
     """
-    path = newest_good(output_dir) if asked is True else checked(Path(asked))
+    # Absolute, because the random state is read after rewards have run, which may change the working directory.
+    path = newest_good(output_dir) if asked is True else checked(Path(os.path.abspath(asked)))
     return Chosen(path, differing_settings(path, settings, allowed))
 
 
