@@ -1,5 +1,6 @@
 """Sampling with the built-in engine, from the training weights themselves."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,11 +14,15 @@ from gruppo.engine.engine import Engine
 from gruppo.engine.settings import SamplingSettings, merged_config, unsupported
 from gruppo.engine.support import trial, unsupported_model
 from gruppo.plan import RolloutPlan
+from gruppo.plan.budgets import free_memory
+from gruppo.plan.shape import ModelShape
 from gruppo.policy.loading import context_length, has_learned_positions
 from gruppo.policy.sharding import WholeWeights
 from gruppo.policy.unwrap import inner_model
 from gruppo.rollout.base import RolloutBackend
 from gruppo.types import Completion, SampleRequest, StopReason
+
+logger = logging.getLogger(__name__)
 
 
 def why_not(model: Any, config: GenerationConfig, *, autocast_dtype: torch.dtype | None = None) -> list[str]:
@@ -124,5 +129,19 @@ class BuiltinBackend(RolloutBackend):
         return {"plan": None if plan is None else plan.to_dict(), "may_grow": self.engine.may_grow}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.engine.plan = None if state["plan"] is None else RolloutPlan(**state["plan"])
+        self.engine.plan = self._affordable(state["plan"])
         self.engine.may_grow = state["may_grow"]
+
+    def _affordable(self, plan: Mapping[str, int] | None) -> RolloutPlan | None:
+        """A saved plan; None if it needs more memory than this device has free, as one of another machine may."""
+        if plan is None:
+            return None
+        model = inner_model(self.policy())
+        weight = next(model.parameters())
+        needed = plan["kv_tokens"] * ModelShape.from_config(model.config).kv_bytes_per_token(weight.element_size())
+        if needed > (free := free_memory(weight.device)):
+            logger.warning(
+                f"The checkpoint's plan for sampling needs {needed:,} bytes and {free:,} are free: a new one is made."
+            )
+            return None
+        return RolloutPlan(**plan)

@@ -103,7 +103,7 @@ class RunRecorder:
         found = recorded_run(self.folder)
         source = origin(self.folder, checkpoint, position_run(position))
         name = None if source is None else source["checkpoint"]
-        if position is None or found != position["run_id"]:
+        if position is None or not found or found != position["run_id"]:
             self.begin(config=config, environment=environment, continues=source)
             if branch:
                 self._branch(name)

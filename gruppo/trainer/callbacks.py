@@ -19,6 +19,7 @@ from gruppo.errors import ConfigError
 from gruppo.policy.unwrap import bare_model
 from gruppo.trainer.display.completion_callbacks import LogCompletionsCallback, WeaveCallback
 from gruppo.trainer.display.rich_progress import RichProgressCallback
+from gruppo.trainer.resume.loaded import fits, reading
 
 __all__ = [
     "BEMACallback",
@@ -139,9 +140,11 @@ class BEMACallback(TrainerCallback):
         self._snapshot(model)
         saved, self._saved = self._saved or self._state_file(args, state), None
         if saved.exists():
-            stored = torch.load(saved, map_location=self.device, weights_only=True)
-            self._origin, self._average = stored["origin"], stored["average"]
-            self.running_model.load_state_dict(stored["running"], strict=False)
+            with reading("averaged weights", saved.parent):
+                stored = torch.load(saved, map_location=self.device, weights_only=True)
+                self._origin = {n: fits(n, stored["origin"][n], value) for n, value in self._origin.items()}
+                self._average = {n: fits(n, stored["average"][n], value) for n, value in self._average.items()}
+                self.running_model.load_state_dict(stored["running"], strict=False)
         elif state.global_step > self.update_after:
             logger.warning(f"{saved} is missing; the BEMA average restarts at step {state.global_step}.")
 

@@ -12,13 +12,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_model
 
 from gruppo.data.course import going_on, left_over
 from gruppo.data.probing import tokenizer_json
 from gruppo.errors import CheckpointError
 from gruppo.policy.adapters import is_peft_model, reload_trained_adapter, same_dtypes
-from gruppo.policy.loading import is_saved_under_other_names, load_converted_weights
+from gruppo.policy.loading import is_saved_under_other_names, load_converted_weights, vocabulary_size
 from gruppo.policy.sharding import REPLICATED
 from gruppo.policy.unwrap import bare_model
 from gruppo.runs.record import RunRecorder
@@ -28,9 +29,19 @@ from gruppo.trainer.checkpointing import REFERENCE, Checkpointing
 from gruppo.trainer.collect.ahead import unpack_flight
 from gruppo.trainer.processes.collectives import from_main
 from gruppo.trainer.resume.choosing import choose_checkpoint
+from gruppo.trainer.resume.forms import GENERATION
+from gruppo.trainer.resume.loaded import (
+    bare_optimizer,
+    check_flight,
+    check_optimizer,
+    check_queue,
+    check_schedule,
+    fits,
+    reading,
+)
 from gruppo.trainer.resume.record import continue_record
 from gruppo.trainer.resume.settings import keeps_the_queue, settings_of
-from gruppo.trainer.resume.state import RunState, give_states, unpack_queue
+from gruppo.trainer.resume.state import RunState, checked_state, give_states, unpack_queue
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +89,8 @@ class Resuming(Checkpointing):
         if resume_from_checkpoint is None:
             self._note_random_state()
         else:
-            self._load_states(Path(resume_from_checkpoint))
+            with reading("state of the run", Path(resume_from_checkpoint)):
+                self._load_states(Path(resume_from_checkpoint))
         self._start_record(None if resume_from_checkpoint is None else Path(resume_from_checkpoint))
         return prepared
 
@@ -95,7 +107,7 @@ class Resuming(Checkpointing):
 
     def _load_states(self, folder: Path) -> None:
         """Load the parts of a checkpoint that Trainer does not handle; a plain checkpoint has none."""
-        main = RunState.load(folder, 0)  # all processes decide by this state, so that they agree
+        main = checked_state(folder, 0)  # all processes decide by this state, so that they agree
         same_processes = main is not None and main.values["processes"] == self.accelerator.num_processes
         if main is None:
             self.entropy_control.load(folder)
@@ -108,7 +120,7 @@ class Resuming(Checkpointing):
                 )
             self._restore_part(main)
         else:
-            state = RunState.load(folder, self.accelerator.process_index)
+            state = checked_state(folder, self.accelerator.process_index)
             assert state is not None
             self._restore(state)
         if (folder / REFERENCE).exists() and self.ref_model is not None and self.args.sync_ref_model:
@@ -122,18 +134,23 @@ class Resuming(Checkpointing):
         loop = state.values["loop"]
         give_states(self._parts(), state.values["parts"])
         self.audits.load_tensors(state.tensors)
-        for name, value in loop["changed"].items():
+        for name, value in loop["changed"].items():  # only what a callback may change, see `resume/forms.py`
             setattr(self, name, value)
         config = self.backend.config
         for name, value in loop["generation"].items():
-            if getattr(config, name, None) != value:
+            if name in GENERATION and getattr(config, name, None) != value:
                 setattr(config, name, value)
-        self.rewards.weights = state.tensors["reward_weights"].to(self.rewards.weights)
+        weights = self.rewards.weights
+        self.rewards.weights = fits("reward_weights", state.tensors["reward_weights"], weights).to(weights)
         self.parity.checked_at = loop["parity_checked_at"]
         self.parity.reuses_engine_logps = loop["reuses_engine_logps"]
+        vocabulary = vocabulary_size(bare_model(self.accelerator, self.model))
         if state.values["queue"] is not None:
             self._queue = unpack_queue(state, self.accelerator.device)
+            check_queue(self._queue, vocabulary)
         self._ahead.flight = unpack_flight(state)
+        if self._ahead.flight is not None:
+            check_flight(self._ahead.flight, vocabulary)
         self._restore_counts(state)
 
     def _restore_part(self, state: RunState) -> None:
@@ -153,6 +170,7 @@ class Resuming(Checkpointing):
         """Restore the counters of the run; `_restore_loss` restores the loss once Trainer has reset it to 0."""
         loop = state.values["loop"]
         self._earlier_runs, self._asked_elsewhere = loop["earlier_runs"], loop["asked_elsewhere"]
+        fits("loss", state.tensors["loss"], torch.zeros(()))
         self._state_to_finish = state
 
     def _restore_loss(self) -> None:
@@ -167,7 +185,21 @@ class Resuming(Checkpointing):
         """Restore the random state once: Trainer does it only after the first rollouts of a resumed epoch."""
         if self._random_state_due is not None:
             self._random_state_due = None
-            super()._load_rng_state(checkpoint)
+            with reading("state of the random generators", Path(checkpoint or "")):
+                super()._load_rng_state(checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        with reading("state of the optimizer or of the schedule", Path(checkpoint)):
+            if not self._replicated:  # each process has a share of them, which FSDP and DeepSpeed check
+                super()._load_optimizer_and_scheduler(checkpoint)
+                return
+            groups = [dict(group) for group in self.optimizer.param_groups]
+            schedule = dict(vars(self.lr_scheduler))
+            super()._load_optimizer_and_scheduler(checkpoint)
+            check_schedule(self.lr_scheduler, schedule)
+            check_optimizer(bare_optimizer(self.optimizer), groups)
 
     # ---- weights
 

@@ -28,6 +28,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
     "_load_best_model": (),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
     "_load_rng_state": ("checkpoint",),
     "_maybe_log_save_evaluate": (
         *("tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time", "learning_rate"),

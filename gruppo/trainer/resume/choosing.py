@@ -1,5 +1,6 @@
 """Which checkpoint a run resumes from: a complete one, made with the same settings."""
 
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,8 @@ from typing import Any, NamedTuple
 
 from gruppo.errors import CheckpointError
 from gruppo.runs import checkpoints
+from gruppo.trainer.resume.forms import POSITION, TRAINER_STATE, anything, check, mapped, maybe
+from gruppo.trainer.resume.loaded import reading
 from gruppo.trainer.resume.settings import changed, common
 
 logger = logging.getLogger(__name__)
@@ -27,7 +30,19 @@ def choose_checkpoint(asked: Any, output_dir: Path, settings: Mapping[str, Any],
     """
     # Absolute, because the random state is read after rewards have run, which may change the working directory.
     path = newest_good(output_dir) if asked is True else checked(Path(os.path.abspath(asked)))
+    check_texts(path)
     return Chosen(path, differing_settings(path, settings, allowed))
+
+
+def check_texts(path: Path) -> None:
+    """Raise if the state of transformers' Trainer, or the place in the record, cannot be one."""
+    with reading("state of the trainer", path):
+        state = path / "trainer_state.json"
+        check(json.loads(state.read_text(encoding="utf-8")), TRAINER_STATE, str(state))
+    if (manifest := checkpoints.manifest(path)) is not None:
+        what = str(path / checkpoints.MANIFEST)
+        check(manifest.about.get("position"), POSITION, f"{what}: position")
+        check(manifest.about.get("settings"), maybe(mapped(anything)), f"{what}: settings")
 
 
 def newest_good(folder: Path) -> Path:

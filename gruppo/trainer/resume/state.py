@@ -21,6 +21,8 @@ from torch import Tensor
 
 from gruppo.data.course import SavedCourse
 from gruppo.rollout.vllm.inflight import InFlight
+from gruppo.trainer.resume.forms import COURSE, RUN_STATE, check
+from gruppo.trainer.resume.loaded import reading
 from gruppo.types import Vision
 
 MicroBatch = dict[str, Any]
@@ -51,10 +53,20 @@ class RunState:
         return cls(values, load_file(path.with_suffix(".safetensors")))
 
 
+def checked_state(folder: Path, rank: int) -> RunState | None:
+    """The state of a rank in a checkpoint, which must have the form of one."""
+    state = RunState.load(folder, rank)
+    if state is not None:
+        check(state.values, RUN_STATE, str(folder / f"run_state-{rank:05d}.json"))
+    return state
+
+
 def read_course(folder: Path) -> SavedCourse | None:
     """Where a checkpoint's run was in its prompts; None if the checkpoint does not say."""
     path = folder / "run_state-00000.json"
-    saved = json.loads(path.read_text(encoding="utf-8")).get("course") if path.exists() else None
+    with reading("state of the run", folder):
+        saved = json.loads(path.read_text(encoding="utf-8")).get("course") if path.exists() else None
+    check(saved, COURSE, f"{path}: course")
     return None if saved is None else SavedCourse.from_json(saved)
 
 

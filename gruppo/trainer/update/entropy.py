@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo.algo.entropy import active_entropy_coef, next_entropy_coef
+from gruppo.trainer.resume.forms import ENTROPY, check
 
 STATE_FILE = "entropy_ctrl_state.json"
 
@@ -69,4 +70,6 @@ class EntropyControl:
     def load(self, folder: Path) -> None:
         path = folder / STATE_FILE
         if path.exists():
-            self.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+            state = json.loads(path.read_text(encoding="utf-8"))
+            check(state, ENTROPY, str(path))
+            self.load_state_dict(state)
