@@ -19,7 +19,7 @@ from gruppo.config.rewards import RewardConfig
 from gruppo.config.runs import RunConfig
 from gruppo.config.sampling import SamplingConfig
 from gruppo.config.tools import ToolConfig
-from gruppo.config.types import check_finite, check_json, check_types
+from gruppo.config.types import check_dicts, check_finite, check_json, check_types, numbers_and_switches
 from gruppo.config.update import UpdateConfig
 from gruppo.config.vllm import VLLMConfig
 from gruppo.errors import ConfigError
@@ -74,8 +74,11 @@ class PolicyConfig(
 
     def __post_init__(self) -> None:
         self._normalize()
+        check_types(self, numbers_and_switches(TrainingArguments))
+        check_dicts(self, TrainingArguments._VALID_DICT_FIELDS)
+        validate.check_accelerator_config(self)
         self._settle_checkpointing()
-        check_types(self, [*own_fields(type(self)), *validate.BATCH_SIZES])
+        check_types(self, own_fields(type(self)))
         self._derive_generation_batch()
         self._validate()
 

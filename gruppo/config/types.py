@@ -3,8 +3,8 @@
 import inspect
 import json
 import math
-from collections.abc import Collection
-from dataclasses import fields
+from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, get_args
@@ -39,6 +39,20 @@ def check_types(config: Any, names: Collection[str]) -> None:
         kinds = tuple(k for k in kinds if k is not NoneType and not (k is str and JSON in kinds))  # already parsed
         if all(k in WORDS and not _is_a(value, k) for k in kinds):
             raise ConfigError(f"{f.name}={value!r} must be {' or '.join(WORDS[k] for k in kinds)}.")
+
+
+def numbers_and_switches(config_class: type) -> list[str]:
+    """Names of the fields of a class that hold a number, True or False."""
+    kinds = {name: {kind, *get_args(kind)} for name, kind in inspect.get_annotations(config_class).items()}
+    return [name for name, each in kinds.items() if each & {int, float, bool}]
+
+
+def check_dicts(config: Any, names: Collection[str]) -> None:
+    """Raise for a value that is neither a dict nor a string (a path, or JSON), such as a list of pairs."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None and not isinstance(value, str | Mapping) and not is_dataclass(value):
+            raise ConfigError(f"{name}={value!r} must be {WORDS[JSON]}.")
 
 
 def _is_a(value: Any, kind: Any) -> bool:

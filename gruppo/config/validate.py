@@ -1,6 +1,7 @@
 """Every check of the configs, run once at construction. Each error names the field, its value and the fix."""
 
 import inspect
+import json
 import logging
 import os
 import re
@@ -26,6 +27,8 @@ MEANINGLESS = {
     "train_sampling_strategy": "the prompt order is set by shuffle_dataset and seed",
     "batch_eval_metrics": "evaluation reports rewards, not predictions",
 }
+
+LOG_LEVELS = ("debug", "detail", "info", "warning", "error", "critical", "passive")
 
 ROLLOUT_BACKENDS = ("auto", "builtin", "transformers", "vllm")
 
@@ -94,6 +97,8 @@ def check_checkpointing_kwargs(config: Any) -> None:
     known = {*inspect.signature(checkpoint).parameters, "preserve_rng_state"} - {"function", "args", "kwargs"}
     if hasattr(PreTrainedModel, "activation_checkpointing_enable"):  # from transformers 5.23
         known |= {"every_n_layers", "offload"}
+    if not isinstance(config.gradient_checkpointing_kwargs.get("use_reentrant", False), bool):
+        raise ConfigError(f"{config.gradient_checkpointing_kwargs!r}: use_reentrant must be True or False.")
     for name in config.gradient_checkpointing_kwargs:
         if name not in known:
             raise ConfigError(
@@ -102,9 +107,34 @@ def check_checkpointing_kwargs(config: Any) -> None:
             )
 
 
+def check_accelerator_config(config: Any) -> None:
+    """Raise for options of accelerate that do not exist, in the dict or in the one inside it."""
+    given = config.accelerator_config
+    given = json.loads(given) if isinstance(given, str) and given.startswith("{") else given
+    if not isinstance(given, Mapping):
+        return  # an AcceleratorConfig, or the path of a file
+    from accelerate.utils import GradientAccumulationPlugin
+    from transformers.trainer_pt_utils import AcceleratorConfig
+
+    inner = given.get("gradient_accumulation_kwargs") or {}
+    for options, kind in ((given, AcceleratorConfig), (inner, GradientAccumulationPlugin)):
+        known = [f.name for f in fields(kind)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"accelerator_config has {name!r}, which is not one of {', '.join(known)}.{nearest(name, known)}"
+                )
+
+
 def check_inherited(config: Any) -> None:
     """Raise for inherited fields that cannot work here."""
     check_checkpointing_kwargs(config)
+    in_range(config, "seed", 0, 2**32 - 1)
+    in_range(config, "data_seed", 0)
+    in_range(config, "neftune_noise_alpha", 0)
+    in_range(config, "weight_decay", 0)
+    for name in ("log_level", "log_level_replica"):
+        one_of(config, name, LOG_LEVELS)
     for f in fields(config):
         if f.name in MEANINGLESS and getattr(config, f.name) != f.default:
             raise ConfigError(f"{f.name}={getattr(config, f.name)!r} has no meaning here: {MEANINGLESS[f.name]}.")
@@ -117,6 +147,8 @@ def check_inherited(config: Any) -> None:
             "here; remove it."
         )
     parallelism = config.parallelism_config
+    if isinstance(parallelism, Mapping | str):
+        raise ConfigError(f"parallelism_config={parallelism!r} must be an accelerate.ParallelismConfig.")
     if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
         raise ConfigError(
             "parallelism_config with context or sequence parallelism cannot work: the sequences are sampled after "

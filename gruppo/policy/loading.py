@@ -64,7 +64,12 @@ def load_policy(model: str | PreTrainedModel, args: Any, quantization_config: An
     kwargs["dtype"] = resolve_dtype(kwargs.pop("torch_dtype", None) or kwargs.get("dtype", "float32"))
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     kwargs["device_map"] = _device_map(kwargs.get("device_map"), args)
-    loaded = model_class(model, kwargs).from_pretrained(model, **kwargs)
+    try:
+        loaded = model_class(model, kwargs).from_pretrained(model, **kwargs)
+    except TypeError as error:
+        if not any(f"'{name}'" in str(error) for name in args.model_init_kwargs or {}):
+            raise
+        raise ConfigError(f"model_init_kwargs={args.model_init_kwargs!r} does not suit {model}: {error}.") from error
     cast_image_features(loaded)
     return loaded
 

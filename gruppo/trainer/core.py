@@ -88,7 +88,7 @@ class PolicyTrainer(KnownNames):
         self.toolset = tooling.make_toolset(tools, environment_factory, args)
         self.tools = [] if self.toolset is None else self.toolset.functions
         own_folder(args)
-        arguments.check_early(self, args, reward_funcs, train_dataset, eval_dataset, rollout_func)
+        arguments.check_early(self, args, reward_funcs, train_dataset, eval_dataset, rollout_func, optimizers)
         set_seed(args.seed)  # before the model is made: adapters are initialised at random
         policy = loading.load_policy(model, args, quantization_config)
         processing = loading.load_processing_class(processing_class, policy, args)

@@ -36,7 +36,7 @@ NEVER_READ = {name: value for name, value in NEVER_READ.items() if name in Train
 # The others: read by transformers' trainer, callbacks, optimizers and launchers in what is kept of them, or by gruppo.
 OF_A_RUN = """
 output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
-warmup_steps warmup_ratio optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon optim_target_modules
+warmup_steps warmup_ratio optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
 gradient_accumulation_steps max_grad_norm bf16 fp16 tf32 bf16_full_eval fp16_full_eval
 activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
 torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache
@@ -52,8 +52,9 @@ skip_memory_metrics
 """
 OF_SCRIPTS = {"do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank"}  # as transformers says
 REFUSED = {*MEANINGLESS, "auto_find_batch_size", "parallelism_config"}
-# Named too, but transformers refuses the first without dataloader_num_workers, and sets the second itself on a CPU.
-NEEDS_ANOTHER = {"dataloader_prefetch_factor", "dataloader_pin_memory"}
+# Named too, but transformers refuses the first without dataloader_num_workers and sets the second itself on a CPU; the
+# third is read by some optimizers.
+NEEDS_ANOTHER = {"dataloader_prefetch_factor", "dataloader_pin_memory", "optim_target_modules"}
 
 WARNED: list[tuple[dict[str, Any], str]] = [
     ({"vespo_k_pos": 4.0}, "vespo_k_pos=4.0 has no effect: only loss_type='vespo'"),
@@ -67,6 +68,7 @@ WARNED: list[tuple[dict[str, Any], str]] = [
     ({"use_bias_correction_kl": False}, "beta is 0"),
     ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"}, "scale_rewards='none'"),
     ({"max_tool_calling_iterations": 3}, "there are no tools"),
+    ({"optim_target_modules": ["q_proj"]}, "only the optimizers galore_* and apollo_*"),
     *(({name: value}, f"{name}={value!r} has no effect") for name, value in NEVER_READ.items()),
 ]
 RAISED: list[tuple[dict[str, Any], str]] = [

@@ -17,6 +17,7 @@ from gruppo.errors import ConfigError
 from gruppo.rewards.calling import check_arguments
 from gruppo.rewards.resolve import function_name, is_reward_model, listed_rewards, refuse_shipped_name, unique_names
 from gruppo.rewards.runner import OWN_COLUMNS
+from gruppo.trainer.construct.optimization import check_optimization
 from gruppo.trainer.hooks import PADDED_HOOKS, overridden
 
 P = ParamSpec("P")
@@ -92,12 +93,19 @@ def _hint(name: str, config_class: Any, names: Sequence[str]) -> str:
 
 
 def check_early(
-    trainer: Any, args: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, rollout_func: Any
+    trainer: Any,
+    args: Any,
+    reward_funcs: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    rollout_func: Any,
+    optimizers: tuple[Any, Any],
 ) -> None:
     """Raise for mistakes that would otherwise surface only after the model is loaded or after the first generation."""
     if isinstance(train_dataset, Mapping):
         raise TypeError(_about_splits(train_dataset))
     refuse_ahead(trainer, args, rollout_func)
+    check_optimization(trainer, args, optimizers)
     functions = listed_rewards(reward_funcs)
     for function in functions:
         if isinstance(function, str):

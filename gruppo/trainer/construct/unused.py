@@ -93,6 +93,11 @@ TABLE = (
     ),
     # On a CPU transformers changes it itself.
     Needs(("dataloader_pin_memory",), lambda args, parts: args.use_cpu, "prompts are read directly"),
+    Needs(
+        ("optim_target_modules",),
+        lambda args, parts: any(name in args.optim for name in ("galore", "apollo")),
+        "only the optimizers galore_* and apollo_* read it",
+    ),
     Needs(("max_tool_calling_iterations",), lambda args, parts: parts.tools, "there are no tools"),
     Needs(("tool_timeout", "max_parallel_tools"), lambda args, parts: parts.tools, "there are no tools", raises=True),
     Needs(
