@@ -165,6 +165,12 @@ class SavedCourse:
     def from_json(cls, saved: Mapping[str, Any]) -> "SavedCourse":
         return cls(**{**saved, "spot": Spot(**saved["spot"]), "batches": Batches(**saved["batches"])})
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether its numbers agree; those of a damaged checkpoint may not."""
+        taken_all = self.available is None or self.spot.taken <= self.available
+        return self.spot.used < self.batches.micro_steps and self.spot.epoch <= self.updates and taken_all
+
     def starts_over(self, batches: Batches) -> bool:
         """Whether the generation under way begins again in a run with these batches, which cuts it differently."""
         return self.spot.used > 0 and batches != self.batches

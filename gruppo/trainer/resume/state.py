@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gruppo.data.course import SavedCourse
+from gruppo.errors import CheckpointError
 from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.trainer.resume.forms import COURSE, RUN_STATE, check
 from gruppo.trainer.resume.loaded import reading
@@ -67,7 +68,10 @@ def read_course(folder: Path) -> SavedCourse | None:
     with reading("state of the run", folder):
         saved = json.loads(path.read_text(encoding="utf-8")).get("course") if path.exists() else None
     check(saved, COURSE, f"{path}: course")
-    return None if saved is None else SavedCourse.from_json(saved)
+    course = None if saved is None else SavedCourse.from_json(saved)
+    if course is not None and not course.is_possible:
+        raise CheckpointError(f"The numbers of `course` in {path} do not agree: resume from another checkpoint.")
+    return course
 
 
 def pack_queue(queue: Iterable[MicroBatch]) -> RunState | None:
