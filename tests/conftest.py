@@ -1,5 +1,6 @@
 """The environment of every test: no network, one thread by default, and a summary file on request."""
 
+import atexit
 import functools
 import gc
 import json
@@ -9,6 +10,7 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import zlib
 from collections.abc import Generator
 from pathlib import Path
@@ -27,6 +29,7 @@ FOLLOWED = re.compile(
     r"COLUMNS|LINES|NO_COLOR|FORCE_COLOR|TTY_\w+|JUPYTER_\w+|TQDM_\w+|PYTHONOPTIMIZE|PYTHONSAFEPATH"
     r"|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(ACCELERATE|FSDP|TORCHELASTIC|PMI|OMPI|SLURM)_\w+"
     r"|TRANSFORMERS_\w+|DATASETS_\w+|(WANDB|COMET|MLFLOW|TRACKIO|CLEARML|NEPTUNE|SWANLAB|DVCLIVE)_\w+"
+    r"|HF_HOME|HF_\w+_CACHE|XDG_\w+"
 )
 
 
@@ -34,6 +37,10 @@ def _leave_the_surroundings() -> None:
     """Give tests, and the processes that they start, the same terminal, signals and settings wherever they run."""
     for name in filter(FOLLOWED.fullmatch, list(os.environ)):
         del os.environ[name]
+    if not os.access(os.environ.get("HOME", ""), os.W_OK):  # caches are written there
+        home = tempfile.TemporaryDirectory(prefix="gruppo-home-")
+        atexit.register(home.cleanup)
+        os.environ["HOME"] = home.name
     os.environ["TERM"] = "xterm"  # in a dumb one nothing is live
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1,::1"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background
