@@ -1,15 +1,25 @@
 """Helpers for runs under DeepSpeed on CPUs, if it is installed."""
 
+import codecs
 import importlib.util
+import locale
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+runs_deepspeed = pytest.mark.skipif(
+    codecs.lookup(locale.getencoding()).name != "utf-8",
+    reason="DeepSpeed's engine imports torch.compile, which reads files of torch in the locale's encoding: not UTF-8",
+)
+builds_deepspeed = pytest.mark.skipif(
+    " " in torch.__path__[0], reason="torch does not quote its path in a linker's line, and the path has a space"
+)
 PREFIX = "ACCELERATE_"
 
 

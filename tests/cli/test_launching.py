@@ -20,6 +20,7 @@ from gruppo.cli import launching
 from gruppo.cli.launching import LAUNCHES, launch_command, launch_config, run_command
 from gruppo.errors import ConfigError
 from tests.runs import saving
+from tests.zero import builds_deepspeed, needs_deepspeed, runs_deepspeed
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,11 +64,17 @@ Path(f"rank{state.process_index}.json").write_text(json.dumps(done))
 
 @pytest.mark.medium
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[needs_deepspeed, runs_deepspeed, builds_deepspeed] if name.startswith("zero") else []
+        )
+        for name in LAUNCHES
+    ],
+)
 def test_accelerate_launches_a_script_with_a_ready_config(name: str, tmp_path: Path) -> None:
     """On CPUs, because the script says so; everything else is as the config says."""
-    if name.startswith("zero"):
-        pytest.importorskip("deepspeed")
     (tmp_path / "train.py").write_text(SCRIPT)
     config = ROOT / "recipes" / "accelerate" / f"{name}.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]

@@ -14,9 +14,9 @@ from tests.processes import ROOT, run_together
 from tests.trainer.scripted import relative_difference
 from tests.trainer.zero_processes import FEW, MANY, run
 from tests.trainer.zero_run import same, seen, trainer_of
-from tests.zero import needs_deepspeed
+from tests.zero import needs_deepspeed, runs_deepspeed
 
-pytestmark = needs_deepspeed
+pytestmark = [needs_deepspeed, runs_deepspeed]
 ALIKE = ("loss", "grad_norm", "reward")  # which do not depend on the cut into micro-batches
 
 

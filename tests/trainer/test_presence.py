@@ -19,7 +19,7 @@ from gruppo.trainer.processes.presence import LOST, Presence, _Watch
 from gruppo.trainer.processes.stopping import STOPPED, STOPPED_UNSAVED
 from tests.helpers import base_args
 from tests.processes import run_apart
-from tests.zero import needs_deepspeed
+from tests.zero import needs_deepspeed, runs_deepspeed
 
 WORKING = Line(host="far", pid=7, place="elsewhere", beat=1, phase="sampling", seconds=3.0, update=7)
 WAITING = replace(WORKING, phase="", pid=6)
@@ -197,6 +197,7 @@ def test_a_process_that_is_killed_stops_the_other(moment: str, victim: int, tmp_
 
 
 @needs_deepspeed
+@runs_deepspeed
 @pytest.mark.parametrize(
     ("stage", "moment", "victim"),
     [
