@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from gruppo.algo.logprobs import entropy_from_logits, selective_log_softmax
 from gruppo.data.vision import model_inputs
@@ -52,11 +53,16 @@ def score_tokens(
     asked = {"output_router_logits": True} if router_loss else {}
     scores, losses = [], []
     for i, (ids, mask) in enumerate(zip(input_ids.split(size), attention_mask.split(size), strict=True)):
-        seen = {} if vision is None else _seen(model, vision[i * size : i * size + len(ids)], ids, mask, width)
-        output = _run(model, ids, mask, width, asked | seen)
-        tokens, counts = ids[:, -width:], mask[:, -width:].bool()
-        logits = output.logits[:, -width - 1 : -1]
-        scores.append(_scores(logits, tokens, counts, temperature, entropy, entropy_gradient))
+        first, missing = _padding_of(mask, width)
+        keep, kept = slice(first, ids.shape[1] - missing), width - missing
+        ids, mask = ids[:, keep], mask[:, keep]
+        seen = {} if vision is None else _seen(model, vision[i * size : i * size + len(ids)], ids, mask, kept)
+        output = _run(model, ids, mask, kept, asked | seen)
+        tokens, counts = ids[:, -kept:], mask[:, -kept:].bool()
+        logits = output.logits[:, -kept - 1 : -1]
+        found = _scores(logits, tokens, counts, temperature, entropy, entropy_gradient)
+        entropies_BT = None if found.entropy_BT is None else pad(found.entropy_BT, (0, missing))
+        scores.append(TokenScores(pad(found.logps_BT, (0, missing)), entropies_BT))
         if router_loss:
             losses.append(own_router_loss(model, output))
     entropies = [score.entropy_BT for score in scores if score.entropy_BT is not None]
@@ -65,6 +71,14 @@ def score_tokens(
         torch.cat(entropies) if entropies else None,
         torch.stack(losses).mean() if losses else None,
     )
+
+
+def _padding_of(mask: Tensor, width: int) -> tuple[int, int]:
+    """Columns to cut off before and after a row that is run alone: it needs no padding. (0, 0) for several rows."""
+    if len(mask) > 1 or not mask.any():
+        return 0, 0
+    places, columns = mask[0].nonzero()[:, 0].tolist(), mask.shape[1]
+    return min(places[0], columns - width - 1), min(columns - places[-1] - 1, width - 1)
 
 
 def _seen(

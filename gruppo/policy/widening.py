@@ -4,17 +4,19 @@ Rounding in half precision hides differences of a few hundredths in log-probs, w
 from one row into the next may make.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gruppo.policy.inplace import Swap, attention_swaps, compiled_modules, swapped
+from gruppo.policy.modes import arithmetic_dtype
 from gruppo.policy.sharding import is_sharded
 from gruppo.policy.unwrap import inner_model
 
+T = TypeVar("T")
 _HALF = (torch.bfloat16, torch.float16)
 # Exceptions of layers that cannot run in float32, as their kernels are made for half precision or memory is short.
 NOT_IN_FLOAT32: tuple[type[Exception], ...] = (
@@ -52,6 +54,20 @@ def in_float32(model: nn.Module) -> Iterator[None]:
         for handle in handles:
             handle.remove()
         wide.leave_all()
+
+
+def in_float32_if_half(
+    model: nn.Module, run: Callable[[], T], autocast_dtype: torch.dtype | None = None
+) -> tuple[T, torch.dtype]:
+    """What `run` returns, computed in float32 instead of half precision where that is possible; and the dtype."""
+    dtype = arithmetic_dtype(inner_model(model), autocast_dtype)
+    if dtype in _HALF and can_widen(model):
+        try:
+            with in_float32(model):
+                return run(), torch.float32
+        except NOT_IN_FLOAT32:  # kernels for half precision only, or no memory
+            pass
+    return run(), dtype
 
 
 class _Widened:

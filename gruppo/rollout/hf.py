@@ -10,6 +10,8 @@ from transformers import (
     Cache,
     DynamicCache,
     GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -26,6 +28,7 @@ from gruppo.policy.sharding import WholeWeights
 from gruppo.policy.support import CACHED_LAYERS, unusual_layers
 from gruppo.policy.unwrap import forward_arguments, inner_model, is_noisy, makes_positions, position_ids
 from gruppo.rollout.base import RolloutBackend, stop_strings, with_limits_of
+from gruppo.rollout.padding import PromptPadding
 from gruppo.types import Completion, SampleRequest, StopReason
 
 
@@ -50,6 +53,17 @@ class StopStrings(StoppingCriteria):
             self.lengths = torch.zeros(len(written), dtype=torch.long, device=written.device)
         self.lengths = torch.where(found & (self.lengths == 0), written.shape[1], self.lengths)
         return found
+
+
+class _Dictated(LogitsProcessor):
+    """Makes `generate` write these tokens (rows, steps) after `start` others."""
+
+    def __init__(self, targets: Tensor, start: int):
+        self.targets, self.start = targets, start
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        now = self.targets[:, input_ids.shape[1] - self.start, None]
+        return torch.full_like(scores, -torch.inf).scatter(1, now, 0.0)
 
 
 class TransformersBackend(RolloutBackend):
@@ -83,11 +97,15 @@ class TransformersBackend(RolloutBackend):
         self.lockstep = lockstep  # the weights are sharded: processes run their forward passes in lockstep
         # Not in lockstep: only a process with several completions of a prompt would make the extra pass.
         self.share_prefill = share_prefill and not lockstep
+        self.padding = PromptPadding(self.logps_of)
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`count` completions for each request, flat and in order."""
         with self.ready():
-            return self._sample(requests)
+            if requests and not self.lockstep and all(request.vision is None for request in requests):
+                self.padding.check(self.policy(), [request.prompt_ids for request in requests])
+            together = [[request] for request in requests] if self.padding.alone else [requests]
+            return [completion for part in together for completion in self._sample(part)]
 
     def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         if not requests:
@@ -119,6 +137,34 @@ class TransformersBackend(RolloutBackend):
         rows = sequences[:, ids.shape[1] :].tolist()
         limits = [request.max_new_tokens for request in requests for _ in range(request.count)]
         return [self._completion(row, cut, limit) for row, cut, limit in zip(rows, cuts, limits, strict=True)]
+
+    def logps_of(self, rows: Sequence[Sequence[int]], last: int) -> Tensor:
+        """Log-probs (rows, last) of the last tokens of these rows at temperature 1, computed as when sampling them."""
+        together = [[row] for row in rows] if self.padding.alone else [rows]
+        return torch.cat([self._logps_of(part, last) for part in together])
+
+    def _logps_of(self, rows: Sequence[Sequence[int]], last: int) -> Tensor:
+        policy = self.policy()
+        device = policy.get_input_embeddings().weight.device
+        tensors = [torch.tensor(list(row), device=device) for row in rows]
+        targets = torch.stack([row[-last:] for row in tensors])
+        ids = pad([row[:-last] for row in tensors], self.config.pad_token_id, "left", self.pad_to_multiple_of)
+        mask = pad([torch.ones_like(row[:-last]) for row in tensors], 0, "left", self.pad_to_multiple_of)
+        config = GenerationConfig(max_new_tokens=last, do_sample=False, pad_token_id=self.config.pad_token_id)
+        config.cache_implementation = self.config.cache_implementation
+        own = getattr(inner_model(policy), "generation_config", None)
+        endless = [] if own is None else [Swap(own, "eos_token_id", None), Swap(own, "stop_strings", None)]
+        with sampling_mode(policy), swapped(endless):
+            found = policy.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=config,
+                logits_processor=LogitsProcessorList([_Dictated(targets, ids.shape[1])]),
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        logps = torch.stack(found.logits, 1).float().log_softmax(-1)
+        return logps.gather(-1, targets[..., None])[..., 0]
 
     def work(self, prompts: Sequence[int], completions: Sequence[int]) -> dict[str, Any]:
         """Prompts are padded to the longest one, and all rows run until the last one ends."""

@@ -43,6 +43,7 @@ from gruppo.trainer.processes.threads import BusyMachine, threads_spin
 from gruppo.trainer.update.buffer import UpdateBuffer
 from gruppo.trainer.update.entropy import EntropyControl
 from gruppo.trainer.update.guard import ParityGuard
+from gruppo.trainer.update.padding import PaddingGuard
 from gruppo.trainer.update.planning import UpdatePlanner
 from gruppo.trainer.update.under_way import UpdateUnderWay
 from gruppo.trainer.update.written import WeightsWritten
@@ -198,6 +199,14 @@ class PolicyTrainer(KnownNames):
             presence=self.presence,
             sharding=self.sharding,
             whole=lambda: self.backend.whole,
+        )
+        self.padding = PaddingGuard(
+            self.accelerator,
+            self.model,
+            active=self.packed is None and self.args.parity_interval is not None,
+            sharded=self.sharding.is_sharded,
+            rows=self.args.per_device_train_batch_size,
+            autocast_dtype=autocast_dtype(self.accelerator.mixed_precision),
         )
         self._update_buffer, self._this_update = UpdateBuffer(), UpdateUnderWay()
 

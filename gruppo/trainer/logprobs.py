@@ -17,6 +17,7 @@ from gruppo.policy.packing import PackedRows, Packer, idle_pack
 from gruppo.policy.routing import Routing
 from gruppo.policy.sharding import reshard
 from gruppo.policy.unwrap import bare_model
+from gruppo.rollout.hf import TransformersBackend
 from gruppo.trainer.books.metrics import ratio_metrics
 from gruppo.trainer.feeding import Feeding
 from gruppo.trainer.processes.collectives import gather_rows
@@ -73,10 +74,16 @@ class LogProbs(Feeding):
         return None
 
     def _check_parity(self, batch: TrainBatch) -> None:
-        """Compare packed rows with padded ones, where that is due; see `ParityGuard`."""
+        """Compare packed rows with padded ones, or padded rows with single ones; see `ParityGuard`, `PaddingGuard`."""
         if self.mode == "train":
+            model = bare_model(self.accelerator, self.model)
+            sampler = self.backend if self.custom_rollout is None else None
+            with self.presence.during("checking parity"):
+                self.padding.check(
+                    model, batch, sampler.logps_of if isinstance(sampler, TransformersBackend) else None
+                )
             self.parity.check(
-                bare_model(self.accelerator, self.model),
+                model,
                 batch,
                 self.state.global_step,
                 temperature=self.temperature,
@@ -251,7 +258,7 @@ class LogProbs(Feeding):
         options: dict[str, Any] = {
             "vision": self._only_vision(multimodal, input_ids),
             "temperature": self.temperature,
-            "batch_size": batch_size,
+            "batch_size": 1 if self.padding.alone else batch_size,
             "entropy": compute_entropy,
             "entropy_gradient": self.entropy_control.enabled,
             "router_loss": compute_aux_loss,

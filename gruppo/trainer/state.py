@@ -40,6 +40,7 @@ from gruppo.trainer.resume.state import Boundary, RandomState, RunState
 from gruppo.trainer.update.buffer import UpdateBuffer
 from gruppo.trainer.update.entropy import EntropyControl
 from gruppo.trainer.update.guard import ParityGuard
+from gruppo.trainer.update.padding import PaddingGuard
 from gruppo.trainer.update.planning import UpdatePlanner
 from gruppo.trainer.update.under_way import UpdateUnderWay
 
@@ -82,6 +83,7 @@ class TrainerState(Trainer):
     packed: PackedPolicy | None  # how packed rows are run; None: rows are padded, which is slower
     planner: UpdatePlanner
     parity: ParityGuard
+    padding: PaddingGuard
     router_aux_loss_coef = 0.0  # weight of the load-balancing loss of a mixture of experts
 
     # Processes and signals

@@ -23,7 +23,8 @@ EXPERTS: dict[str, Any] = dict(
 LATENT: dict[str, Any] = dict(
     q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, num_key_value_heads=4
 )
-INDEXED: dict[str, Any] = dict(index_topk=6, index_head_dim=8, index_n_heads=2)
+# With so few heads several keys score exactly 0, and which of them is chosen depends on the width of the pass.
+INDEXED: dict[str, Any] = dict(index_topk=5, index_head_dim=8, index_n_heads=1)
 CONVOLUTIONS = {"layer_types": ["conv", "conv", "full_attention", "conv"]}
 PER_LAYER = dict(vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=8, num_kv_shared_layers=2)
 
@@ -69,6 +70,24 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**EXPERTS, "intermediate_size_mlp": 48, "attention_chunk_size": 16},
     ),
     "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM", {**EXPERTS, **LATENT, **INDEXED}),
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        "DeepseekV4ForCausalLM",
+        {
+            **EXPERTS,
+            **INDEXED,
+            "index_n_heads": 32,
+            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+            "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+            "q_lora_rank": 16,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "partial_rotary_factor": 1.0,
+            "sliding_window": 8,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
     "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaForCausalLM", {**EXPERTS, **LATENT, **INDEXED}),
 }
 NAMES = tuple(_FAMILIES)
@@ -87,6 +106,8 @@ def family(name: str, **changes: Any) -> Any:
         model = getattr(tf, model_name)(kind(**(sizes | more | changes))).eval()
         for key, parameter in model.named_parameters():
             _enlarge(key, parameter)
+        with torch.no_grad():  # else 0, which hides that padding is read
+            model.get_input_embeddings().weight[0].normal_(0, 0.5)
     return model
 
 

@@ -1,0 +1,53 @@
+"""Whether prompts may be padded to be sampled together, for models whose layers are not all standard attention."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gruppo.policy.support import unusual_layers
+from gruppo.policy.unwrap import inner_model
+from gruppo.policy.widening import in_float32_if_half
+
+logger = logging.getLogger(__name__)
+
+_TOKENS = 2  # written after each prompt; a model may go wrong only at the second one
+# Mean |difference| of their log-probs in nats that rounding may explain, by bytes per value.
+_LIMIT = {2: 0.1, 4: 1e-2, 8: 1e-3}
+
+
+class PromptPadding:
+    """Compares a padded prompt with the same prompt alone, again when prompts are longer or need more padding.
+
+    `logps_of` returns the log-probs of the last tokens of some rows, which `generate` writes in one batch.
+    """
+
+    def __init__(self, logps_of: Callable[[Sequence[Sequence[int]], int], Tensor]):
+        self.logps_of = logps_of
+        self.alone = False  # each prompt is to be sampled alone
+        self.longest, self.padding = 0, 0  # of the prompts so far
+
+    def check(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
+        """Decide whether these prompts are sampled alone; once they are, all later ones are as well."""
+        if self.alone or not (layers := unusual_layers(inner_model(model))):
+            return
+        short, long = min(prompts, key=len), max(prompts, key=len)
+        padding = len(long) - len(short)
+        if not padding or (len(long) <= self.longest and padding <= self.padding):
+            return
+        self.longest, self.padding = max(len(long), self.longest), max(padding, self.padding)
+        rows = [[*prompt, *(list(prompt) * _TOKENS)[:_TOKENS]] for prompt in (short, long)]
+
+        def difference() -> float:
+            padded, alone = self.logps_of(rows, _TOKENS)[0], self.logps_of(rows[:1], _TOKENS)[0]
+            return float((padded - alone).abs().mean().nan_to_num(float("inf")))
+
+        found, dtype = in_float32_if_half(model, difference)
+        if found > _LIMIT[dtype.itemsize]:
+            self.alone = True
+            logger.warning(
+                f"{type(inner_model(model)).__name__} does not sample a prompt that is padded, from {len(short)} to "
+                f"{len(long)} tokens, as it samples it alone: log-probs differ by {found:.2g} nats "
+                f"({', '.join(layers)}). Each prompt is sampled alone, which is slower."
+            )
