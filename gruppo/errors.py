@@ -10,7 +10,7 @@ All are a `GruppoError` as well: their messages say what is wrong and what to do
     CheckpointError(ValueError)  a checkpoint that is damaged, or was made with other settings
     RunLockedError(RuntimeError) another process writes into the same output folder
     AuditError(RuntimeError)     an audit, which runs on every update, found something that silently spoils the run
-    ParityError(RuntimeError)    the fast path of an update differs from the padded reference path
+    ParityError(RuntimeError)    packed rows differ from padded ones, or padded ones from rows that are run alone
     ProcessLostError(RuntimeError) another process of the run died or failed, and this one cannot continue without it
     SandboxError(RuntimeError)   this machine cannot sandbox model-written code as configured; raised at construction
     ToolError(RuntimeError)      a tool call failed; the error is reported to the model and training continues

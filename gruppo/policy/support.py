@@ -63,7 +63,9 @@ def unsupported_model(model: nn.Module) -> list[str]:
 
 def unusual_layers(inner: Any, known: frozenset[str] = _KNOWN_LAYERS) -> list[str]:
     """Why its layers are not all attention over all earlier keys or a window of them, one sentence each."""
-    kinds = {str(kind) for kind in getattr(inner.config.get_text_config(), "layer_types", None) or ()}
+    config = getattr(inner, "config", None)
+    text = config.get_text_config() if config is not None else None
+    kinds = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
     reasons = ["it keeps a recurrent state"] if getattr(inner, "_is_stateful", False) else []
     return reasons + ([f"it has layers of the kind {', '.join(sorted(kinds - known))}"] if kinds - known else [])
 

@@ -103,7 +103,7 @@ class TransformersBackend(RolloutBackend):
         """`count` completions for each request, flat and in order."""
         with self.ready():
             if requests and not self.lockstep and all(request.vision is None for request in requests):
-                self.padding.check(self.policy(), [request.prompt_ids for request in requests])
+                self.padding.check(self.policy, [request.prompt_ids for request in requests])
             together = [[request] for request in requests] if self.padding.alone else [requests]
             return [completion for part in together for completion in self._sample(part)]
 

@@ -28,15 +28,16 @@ class PromptPadding:
         self.alone = False  # each prompt is to be sampled alone
         self.longest, self.padding = 0, 0  # of the prompts so far
 
-    def check(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
+    def check(self, policy: Callable[[], Any], prompts: Sequence[Sequence[int]]) -> None:
         """Decide whether these prompts are sampled alone; once they are, all later ones are as well."""
-        if self.alone or not (layers := unusual_layers(inner_model(model))):
-            return
         short, long = min(prompts, key=len), max(prompts, key=len)
         padding = len(long) - len(short)
-        if not padding or (len(long) <= self.longest and padding <= self.padding):
+        if self.alone or not padding or (len(long) <= self.longest and padding <= self.padding):
             return
         self.longest, self.padding = max(len(long), self.longest), max(padding, self.padding)
+        model = policy()
+        if not (layers := unusual_layers(inner_model(model))):
+            return
         rows = [[*prompt, *(list(prompt) * _TOKENS)[:_TOKENS]] for prompt in (short, long)]
 
         def difference() -> float:
