@@ -24,8 +24,10 @@ The policy:
    functions), where other processes must hear of a failure, and at the top of a command.
 """
 
+import re
 import sys
 import warnings
+from importlib import metadata
 
 __all__ = [
     "AuditError",
@@ -41,6 +43,8 @@ __all__ = [
     "RunLockedError",
     "SandboxError",
     "ToolError",
+    "install_line",
+    "packages_of",
     "warn_deprecated",
 ]
 
@@ -95,6 +99,26 @@ class SandboxError(GruppoError, RuntimeError):
 
 class ToolError(GruppoError, RuntimeError):
     """A tool call failed; the error is reported to the model."""
+
+
+def packages_of(extra: str) -> str:
+    """The packages that an extra of this library asks for, quoted for a shell, as its own metadata lists them.
+
+    Not the extra itself: wherever this library came from, an index may have another one, a stranger's, by its name.
+
+    Example: packages_of("view") == '"starlette>=1.0" "uvicorn>=0.40"'
+    """
+    try:
+        listed = metadata.requires("gruppo") or []
+    except metadata.PackageNotFoundError:  # the source itself, which was never installed
+        return f'".[{extra}]" in the folder of pyproject.toml'
+    ours = re.compile(rf"""extra\s*==\s*["']{re.escape(extra)}["']""")
+    return " ".join(f'"{each.partition(";")[0].strip()}"' for each in listed if ours.search(each))
+
+
+def install_line(extra: str) -> str:
+    """The command that installs what an extra asks for."""
+    return f"pip install {packages_of(extra)}"
 
 
 def warn_deprecated(message: str) -> None:

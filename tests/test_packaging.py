@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,11 +13,15 @@ import tomllib
 import zipfile
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib import metadata
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
+
+from gruppo.errors import install_line, packages_of
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -240,6 +245,42 @@ def test_extras_are_quoted() -> None:
     assert not re.search(bare, 'pip install "gruppo[view]"')
 
 
+INSTALLS_OURS = re.compile(r"pip install[^`\n]*\bgruppo\b(?!-)")  # by its name: an index may have a stranger's
+
+
+def test_no_command_installs_a_package_by_our_name() -> None:
+    """The name belongs to nobody on any index; `.[view]` in a checkout and the packages themselves always work."""
+    folders = ("docs", "examples", "recipes", "benchmarks", "gruppo", "tests")
+    pages = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    pages += [page for folder in folders for kind in ("md", "yaml") for page in (ROOT / folder).rglob(f"*.{kind}")]
+    texts = {page.name: page.read_text(encoding="utf-8") for page in pages}
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        if path != Path(__file__):
+            tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            constants = [ast.unparse(node) for node in tree if isinstance(node, ast.Constant | ast.JoinedStr)]
+            texts[path.relative_to(ROOT).as_posix()] = "\n".join(constants)
+    assert [name for name, text in texts.items() if INSTALLS_OURS.search(text)] == []
+    assert len(texts) > 300
+    for found in ("pip install 'gruppo[view]'", 'pip install -U "gruppo"', "pip install gruppo"):
+        assert INSTALLS_OURS.search(found)
+
+
+def test_what_an_extra_needs_is_told_by_the_names_of_its_packages() -> None:
+    for extra, wanted in PROJECT["optional-dependencies"].items():
+        told = [Requirement(each) for each in shlex.split(packages_of(extra))]
+        assert {each.name for each in told} == {Requirement(each).name for each in wanted}
+        assert {str(each.specifier) for each in told} == {str(Requirement(each).specifier) for each in wanted}
+    assert install_line("view") == 'pip install "starlette>=1.0" "uvicorn>=0.40"'
+
+
+def test_source_that_was_never_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", absent)
+    assert install_line("view") == 'pip install ".[view]" in the folder of pyproject.toml'
+
+
 class Imported(NamedTuple):
     """An import of a package that is not ours nor Python's; `late`: importing its module does not need the package."""
 
@@ -347,8 +388,7 @@ def test_every_extra_that_an_error_names_exists() -> None:
     named = {
         extra
         for path in (ROOT / "gruppo").rglob("*.py")
-        for extras in re.findall(r"gruppo\[([\w,]+)\]", path.read_text(encoding="utf-8"))
-        for extra in extras.split(",")
+        for extra in re.findall(r"(?:install_line|packages_of)\([\"'](\w+)[\"']\)", path.read_text(encoding="utf-8"))
     }
     assert named
     assert named <= set(PROJECT["optional-dependencies"])

@@ -52,11 +52,14 @@ class Parts:
 
 def fields(run: RunFile, findings: Findings) -> None:
     """Check that the settings are consistent."""
-    from gruppo.trainer.construct import checks
+    from gruppo.trainer.construct import checks, optimization
 
     config = run.config
     check_launch(run)
     checks.warn_combinations(config)
+    with findings.about("fields"):
+        optimization.try_optimizer(config)
+        optimization.try_schedule(config)
     prompts = config.prompts_per_generation
     where = "" if run.processes == 1 else f" on {run.processes} processes"
     said = f"{type(config).__name__}: {prompts} prompts × {config.num_generations} completions per generation{where}"

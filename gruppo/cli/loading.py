@@ -18,7 +18,7 @@ from gruppo.cli.recipe import RunFile
 from gruppo.config.hints import nearest
 from gruppo.config.model import get_peft_config, get_quantization_config
 from gruppo.config.script import DatasetConfig, DatasetMixtureConfig
-from gruppo.errors import ConfigError, DataError
+from gruppo.errors import ConfigError, DataError, install_line
 
 __all__ = ["load_datasets", "load_named", "load_reward", "load_rows", "make_trainer"]
 
@@ -342,7 +342,7 @@ def load_adapter(run: RunFile) -> Any:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ConfigError("`peft` needs the package peft: pip install 'gruppo[peft]'") from error
+        raise ConfigError(f"`peft` needs the package peft: {install_line('peft')}") from error
     known = [each.name for each in dataclasses.fields(LoraConfig)]
     for name in wanted:
         if name not in known:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gruppo.cli.recipe import RunFile
+from gruppo.errors import packages_of
 
 # Names of `report_to` that are not package names -> the modules of which one must exist, and the package to install.
 TRACKERS = {
@@ -18,7 +19,7 @@ WITHOUT_PACKAGE = ("none", "all", "kubeflow")  # "all" means all that are instal
 
 
 class Need(NamedTuple):
-    """What needs a package, the modules of which one must be importable, and the name to install it by."""
+    """What needs a package, the modules of which one must be importable, and what to install."""
 
     what: str
     modules: tuple[str, ...]
@@ -36,9 +37,9 @@ class Need(NamedTuple):
 def needs(run: RunFile) -> Iterator[Need]:
     """All packages that the run needs, installed or not."""
     if run.config.samples_with_vllm and run.config.vllm_mode == "colocate":
-        yield Need("use_vllm", ("vllm",), "'gruppo[vllm]'")
+        yield Need("use_vllm", ("vllm",), packages_of("vllm"))
     if str(run.launching.launch or run.launching.accelerate_config).startswith("zero"):
-        yield Need("ZeRO", ("deepspeed",), "'gruppo[deepspeed]'")
+        yield Need("ZeRO", ("deepspeed",), packages_of("deepspeed"))
     if run.model_args.load_in_4bit or run.model_args.load_in_8bit:
         yield Need("load_in_4bit", ("bitsandbytes",), "bitsandbytes")
     asked = run.config.report_to or []

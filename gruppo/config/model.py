@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gruppo.config.fields import option
 from gruppo.config.validate import in_range, one_of, rejects_unknown_fields
-from gruppo.errors import ConfigError
+from gruppo.errors import ConfigError, install_line
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -94,7 +94,7 @@ def get_peft_config(model_args: ModelConfig) -> "PeftConfig | None":
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ImportError("use_peft=True needs the package peft: pip install 'gruppo[peft]'") from error
+        raise ImportError(f"use_peft=True needs the package peft: {install_line('peft')}") from error
 
     return LoraConfig(
         task_type=model_args.lora_task_type,

@@ -1,12 +1,17 @@
 """`gruppo demo`: GRPO on a tiny model that ships with the package, on two CPU cores, in under three minutes."""
 
 import argparse
+import importlib.util
+import shlex
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gruppo.demo import model_path
 from gruppo.demo.task import exact_match, load_task
+from gruppo.errors import install_line
 
 if TYPE_CHECKING:
     from gruppo import GRPOConfig
@@ -137,4 +142,18 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     before, after = run(options.output_dir, options.steps, options.seed)
     print(f"held-out accuracy: {before.accuracy:.3f} -> {after.accuracy:.3f}", flush=True)
+    print(how_to_view(options.output_dir), file=sys.stderr, flush=True)  # stdout ends with the result, for programs
     return 0
+
+
+def how_to_view(folder: Path) -> str:
+    """The command that opens the run's page, as it can be typed here, and what it needs that is not installed."""
+    started = Path(sys.argv[0])
+    known = shutil.which("gruppo")
+    if started.name == "gruppo" and not (known and started.exists() and Path(known).samefile(started)):
+        program = shlex.quote(str(started))  # of an environment that is not active
+    else:
+        program = "gruppo" if known else f"{shlex.quote(sys.executable)} -m gruppo"
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    first = f" (first: {install_line('view')})" if missing else ""
+    return f"look at every completion: {program} view {shlex.quote(str(folder))}{first}"

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig
 
-from gruppo.errors import ConfigError
+from gruppo.errors import ConfigError, install_line
 from gruppo.evaluation.weights import find_weights
 from gruppo.policy import loading
 from gruppo.policy.unwrap import inner_model
@@ -91,7 +91,7 @@ def _load(source: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         from peft import AutoPeftModelForCausalLM
     except ImportError as error:
         raise ImportError(
-            f"{source} holds an adapter, which needs the package peft: pip install 'gruppo[peft]'"
+            f"{source} holds an adapter, which needs the package peft: {install_line('peft')}"
         ) from error
     # A merged adapter adds no cost per token.
     adapted = AutoPeftModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from gruppo.errors import install_line
 from gruppo.grading.deadline import run_within
 from gruppo.grading.size import explodes
 from gruppo.grading.types import Rung
@@ -25,7 +26,7 @@ def load_math_verify() -> tuple[Callable[..., bool], Callable[..., list[Any]]]:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ImportError("Symbolic answers need the package math-verify: pip install 'gruppo[math]'") from error
+        raise ImportError(f"Symbolic answers need the package math-verify: {install_line('math')}") from error
     for name in ("math_verify.parser", "math_verify.grader"):
         # It warns that its own time limit, an alarm signal, is disabled; `run_within` is used instead.
         logging.getLogger(name).addFilter(_not_about_timeouts)

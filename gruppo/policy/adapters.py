@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.utils import is_peft_available
 
-from gruppo.errors import ConfigError
+from gruppo.errors import ConfigError, install_line
 
 REFERENCE_ADAPTER = "ref"
 
@@ -37,7 +37,7 @@ def adapted_projections(model: Any) -> frozenset[str] | None:
 def add_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
     """Wrap the policy in the adapter that `peft_config` describes."""
     if not is_peft_available():
-        raise ImportError("peft_config needs the peft package: pip install 'gruppo[peft]'.")
+        raise ImportError(f"peft_config needs the package peft: {install_line('peft')}")
     from peft import PeftConfig, get_peft_model
 
     if not isinstance(peft_config, PeftConfig):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gruppo.errors import ConfigError, DataError
+from gruppo.errors import ConfigError, DataError, install_line
 from gruppo.view.queries import Desk, Question
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def serve(desk: Desk, port: int = 0, *, ready: Callable[[str], None] | None = No
         import starlette  # noqa: F401 - make_app needs it
         import uvicorn
     except ImportError as error:
-        raise ConfigError('The page needs a web server: pip install "gruppo[view]"') from error
+        raise ConfigError(f"The page needs a web server: {install_line('view')}") from error
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:

@@ -142,8 +142,9 @@ def test_what_is_wrong(changes: dict[str, Any], what: str, message: str, recipe:
     [
         ({"max_prompt_length": 2}, "lengths", "max_prompt_length=2 cuts 8 of 8 prompts"),
         ({"max_completion_length": 126}, "lengths", "129 tokens, more than the context of 128"),
+        ({"optim_args": "momentum=0.9"}, "fields", "optim_args='momentum=0.9' has no effect"),
         ({"loss_type": "dr_grpo"}, "fields", "is not Dr. GRPO"),
-        ({"use_vllm": True}, "fields", "use_vllm needs vllm, which is not installed here: pip install 'gruppo[vllm]'"),
+        ({"use_vllm": True}, "fields", 'use_vllm needs vllm, which is not installed here: pip install "vllm<'),
         (
             {"report_to": "dvclive"},
             "fields",

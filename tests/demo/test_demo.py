@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from gruppo import cli, demo
 from gruppo.cli import main
-from gruppo.demo.run import STEPS, config
+from gruppo.demo.run import STEPS, config, how_to_view
 from tests.evaluation.demo import write_problems
 
 LAST_LINE = re.compile(r"held-out accuracy: (0\.\d{3}|1\.000) -> (0\.\d{3}|1\.000)")
@@ -45,8 +45,23 @@ def test_a_few_steps_through_the_command_line(tmp_path, capsys):
     check_that_it_can_be_evaluated(tmp_path, capsys)
 
 
+@pytest.mark.parametrize(("known", "program"), [(True, "gruppo"), (False, "{bin}/gruppo")])
+def test_it_says_how_to_look_at_the_run(known, program, tmp_path, monkeypatch):
+    own = tmp_path / "bin" / "gruppo"
+    own.parent.mkdir()
+    own.touch(mode=0o755)
+    monkeypatch.setattr("sys.argv", [str(own)])
+    monkeypatch.setenv("PATH", str(own.parent) if known else "")
+    said = how_to_view(Path("runs/the demo"))
+    assert f": {program.format(bin=own.parent)} view 'runs/the demo'" in said
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert said.partition(" (")[0] + ' (first: pip install "starlette' in how_to_view(Path("runs/the demo"))
+
+
 def check_what_is_printed_and_kept(tmp_path, capsys):
-    lines = capsys.readouterr().out.rstrip("\n").splitlines()
+    out, said = capsys.readouterr()
+    assert f" view {tmp_path}" in said.rstrip("\n").splitlines()[-1]
+    lines = out.rstrip("\n").splitlines()
     assert LAST_LINE.fullmatch(lines[-1])
     assert sum(line.startswith("step ") for line in lines) == 3
     assert sum(line.startswith("  before  ") for line in lines) == 3

@@ -20,7 +20,7 @@ try:
 except ImportError:
     math_verify = None
 
-needs_math = pytest.mark.skipif(math_verify is None, reason="needs math-verify: pip install 'gruppo[math]'")
+needs_math = pytest.mark.skipif(math_verify is None, reason="needs math-verify: pip install math-verify")
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 

@@ -10,7 +10,7 @@ from gruppo.evaluation.paper_grader import paper_answers, paper_equal, paper_mat
 from gruppo.evaluation.types import Problem
 from gruppo.grading import LADDERS, Ladder, compare
 
-pytest.importorskip("math_verify", reason="needs math-verify: pip install 'gruppo[math]'")
+pytest.importorskip("math_verify", reason="needs math-verify: pip install math-verify")
 
 GSM8K, MATH, CMATH = LADDERS["gsm8k"], LADDERS["math"], LADDERS["cmath"]
 

@@ -139,7 +139,7 @@ NEAR_THE_LIMIT = [
 ]
 
 
-@pytest.mark.skipif(math_verify is None, reason="needs math-verify: pip install 'gruppo[math]'")
+@pytest.mark.skipif(math_verify is None, reason="needs math-verify: pip install math-verify")
 @pytest.mark.parametrize("formula", NEAR_THE_LIMIT)
 def test_what_is_worked_on_ends(formula):
     begin = time.monotonic()

@@ -12,7 +12,7 @@ try:
 except ImportError:
     math_verify = None
 
-needs_math = pytest.mark.skipif(math_verify is None, reason="needs math-verify: pip install 'gruppo[math]'")
+needs_math = pytest.mark.skipif(math_verify is None, reason="needs math-verify: pip install math-verify")
 
 # completion, gold, reward, gold_parsed, answer_parsed, graded_by
 ANSWERS = [

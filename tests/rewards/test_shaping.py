@@ -44,7 +44,7 @@ def test_repetition_penalty_of_single_tokens():
     assert get_repetition_penalty_reward(ngram_size=1)(completion_ids=[[1, 1, 2, 2]]) == [-0.5]
 
 
-@pytest.mark.skipif(math_verify is None, reason="needs math-verify: pip install 'gruppo[math]'")
+@pytest.mark.skipif(math_verify is None, reason="needs math-verify: pip install math-verify")
 def test_cosine_scaled_reward():
     reward = get_cosine_scaled_reward(max_len=10)
     right, wrong = r"\boxed{1}", r"\boxed{2}"
@@ -59,7 +59,7 @@ def test_cosine_scaled_reward():
     assert values[7] is None
 
 
-@pytest.mark.skipif(math_verify is None, reason="needs math-verify: pip install 'gruppo[math]'")
+@pytest.mark.skipif(math_verify is None, reason="needs math-verify: pip install math-verify")
 def test_cosine_scaled_reward_takes_its_bounds():
     reward = get_cosine_scaled_reward(4, -8.0, -4.0, 1.0, 3.0)
     got = reward(completions=[r"\boxed{1}", r"\boxed{2}"], solution=["1", "1"], completion_ids=[[0], [0]])

@@ -131,7 +131,7 @@ def test_a_missing_server_is_named(desk: Desk, missing: str, monkeypatch: pytest
 
     monkeypatch.setattr("uvicorn.Server.run", lambda server: pytest.fail("it serves"))
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ConfigError, match=r'pip install "gruppo\[view\]"'):
+    with pytest.raises(ConfigError, match=r'pip install "starlette.*" "uvicorn.*"'):
         serve(desk)
 
 
