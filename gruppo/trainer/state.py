@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import Trainer
+from transformers.utils import PushInProgress
 
 from gruppo.algo.loss import LossSettings
 from gruppo.algo.recipes import Recipe
@@ -55,6 +56,7 @@ class TrainerState(Trainer):
     args: Any  # a GRPOConfig or RLOOConfig, which stays as the user wrote it
     control: Any
     eval_dataset: Any
+    push_in_progress: PushInProgress | None
 
     algorithm = ""  # "grpo" or "rloo"
     config_class: type = object
