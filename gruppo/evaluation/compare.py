@@ -19,7 +19,7 @@ Scores = Mapping[str, Sequence[float]]  # problem id -> one score per attempt
 
 LEVEL = 1 - statistics.CONFIDENCE
 # Five fair coins all land on the same side with p = 0.0625, so five differing problems can never be significant at
-# 95 %. The bootstrap does not see this: five equal differences give it an interval that excludes 0.
+# 95 %.
 FEWEST = 6
 SHOWN = 80  # characters of a question in a message
 
@@ -45,12 +45,11 @@ class Comparison:
     accuracies: tuple[float, float]
     difference: float
     interval: tuple[float, float]  # of the difference, 95 %
-    p_value: float  # of the bootstrap
+    p_value: float
+    detectable: float  # a true difference, in points, that a comparison like this one finds in four of five cases
     differing: int  # problems whose scores differ
     mcnemar: McNemar | None  # None: more than one attempt at a problem, or scores between 0 and 1
     significant: bool
-    draws: int
-    seed: int
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -68,8 +67,8 @@ class Comparison:
         else:
             change = "There is no difference in the mean" if self.differing else "There is no difference"
         lines.append(
-            f"{change} (95 % interval of the difference: {low:+.2f} to {high:+.2f} points; paired bootstrap over "
-            f"problems, {self.draws} draws, p = {self.p_value:.2g})."
+            f"{change} (95 % interval of the difference, paired by problem: {low:+.2f} to {high:+.2f} points, "
+            f"p = {self.p_value:.2g})."
         )
         if self.mcnemar is not None:
             lines.append(
@@ -85,12 +84,15 @@ class Comparison:
     def _verdict(self) -> str:
         if self.significant:
             return "The difference is significant at 95 %."
+        seen = f"A comparison like this one finds a difference of {self.detectable:.1f} points in four of five cases."
+        if self.problems < FEWEST:
+            seen = f"{_problems(self.problems)} cannot show a difference; at least {FEWEST} are needed."
         if self.differing < FEWEST:
             return (
                 f"Not significant at 95 %: {_problems(self.differing)} with different scores, and at least {FEWEST} "
-                "are needed to tell."
+                f"are needed to tell. {seen}"
             )
-        return "Not significant at 95 %: it may be chance."
+        return f"Not significant at 95 %: it may be chance. {seen}"
 
 
 def check_same_problems(
@@ -127,14 +129,12 @@ def compare(
     second: Scores,
     *,
     names: tuple[str, str] = ("first", "second"),
-    draws: int = statistics.DRAWS,
-    seed: int = statistics.SEED,
 ) -> Comparison:
     """Compare the scores of two models, problem by problem, on the ids that both have.
 
     Scores are from 0 to 1: right or wrong for each attempt, or what `problem_scores` returns for pass@k and maj@k.
     Several attempts at a problem are averaged, so runs with several training seeds can be pooled; the interval does
-    not include the variance between such runs.
+    not include the variance between such runs. `detectable` says what difference the comparison could have found.
 
     `significant` requires that the 95 % interval of the difference excludes 0 and that at least six problems differ;
     if each model has exactly one right-or-wrong attempt at every problem, also p < 0.05 by McNemar's exact test.
@@ -150,7 +150,7 @@ def compare(
         )
     before, after = ([_mean(problem, scores[problem]) for problem in shared] for scores in (first, second))
     differences = [b - a for a, b in zip(before, after, strict=True)]
-    estimate = statistics.paired_bootstrap(differences, draws, seed)
+    estimate = statistics.paired_difference(differences)
     once = all(
         len(scores[problem]) == 1 and scores[problem][0] in (0, 1) for scores in (first, second) for problem in shared
     )
@@ -167,11 +167,10 @@ def compare(
         difference=100 * estimate.mean,
         interval=(100 * estimate.low, 100 * estimate.high),
         p_value=estimate.p_value,
+        detectable=100 * min(1.0, max(estimate.detectable, FEWEST / len(shared))),
         differing=differing,
         mcnemar=test,
         significant=excludes and differing >= FEWEST and (test is None or test.p_value < LEVEL),
-        draws=draws,
-        seed=seed,
     )
 
 

@@ -1,13 +1,13 @@
 """Pure functions for result statistics: intervals, pass@k, majority votes and paired tests.
 
-    wilson                   the interval of a proportion, such as problems solved
+    mean_interval            the interval of a mean over problems: problems solved, avg@k, pass@k, maj@k
     pass_at_k                the unbiased estimate of the chance that one of k samples is right
     majority_at_k            the score of a majority vote among k samples
     mcnemar                  compares two models on the same problems, with one right-or-wrong attempt each
-    paired_bootstrap         the same for any per-problem scores; `bootstrap` is the interval of one mean
+    paired_difference        the same for any per-problem scores, with the interval of the difference
 
-Only majority votes among a subset of the samples and the bootstrap are random. Both use a fixed seed, so the same
-input gives the same result.
+Only majority votes among a subset of the samples are random. They use a fixed seed, so the same input gives the same
+result.
 """
 
 import math
@@ -24,46 +24,62 @@ from gruppo.errors import ConfigError
 
 __all__ = [
     "CONFIDENCE",
-    "DRAWS",
     "SEED",
     "SUBSETS",
     "Estimate",
-    "bootstrap",
     "majority_at_k",
     "mcnemar",
-    "paired_bootstrap",
+    "mean_interval",
+    "paired_difference",
     "pass_at_k",
-    "wilson",
 ]
 
 CONFIDENCE = 0.95
-DRAWS = 10_000  # resamples of a bootstrap
+POWER = 0.8  # of a comparison at the difference that it is said to find
+# Problems added to a comparison. With three, six differences of one sign are significant at 95 % and five are not, as
+# in the exact test.
+EXTRA = 3
 SUBSETS = 200  # subsets of k samples per problem over which a vote is averaged
 SEED = 0
-_AT_ONCE = 4_000_000  # counts that a bootstrap holds in memory at a time
 
 
 # ---- one model
 
 
-def wilson(correct: int, total: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """The Wilson interval of a proportion. It stays within [0, 1] and has a nonzero width at 0 and at 1 too.
+def mean_interval(scores: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """The interval of the mean of scores from 0 to 1, one for each problem.
 
-    Example, 8 of 10:
-        wilson(8, 10) == (0.4902, 0.9433)  # rounded
+    With right or wrong it is the Agresti-Coull interval: a normal interval after z² more problems, half of them
+    solved. So it has a width at 0 and at 1 too. Scores between 0 and 1 count as the number of right-or-wrong problems
+    whose mean is as certain (`_size`). `benchmarks/intervals.py` measures how often it contains the true mean.
+
+    Example, 8 of 10, and none of 20:
+        mean_interval([1] * 8 + [0] * 2) == (0.4794, 0.9541)  # rounded
+        mean_interval([0] * 20) == (0.0, 0.1898)
     """
-    if total < 1 or not 0 <= correct <= total:
-        raise ConfigError(f"wilson({correct}, {total}): correct must be from 0 to total, and total at least 1.")
-    _check_confidence(confidence)
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    share = correct / total
-    centre = share + z * z / (2 * total)
-    spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    scale = 1 + z * z / total
-    # The formula gives 0 and 1 at the ends; rounding must not move them.
-    low = 0.0 if correct == 0 else (centre - spread) / scale
-    high = 1.0 if correct == total else (centre + spread) / scale
-    return low, high
+    score_P, z = _finite(scores), _z(confidence)
+    if score_P.min() < 0 or score_P.max() > 1:
+        raise ConfigError("Scores are from 0 to 1.")
+    n, mean = len(score_P), math.fsum(score_P) / len(score_P)
+    most = mean * (1 - mean)
+    centre = (n * mean + z * z / 2) / (n + z * z)
+    n_eff = _size(n, float(score_P.var()), most, 4 * n * centre * (1 - centre), z)
+    centre = (n_eff * mean + z * z / 2) / (n_eff + z * z)
+    margin = z * math.sqrt(centre * (1 - centre) / (n_eff + z * z))
+    return max(0.0, min(mean, centre - margin)), min(1.0, max(mean, centre + margin))
+
+
+def _size(n: int, variance: float, most: float, informative: float, z: float) -> float:
+    """The number of all-or-nothing problems whose mean is as certain as that of n problems with this variance.
+
+    `most` is the variance that all-or-nothing problems with the same mean have. Where few problems are `informative`,
+    because nearly all are solved, failed or without a difference, the variance found is likely too small: a rare
+    problem that is always solved may be missing. There it counts as that of all-or-nothing problems.
+    """
+    if most <= 0:
+        return n
+    doubt = min(1.0, (z * z / informative) ** 2)
+    return n * most / (variance + doubt * (most - variance))
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -160,71 +176,41 @@ def mcnemar(b: int, c: int) -> float:
 
 
 class Estimate(NamedTuple):
-    """A mean with its interval, and the p-value of the hypothesis that it is 0."""
+    """A mean difference with its interval, and the p-value of the hypothesis that it is 0."""
 
     mean: float
     low: float
     high: float
     p_value: float
-    draws: int
-    seed: int
+    detectable: float  # a true difference that a comparison like this one finds in four of five cases
 
 
-def paired_bootstrap(
-    differences: Sequence[float], draws: int = DRAWS, seed: int = SEED, confidence: float = CONFIDENCE
-) -> Estimate:
-    """The mean of the per-problem differences, its percentile interval and a two-sided p-value.
+def paired_difference(differences: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
+    """The mean of the per-problem differences with its interval and a two-sided p-value.
 
     A difference is one problem's score with the second model minus its score with the first: right or wrong, a mean
-    over samples (avg@k) or over training seeds, pass@k, a vote. Problems are drawn with replacement; their order does
-    not matter. The p-value is twice the fraction of draws at 0 or on its other side; the smallest is 2 / (draws + 1).
+    over samples (avg@k) or over training seeds, pass@k, a vote. The interval is normal after three more problems,
+    which count half for either model; so it has a width if no problem differs. It excludes 0 where the p-value is
+    below 1 − confidence. Scores between 0 and 1 count as in `mean_interval`.
 
-    Example:
-        paired_bootstrap([1.0, 0.0, 0.0, 1.0, 0.0, -1.0]).mean == 1 / 6
+    Example, no difference at 20 problems:
+        paired_difference([0] * 20) == (0.0, -0.1476, 0.1476, 1.0, 0.211)  # rounded
     """
-    means = _resampled_means(differences, draws, seed)
-    low, high = _percentiles(means, confidence)
-    beyond = min(int((means <= 0).sum()), int((means >= 0).sum()))
-    p_value = min(1.0, 2 * (1 + beyond) / (draws + 1))
-    return Estimate(math.fsum(differences) / len(differences), low, high, p_value, draws, seed)
-
-
-def bootstrap(
-    scores: Sequence[float], draws: int = DRAWS, seed: int = SEED, confidence: float = CONFIDENCE
-) -> tuple[float, float]:
-    """The percentile interval of the mean of per-problem scores. If all scores are equal, its width is 0.
-
-    Example:
-        low, high = bootstrap([0.25, 1.0, 0.5, 0.0])
-    """
-    return _percentiles(_resampled_means(scores, draws, seed), confidence)
-
-
-def _percentiles(means: NDArray[np.float64], confidence: float) -> tuple[float, float]:
-    _check_confidence(confidence)
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
-
-
-def _resampled_means(scores: Sequence[float], draws: int, seed: int) -> NDArray[np.float64]:
-    """The means of `draws` bootstrap resamples of the scores.
-
-    Scores have few distinct values (0 and 1, or eighths), so the count of each value is drawn from a multinomial
-    instead of drawing each problem: the same distribution, much faster.
-    """
-    if draws < 1:
-        raise ConfigError(f"draws={draws} must be at least 1.")
-    array = np.asarray(scores, dtype=np.float64)
-    if array.ndim != 1 or not array.size or not np.isfinite(array).all():
-        raise ConfigError("A bootstrap needs one finite score for each of at least one problem.")
-    values, counts = np.unique(array, return_counts=True)
-    generator, step = np.random.default_rng(seed), max(1, _AT_ONCE // len(values))
-    means = [
-        generator.multinomial(array.size, counts / array.size, size=min(step, draws - start)) @ values / array.size
-        for start in range(0, draws, step)
-    ]
-    # Fractions such as 1/3 do not cancel exactly, but a mean of 0 must be exactly 0 to be counted on both sides.
-    return np.asarray(np.round(np.concatenate(means), 12) + 0.0, dtype=np.float64)  # + 0: no −0
+    difference_P, z = _finite(differences), _z(confidence)
+    amount_P = np.abs(difference_P)
+    if amount_P.max() > 1:
+        raise ConfigError("Differences of scores are from -1 to 1.")
+    n = len(difference_P)
+    mean, amount = math.fsum(difference_P) / n, math.fsum(amount_P) / n
+    squares = float((difference_P**2).sum())
+    differing = (n * amount) ** 2 / squares if squares else 0.0  # small differences beside large ones do not count
+    n_eff = _size(n, float(difference_P.var()), amount - mean * mean, differing + EXTRA, z)
+    total = n_eff + EXTRA
+    centre = n_eff * mean / total
+    error = math.sqrt(((n_eff * amount + EXTRA) / total - centre * centre) / total)
+    p_value = math.erfc(abs(centre) / error / math.sqrt(2))
+    low, high = max(-1.0, centre - z * error), min(1.0, centre + z * error)
+    return Estimate(mean, low, high, p_value, (z + NormalDist().inv_cdf(POWER)) * error)
 
 
 # ---- checks
@@ -235,6 +221,14 @@ def _check_k(k: int, n: int) -> None:
         raise ConfigError(f"k={k} must be at least 1 and at most the {n} samples there are; draw more, or lower k.")
 
 
-def _check_confidence(confidence: float) -> None:
+def _z(confidence: float) -> float:
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence={confidence} must be above 0 and below 1, such as 0.95.")
+    return NormalDist().inv_cdf((1 + confidence) / 2)
+
+
+def _finite(scores: Sequence[float]) -> NDArray[np.float64]:
+    array = np.asarray(scores, dtype=np.float64)
+    if array.ndim != 1 or not array.size or not np.isfinite(array).all():
+        raise ConfigError("An interval needs one finite score for each of at least one problem.")
+    return array

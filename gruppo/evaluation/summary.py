@@ -38,9 +38,9 @@ def summarise(
 ) -> Numbers:
     """The metrics of one pass, ready for JSON. `rows` is the size of the data; default: that of the published set.
 
-    A greedy pass has the number of right answers (`correct`) and a Wilson interval. A sampled pass has the mean over
-    its samples (`accuracy`, and `avg` keyed by their number), `pass` and `maj` at powers of two, at the number of
-    samples and at `ks`, and a bootstrap interval over problems. Values with no data to compute them from are None.
+    `interval` is that of `accuracy`. A greedy pass has the number of right answers (`correct`). A sampled pass has the
+    mean over its samples (`accuracy`, and `avg` keyed by their number), and `pass` and `maj` at powers of two, at the
+    number of samples and at `ks`. Values with no data to compute them from are None.
     pass@k and maj@k leave out problems with fewer than k attempts, and any k that no problem reaches.
 
     Example, two problems, one of them right:
@@ -140,12 +140,9 @@ def _accuracy(outcomes: Sequence[Sequence[bool]], *, greedy: bool) -> Numbers:
     """The mean over problems of the mean over their attempts, with its interval."""
     if not outcomes:
         return {"accuracy": None, "interval": None, **({"correct": 0} if greedy else {})}
-    if greedy:
-        correct = sum(outcome[0] for outcome in outcomes)
-        interval = statistics.wilson(correct, len(outcomes))
-        return {"accuracy": correct / len(outcomes), "interval": list(interval), "correct": correct}
     means = [sum(outcome) / len(outcome) for outcome in outcomes]
-    return {"accuracy": math.fsum(means) / len(means), "interval": list(statistics.bootstrap(means))}
+    found = {"accuracy": math.fsum(means) / len(means), "interval": list(statistics.mean_interval(means))}
+    return found | ({"correct": sum(outcome[0] for outcome in outcomes)} if greedy else {})
 
 
 def _paper(groups: Groups, *, greedy: bool) -> Numbers:
@@ -261,12 +258,5 @@ def _natural(text: str) -> list[tuple[int, str]]:
 
 def _method(decoding: Decoding) -> Numbers:
     """How the intervals and votes were computed, so that they can be reproduced."""
-    if decoding.greedy:
-        return {"interval": "wilson", "confidence": statistics.CONFIDENCE}
-    return {
-        "interval": "bootstrap",
-        "confidence": statistics.CONFIDENCE,
-        "draws": statistics.DRAWS,
-        "vote_subsets": statistics.SUBSETS,
-        "seed": statistics.SEED,
-    }
+    method = {"interval": "agresti-coull", "confidence": statistics.CONFIDENCE}
+    return method if decoding.greedy else method | {"vote_subsets": statistics.SUBSETS, "seed": statistics.SEED}

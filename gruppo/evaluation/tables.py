@@ -149,7 +149,7 @@ class _Layout:
         """The suffix of a value: its interval, if intervals are shown."""
         if cell.interval is None or not self.intervals:
             return ""
-        low, high = cell.interval  # a Wilson interval is not centred on the value
+        low, high = cell.interval  # not centred on the value
         return f" [{low:.1f}, {high:.1f}]"
 
 

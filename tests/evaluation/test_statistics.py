@@ -13,68 +13,108 @@ from hypothesis import strategies as st
 
 from gruppo.errors import ConfigError
 from gruppo.evaluation.statistics import (
-    bootstrap,
     majority_at_k,
     mcnemar,
-    paired_bootstrap,
+    mean_interval,
+    paired_difference,
     pass_at_k,
-    wilson,
 )
 
-# ---- Wilson
+# ---- the interval of a mean
 
 
 @pytest.mark.parametrize(
     ("correct", "total", "low", "high"),
     [
-        (8, 10, 0.490162, 0.943318),
-        (0, 10, 0.0, 0.277533),  # z² / (n + z²), with z = 1.959964
-        (10, 10, 0.722467, 1.0),
+        (8, 10, 0.479368, 0.954113),  # Agresti-Coull: p̃ = (8 + z²/2) / (10 + z²), p̃ ± z sqrt(p̃ (1 − p̃) / (10 + z²))
+        (0, 20, 0.0, 0.189810),
+        (20, 20, 0.810190, 1.0),
         (1, 2, 0.094531, 0.905469),
-        (1164, 1319, 0.863987, 0.898765),  # by bisection of (p − 1164/1319)² = z² p (1 − p) / 1319
+        (1164, 1319, 0.863951, 0.898801),
     ],
 )
-def test_wilson(correct, total, low, high):
-    assert wilson(correct, total) == pytest.approx((low, high), abs=1e-6)
+def test_right_and_wrong(correct, total, low, high):
+    assert mean_interval([1.0] * correct + [0.0] * (total - correct)) == pytest.approx((low, high), abs=1e-6)
 
 
-@given(st.integers(1, 6000), st.data())
-def test_the_ends_of_a_wilson_interval_are_where_the_normal_test_just_rejects(total, data):
-    correct = data.draw(st.integers(0, total))
-    confidence = data.draw(st.sampled_from([0.5, 0.9, 0.95, 0.99]))
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    low, high = wilson(correct, total, confidence)
-    assert 0 <= low <= correct / total <= high <= 1
-    for end in (low, high):
-        if end not in (0.0, 1.0):
-            distance = abs(correct / total - end)
-            assert distance == pytest.approx(z * math.sqrt(end * (1 - end) / total), rel=1e-6)
+CHANCES = (0.0, 0.005, 0.02, 0.1, 0.5, 0.98, 1.0)
 
 
-def test_wilson_covers_95_percent():
-    total, chance, covered = 40, 0.3, 0.0
-    for correct in range(total + 1):
-        low, high = wilson(correct, total)
-        if low <= chance <= high:
-            covered += math.comb(total, correct) * chance**correct * (1 - chance) ** (total - correct)
-    assert 0.93 < covered < 0.97
+@pytest.mark.parametrize("problems", [20, 100, 1000])
+def test_the_interval_of_right_and_wrong_covers(problems):
+    """Summed over all outcomes. Wilson's interval, for one, has 0.905 for 20 problems at 0.005."""
+    intervals = [mean_interval([1.0] * right + [0.0] * (problems - right)) for right in range(problems + 1)]
+    for chance in CHANCES:
+        covered = sum(
+            math.comb(problems, right) * chance**right * (1 - chance) ** (problems - right)
+            for right, (low, high) in enumerate(intervals)
+            if low <= chance <= high
+        )
+        assert covered >= 0.94, chance
 
 
-@pytest.mark.parametrize(("correct", "total"), [(0, 0), (-1, 3), (4, 3)])
-def test_wilson_refuses_impossible_counts(correct, total):
-    with pytest.raises(ConfigError, match="correct must be from 0 to total"):
-        wilson(correct, total)
+def simulated(chance, problems, samples, correlation, repeats, seed=0):
+    """Rows of scores; the chance of a right sample differs from problem to problem."""
+    generator, spread = np.random.default_rng(seed), (1 - correlation) / correlation
+    shape = (repeats, problems)
+    chances = (
+        np.full(shape, chance) if chance in (0, 1) else generator.beta(chance * spread, (1 - chance) * spread, shape)
+    )
+    return generator.binomial(samples, chances) / samples
+
+
+@pytest.mark.parametrize("problems", [20, 100])
+@pytest.mark.parametrize(("samples", "correlation"), [(2, 0.5), (8, 0.2), (8, 0.7)])
+@pytest.mark.parametrize("chance", CHANCES)
+def test_the_interval_of_several_samples_covers(chance, samples, correlation, problems):
+    """A bootstrap over problems covers 0.005 in a quarter of such evaluations, or less."""
+    rows = simulated(chance, problems, samples, correlation, repeats=600)
+    found = [mean_interval(row) for row in rows.tolist()]
+    assert np.mean([low <= chance <= high for low, high in found]) >= 0.925  # 0.94, but for the noise of 600
+    if chance == 0.5:
+        normal = 2 * 1.96 * rows.std(axis=1) / math.sqrt(problems)
+        assert np.mean([high - low for low, high in found]) < 1.06 * normal.mean()
+
+
+def test_equal_scores_say_something_too():
+    assert mean_interval([0.0] * 20)[1] > 0.15
+    low, high = mean_interval([0.5] * 20)
+    assert 0.02 < 0.5 - low == pytest.approx(high - 0.5)
+
+
+def test_more_certain_scores_have_a_smaller_interval():
+    halves = [0.0] * 50 + [1.0] * 50, [0.25] * 50 + [0.75] * 50
+    wide, small = (high - low for low, high in map(mean_interval, halves))
+    assert small == pytest.approx(wide / 2, rel=0.02)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 8).map(lambda eighths: eighths / 8), min_size=1, max_size=40))
+def test_an_interval_contains_the_mean_and_stays_within_0_and_1(scores):
+    low, high = mean_interval(scores)
+    assert 0 <= low <= sum(scores) / len(scores) <= high <= 1
+    assert mean_interval([1 - score for score in scores]) == pytest.approx((1 - high, 1 - low), abs=1e-9)
+
+
+@pytest.mark.parametrize("scores", [[], [float("nan")], [0.0, float("inf")], [[0.0], [1.0]]])
+def test_scores_that_have_no_interval(scores):
+    for interval in (mean_interval, paired_difference):
+        with pytest.raises(ConfigError, match="finite score"):
+            interval(scores)
+
+
+def test_scores_out_of_range():
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        mean_interval([1.5])
+    with pytest.raises(ConfigError, match="from -1 to 1"):
+        paired_difference([-1.5])
 
 
 @pytest.mark.parametrize("confidence", [0, 1, 95])
 def test_a_confidence_is_between_0_and_1(confidence):
-    for call in (
-        lambda: wilson(1, 2, confidence),
-        lambda: bootstrap([0.0, 1.0], confidence=confidence),
-        lambda: paired_bootstrap([0.0, 1.0], confidence=confidence),
-    ):
+    for interval in (mean_interval, paired_difference):
         with pytest.raises(ConfigError, match=f"confidence={confidence}"):
-            call()
+            interval([0.0, 1.0], confidence=confidence)
 
 
 # ---- pass@k
@@ -256,103 +296,62 @@ def test_mcnemar_refuses_negative_counts():
         mcnemar(-1, 2)
 
 
-# ---- bootstrap
+# ---- the difference of two models
 
 
-def all_means(differences):
-    """The mean of every way to draw with replacement."""
-    return np.array([sum(map(Fraction, draw)) / len(draw) for draw in product(differences, repeat=len(differences))])
+def test_a_difference_by_hand():
+    """10 problems better, 2 worse, 28 alike, and three more, half better and half worse."""
+    found, z = paired_difference([1.0] * 10 + [-1.0] * 2 + [0.0] * 28), NormalDist().inv_cdf(0.975)
+    centre, error = 8 / 43, math.sqrt((15 / 43 - (8 / 43) ** 2) / 43)
+    assert found.mean == 0.2
+    assert (found.low, found.high) == pytest.approx((centre - z * error, centre + z * error))
+    assert found.p_value == pytest.approx(2 * (1 - NormalDist().cdf(centre / error)))
+    assert found.detectable == pytest.approx((z + NormalDist().inv_cdf(0.8)) * error)
 
 
-@pytest.mark.parametrize(
-    "differences", [[1.0, 1.0, 0.0, 0.0, -1.0], [0.5, 0.25, -0.25, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
-)
-def test_a_bootstrap_against_every_resample(differences):
-    means = all_means(differences)
-    exact_p = min(1.0, 2 * min(float(np.mean(means <= 0)), float(np.mean(means >= 0))))
-    low, high = np.quantile(means.astype(float), [0.1, 0.9])
-    estimate = paired_bootstrap(differences, draws=50_000, confidence=0.8)
-    assert estimate.mean == pytest.approx(sum(differences) / len(differences))
-    assert estimate.p_value == pytest.approx(exact_p, abs=0.01)
-    assert estimate.low == pytest.approx(low, abs=0.02)
-    assert estimate.high == pytest.approx(high, abs=0.02)
-
-
-def test_a_bootstrap_against_drawing_problems_one_by_one():
-    generator = np.random.default_rng(5)
-    scores = generator.integers(0, 9, size=300) / 8
-    drawn = scores[generator.integers(0, 300, size=(10_000, 300))].mean(axis=1)
-    assert bootstrap(scores.tolist()) == pytest.approx(tuple(np.quantile(drawn, [0.025, 0.975])), abs=0.003)
-
-
-def test_a_bootstrap_is_near_the_normal_interval():
-    scores = [1.0] * 700 + [0.0] * 300
-    width = NormalDist().inv_cdf(0.975) * math.sqrt(0.7 * 0.3 / 1000)
-    assert bootstrap(scores) == pytest.approx((0.7 - width, 0.7 + width), abs=0.002)
-
-
-def test_a_bootstrap_does_not_depend_on_the_order_of_problems():
+def test_many_differences_have_the_normal_interval():
     generator = np.random.default_rng(2)
-    differences = (generator.integers(0, 9, size=200) / 8 - generator.integers(0, 9, size=200) / 8).tolist()
-    assert paired_bootstrap(differences) == paired_bootstrap(sorted(differences))
+    differences = (generator.integers(0, 9, size=2000) - generator.integers(0, 9, size=2000)) / 8
+    found = paired_difference(differences.tolist())
+    margin = 1.96 * differences.std() / math.sqrt(2000)
+    assert found.high - found.mean == pytest.approx(margin, rel=0.02)
+    assert found == pytest.approx(paired_difference(sorted(differences.tolist())), rel=1e-9), "in any order"
 
 
-def test_a_bootstrap_in_several_pieces_is_the_same(monkeypatch):
-    differences = [0.1 * i - 0.7 for i in range(20)]
-    whole = paired_bootstrap(differences, draws=1000)
-    monkeypatch.setattr("gruppo.evaluation.statistics._AT_ONCE", 70)
-    assert paired_bootstrap(differences, draws=1000) == whole
+def test_equal_models_may_still_differ():
+    found = paired_difference([0.0] * 20)
+    assert (found.mean, found.p_value) == (0.0, 1.0)
+    assert -found.low == found.high == pytest.approx(0.1476, abs=1e-4)
+    assert paired_difference([0.0] * 2000).high < 0.002
+    assert paired_difference([0.5] * 20).low > 0
 
 
-def test_a_bootstrap_says_its_seed():
-    differences = [1.0, 0.0, 0.0, -1.0, 1.0, 0.5]
-    estimate = paired_bootstrap(differences, draws=500, seed=3)
-    assert (estimate.draws, estimate.seed) == (500, 3)
-    assert estimate == paired_bootstrap(differences, draws=500, seed=3)
-    assert estimate != paired_bootstrap(differences, draws=500, seed=4)._replace(seed=3)
+@given(st.lists(st.integers(-8, 8).map(lambda eighths: eighths / 8), min_size=1, max_size=40))
+def test_the_interval_and_the_p_value_agree(differences):
+    found = paired_difference(differences)
+    assert (found.low > 0 or found.high < 0) == (found.p_value < 0.05)
+    assert found.low <= found.mean + 1e-12
+    assert found.mean <= found.high + 1e-12
 
 
-def test_equal_models_have_no_difference():
-    estimate = paired_bootstrap([0.0] * 50)
-    assert estimate[:4] == (0.0, 0.0, 0.0, 1.0)
-    assert str(estimate.low) == "0.0", "and not −0"
+@pytest.mark.parametrize("problems", [20, 100])
+@pytest.mark.parametrize(("samples", "correlation"), [(1, 0.7), (2, 0.5), (8, 0.5)])
+@pytest.mark.parametrize(("chance", "shift"), [(0.0, 0.0), (0.005, 0.0), (0.02, 0.05), (0.5, 0.1), (0.98, 0.0)])
+def test_the_interval_of_a_difference_covers(chance, shift, samples, correlation, problems):
+    generator, spread = np.random.default_rng(1), (1 - correlation) / correlation
+    shape = (600, problems)
+    first = np.zeros(shape) if chance == 0 else generator.beta(chance * spread, (1 - chance) * spread, shape)
+    second = np.where(generator.random(shape) < shift / (1 - chance), 1.0, first)
+    differences = (generator.binomial(samples, second) - generator.binomial(samples, first)) / samples
+    found = [paired_difference(row) for row in differences.tolist()]
+    assert np.mean([one.low <= shift <= one.high for one in found]) >= 0.925  # 0.94, but for the noise of 600
 
 
-def test_thirds_that_cancel_are_zero():
-    """Means of three seeds: 0.1 + 0.2 − 0.3 is not 0 in floats, and must be for the p-value."""
-    estimate = paired_bootstrap([0.1, 0.2, -0.3])
-    means = all_means([Fraction(1, 10), Fraction(2, 10), Fraction(-3, 10)])
-    exact = 2 * min(float(np.mean(means <= 0)), float(np.mean(means >= 0)))
-    assert estimate.p_value == pytest.approx(min(1.0, exact), abs=0.03)
-
-
-def test_the_smallest_p_value():
-    assert paired_bootstrap([1.0] * 20, draws=999).p_value == 2 / 1000
-
-
-def test_the_interval_and_the_p_value_agree():
-    generator = np.random.default_rng(0)
-    for _ in range(30):
-        estimate = paired_bootstrap(
-            generator.choice([-1.0, 0.0, 1.0], size=100, p=[0.15, 0.6, 0.25]).tolist(), draws=2000
-        )
-        if not 0.04 < estimate.p_value < 0.06:
-            assert (estimate.low > 0 or estimate.high < 0) == (estimate.p_value < 0.05)
-
-
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, 8).map(lambda eighths: eighths / 8), min_size=1, max_size=40))
-def test_an_interval_is_within_the_scores(scores):
-    low, high = bootstrap(scores, draws=200)
-    assert min(scores) <= low <= high <= max(scores)
-
-
-@pytest.mark.parametrize("scores", [[], [float("nan")], [0.0, float("inf")], [[0.0], [1.0]]])
-def test_scores_that_cannot_be_resampled(scores):
-    with pytest.raises(ConfigError, match="finite score"):
-        bootstrap(scores)
-
-
-def test_no_draws_are_refused():
-    with pytest.raises(ConfigError, match="draws=0"):
-        paired_bootstrap([1.0], draws=0)
+def test_a_detectable_difference_is_detected():
+    """In about four of five comparisons, if the truth is as large as one of them says."""
+    generator = np.random.default_rng(3)
+    draws = generator.choice([-1.0, 0.0, 1.0], size=(400, 300), p=[0.1, 0.7, 0.2])
+    found = [paired_difference(row) for row in draws.tolist()]
+    assert np.mean([one.detectable for one in found]) == pytest.approx(0.09, abs=0.01)
+    larger = generator.choice([-1.0, 0.0, 1.0], size=(400, 300), p=[0.105, 0.7, 0.195])
+    assert 0.7 < np.mean([paired_difference(row).low > 0 for row in larger.tolist()]) < 0.9
