@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,14 @@ Numbers = NDArray[np.float64]
 Table = list[float]  # the score of a problem by the number of its right samples
 
 
-def binary_cell(chance: float, problems: int) -> float:
+def binary_cell(chance: float, problems: int, seed: int) -> dict[str, float]:
     """The exact coverage with one right or wrong sample of each problem."""
     covered = 0.0
     for right in range(problems + 1):
         low, high = mean_interval([1.0] * right + [0.0] * (problems - right))
         if low - SLACK <= chance <= high + SLACK:
             covered += math.comb(problems, right) * chance**right * (1 - chance) ** (problems - right)
-    return covered
+    return {"coverage": round(covered, 4)}
 
 
 def draw_chances(rng: np.random.Generator, chance: float, problems: int, correlation: float) -> Numbers:
@@ -125,26 +126,25 @@ def tables(samples: int) -> dict[str, Table]:
 def rows(repeats: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
-    def add(measure: Callable[..., Any], **facts: Any) -> None:
+    def add(measure: Callable[[int], dict[str, float]], **facts: Any) -> None:
         found.append({**facts, **measure(len(found))})
         print(json.dumps(found[-1]), flush=True)
 
     for problems in PROBLEMS:
         for chance in CHANCES:
             place: dict[str, Any] = {"problems": problems, "chance": chance}
-            covered = round(binary_cell(chance, problems), 4)
-            add(lambda seed, covered=covered: {"coverage": covered}, score="top-1", **place)
+            add(partial(binary_cell, chance, problems), score="top-1", **place)
             for samples in SAMPLES:
                 for name, table in tables(samples).items():
                     for r in CORRELATIONS:
-                        args = (table, chance, problems, r, repeats)
-                        add(lambda seed, args=args: cell(*args, seed), score=name, correlation=r, **place)
+                        measure = partial(cell, table, chance, problems, r, repeats)
+                        add(measure, score=name, correlation=r, **place)
         for chance, shift in SHIFTS:
             for samples in (1, *SAMPLES):
                 for r in CORRELATIONS:
-                    pair = (chance, shift, samples, problems, r, repeats)
+                    paired = partial(paired_cell, chance, shift, samples, problems, r, repeats)
                     facts = {"score": f"difference of avg@{samples}", "correlation": r, "problems": problems}
-                    add(lambda seed, pair=pair: paired_cell(*pair, seed), chance=chance, shift=shift, **facts)
+                    add(paired, chance=chance, shift=shift, **facts)
     return found
 
 

@@ -78,6 +78,7 @@ def _size(n: int, variance: float, most: float, informative: float, z: float) ->
     """
     if most <= 0:
         return n
+    variance = min(most, variance * n / max(n - 1, 1))  # without bias
     doubt = min(1.0, (z * z / informative) ** 2)
     return n * most / (variance + doubt * (most - variance))
 
