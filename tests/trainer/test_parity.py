@@ -110,6 +110,15 @@ def prepared(model: Any, dtype: torch.dtype) -> Any:
 # ---- nothing to object to
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_completions_of_the_same_token_pass(count: int, dtype: torch.dtype) -> None:
+    """Their gradients are equal, so with opposite signs nothing would be left but rounding."""
+    one = rows((6,), ((1,),))
+    batch = one.rows(torch.zeros(count, dtype=torch.long))
+    enforce(check(build("llama").to(dtype), batch=batch, entropy_gradient=False))
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_architecture_that_packed_rows_support_passes(name: str) -> None:
     model, packed = build(name), PackedPolicy()

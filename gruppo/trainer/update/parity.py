@@ -150,7 +150,7 @@ def check_parity(
     engine_difference = None
     if sample.engine_logps is not None:
         sampled = sample.engine_logps[case.scored].double().cpu()
-        engine_difference = _error(SAMPLING, sampled, slow.logps)
+        engine_difference = _error(SAMPLING, sampled, slow.logps, slow.norm)
         comparisons.append(judge.compare(SAMPLING, sampled, slow.logps, judge.target.logps))
         if not comparisons[-1].ok:
             faults.append(("the sampling engine", "rollout_backend='transformers'"))
@@ -191,6 +191,7 @@ class _Found(NamedTuple):
     logps: Tensor
     entropies: Tensor
     sketch: Tensor  # (parameters, 64)
+    norm: Tensor  # of the sketch or, if larger, of those of the passes together, in which nothing cancels; 0-d
 
 
 def _run_slowly(model: nn.Module, case: _Case, *, wide: bool = False) -> _Found:
@@ -246,14 +247,17 @@ def _keep(model: nn.Module, case: _Case, rows: Sequence[int], logps_bT: Tensor, 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradient = torch.autograd.grad(case.loss(rows, logps_bT, entropy_bT), trained, allow_unused=True)
     sketches = [_sketch(part, seed) for seed, part in enumerate(gradient)]
-    return _Found(logps_bT.detach(), entropy_bT.detach(), torch.stack(sketches))
+    sketch = torch.stack(sketches)
+    return _Found(logps_bT.detach(), entropy_bT.detach(), sketch, sketch.norm())
 
 
 def _joined(found: Sequence[_Found], rows: Sequence[int], case: _Case) -> _Found:
     """The scores of all rows, in order, and the sum of the sketches, which is the sketch of the summed gradient."""
     order = torch.tensor(rows).argsort().to(case.scored.device)
     logps, entropies = (torch.cat([part[i] for part in found])[order][case.scored] for i in (0, 1))
-    return _Found(logps.double().cpu(), entropies.double().cpu(), torch.stack([part.sketch for part in found]).sum(0))
+    sketches = torch.stack([part.sketch for part in found])
+    total = sketches.sum(0)
+    return _Found(logps.double().cpu(), entropies.double().cpu(), total, torch.maximum(total.norm(), sketches.norm()))
 
 
 def _sketch(gradient: Tensor | None, seed: int) -> Tensor:
@@ -291,13 +295,14 @@ class _Judge:
 
     def compare(self, what: str, fast: Tensor, slow: Tensor, target: Tensor) -> Comparison:
         where = self.names[int((fast - target).norm(dim=1).argmax())] if what == GRADIENTS else ""
-        own = _error(what, slow, target)
-        return Comparison(what, _error(what, fast, target), own, _TIMES * own + self.floor[what], where)
+        error, own = (_error(what, values, target, self.target.norm) for values in (fast, slow))
+        return Comparison(what, error, own, _TIMES * own + self.floor[what], where)
 
 
-def _error(what: str, values: Tensor, target: Tensor) -> float:
+def _error(what: str, values: Tensor, target: Tensor, norm: Tensor) -> float:
+    """The sketch alone may be rounding only: the gradients of equal rows with opposite signs add up to nothing."""
     if what == GRADIENTS:
-        return ((values - target).norm() / target.norm().clamp(min=1e-300)).item()
+        return ((values - target).norm() / norm.clamp(min=1e-300)).item()
     return (values - target)[target.isfinite()].abs().mean().item()
 
 
