@@ -19,6 +19,9 @@ def unsupported_model(model: nn.Module) -> list[str]:
     """What the engine lacks for this model, one sentence each; empty if nothing is known to be missing."""
     reasons = support.unsupported_model(model)
     inner = inner_model(model)
+    config = getattr(inner, "config", None)
+    if config is not None and (shared := getattr(config.get_text_config(), "num_kv_shared_layers", None)):
+        reasons.append(f"its last {shared} layers attend to the keys and values of earlier ones")
     if isinstance(inner, nn.Module) and _is_wrapped(inner):
         reasons.append("it has a hook or a replaced forward, which the engine would bypass")
     return reasons

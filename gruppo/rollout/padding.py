@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gruppo.policy.support import unusual_layers
@@ -38,11 +39,14 @@ class PromptPadding:
         model = policy()
         if not (layers := unusual_layers(inner_model(model))):
             return
-        rows = [[*prompt, *(list(prompt) * _TOKENS)[:_TOKENS]] for prompt in (short, long)]
+        # The third row only pads the second: what a model chooses or compresses may begin to matter in long rows.
+        texts = (short, long, [*short, *long])
+        rows = [[*text, *(list(text) * _TOKENS)[:_TOKENS]] for text in texts]
 
         def difference() -> float:
-            padded, alone = self.logps_of(rows, _TOKENS)[0], self.logps_of(rows[:1], _TOKENS)[0]
-            return float((padded - alone).abs().mean().nan_to_num(float("inf")))
+            padded = self.logps_of(rows, _TOKENS)
+            apart = [(padded[i] - self.logps_of([rows[i]], _TOKENS)[0]).abs().mean() for i in (0, 1)]
+            return max(float(one.nan_to_num(torch.inf)) for one in apart)
 
         found, dtype = in_float32_if_half(model, difference)
         if found > _LIMIT[dtype.itemsize]:

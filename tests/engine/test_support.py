@@ -23,6 +23,7 @@ from gruppo.rollout.hf import TransformersBackend
 from gruppo.types import Completion, SampleRequest, StopReason
 from tests.engine.models import build
 from tests.helpers import in_double, tiny_tokenizer
+from tests.policy.families import family
 
 SIZE: dict[str, Any] = dict(
     vocab_size=64,
@@ -122,6 +123,8 @@ def own_attention() -> Any:
         (convolutions, "it has layers of the kind conv"),
         (chunks, "it has layers of the kind chunked_attention"),
         (bidirectional, "its attention is not causal"),
+        (lambda: family("gemma4"), "its last 2 layers attend to the keys and values of earlier ones"),
+        (lambda: family("gemma3n"), "its last 2 layers attend to the keys and values of earlier ones"),
         (dynamic, "its rotary embedding (dynamic) depends on the longest sequence of a batch"),
         (dynamic_in_one_kind_of_layer, "its rotary embedding (dynamic) depends on the longest sequence of a batch"),
         (longrope, "its rotary embedding (longrope) depends on the longest sequence of a batch"),
