@@ -279,7 +279,7 @@ def run(seed: int, models: list[str]) -> dict[str, Any]:
     repeat(twin, generations)
     after = weights(trainer.model)
     moved, apart = (after - before).norm().item(), (after - weights(twin.model)).norm().item()
-    return {**drawn, "moved": moved, "apart": apart / moved if moved else apart}
+    return {**drawn, "moved": moved, "apart": apart / max(moved, 1e-9)}  # less than that is rounding
 
 
 def main() -> None:

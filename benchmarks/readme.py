@@ -60,6 +60,7 @@ def rows() -> dict[str, str]:
         **{f"rollout_{case}": rollout(results[f"rollout_{case}"]) for case in ROLLOUTS},
         "trl_parity": f"equal to {max(full):.0e} of their size in {len(full)} settings in float32 "
         f"({max(half):.0e} in bfloat16)",
+        "random_recipes": random_recipes(results["random_recipes"]),
         "tools": learned(results["tools"]["runs"]),
         "rewards": f"{results['rewards']['added_by_worker']:.0f} ms more than in process",
         "eval_smollm2": evaluated(results["eval_smollm2"]),
@@ -82,6 +83,14 @@ def lifted(runs: list[dict[str, Any]]) -> str:
     return (
         f"held-out accuracy {min(points[False]):+.0f} to {max(points[False]):+.0f} points; with the sign of the "
         f"advantages reversed {min(points[True]):+.0f} to {max(points[True]):+.0f}"
+    )
+
+
+def random_recipes(found: dict[str, Any]) -> str:
+    off, largest = len(found["beyond_or_failed"]), found["largest_within"]
+    return (
+        f"{found['runs'] - off} of {found['runs']} equal to {largest['float32']:.0e} of the movement in float32, "
+        f"{largest['float64']:.0e} in float64"
     )
 
 
