@@ -21,8 +21,15 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL    := bin/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 PINNED     := $(INSTALL) -q --no-deps
 
+# An environment of another Python than the one that is named is made anew.
+ifneq ($(origin PYTHON),file)
+ANOTHER    := $(shell $(PYTHON) requirements/python.py --is-another $(VENV) && echo another_python)
+endif
+.PHONY: another_python
+another_python:
+
 # What a user has.
-$(VENV)/.demo: requirements/demo.txt requirements/torch.txt pyproject.toml
+$(VENV)/.demo: requirements/demo.txt requirements/torch.txt pyproject.toml $(ANOTHER)
 	@$(PYTHON) requirements/python.py $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/$(PINNED) -r requirements/demo.txt

@@ -1,6 +1,7 @@
-"""Before `make` sets up an environment: refuses a Python that cannot, in one sentence, and removes what another left.
+"""Before `make` sets up an environment: refuses a Python that cannot, in one sentence, and removes what another made.
 
     python requirements/python.py FOLDER
+    python requirements/python.py --is-another FOLDER      exits with 0 if another Python made it; does nothing else
 
 It runs on any Python, Python 2 too.
 """
@@ -43,10 +44,24 @@ def made_by(folder):
     return ".".join(written.get("version", "").split(".")[:2])
 
 
+def remove(folder, this):
+    """What keeps an environment of another Python from being made anew, or None once it is removed."""
+    what = "%s was made by Python %s, and this is Python %s" % (folder, made_by(folder), this)
+    ours = any(os.path.exists(os.path.join(folder, name)) for name in (".demo", ".ready"))
+    if os.path.islink(folder) or not ours:
+        return what + ": remove it, or name another folder: make demo VENV=FOLDER"
+    sys.stdout.write(what + ": it is made anew.\n")
+    shutil.rmtree(folder)
+    return None
+
+
 if __name__ == "__main__":
-    this = tuple(sys.version_info[:2])
-    wrong = complaint(this, venv_works())
+    folder, this = sys.argv[-1], "%d.%d" % sys.version_info[:2]
+    is_another = made_by(folder) not in ("", this)
+    if sys.argv[1] == "--is-another":
+        sys.exit(not is_another)
+    wrong = complaint(tuple(sys.version_info[:2]), venv_works())
+    if is_another and not wrong:
+        wrong = remove(folder, this)
     if wrong:
         sys.exit(wrong)
-    if made_by(sys.argv[1]) not in ("", "%d.%d" % this):
-        shutil.rmtree(sys.argv[1])

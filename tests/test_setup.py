@@ -1,5 +1,6 @@
 """What `make` installs: requirements/ pins all that pyproject.toml asks for, and a wrong Python is refused."""
 
+import os
 import re
 import runpy
 import subprocess
@@ -75,12 +76,55 @@ def test_another_python_or_one_without_venv_is_refused_in_a_line(version, venv_w
     assert len(python.complaint(version, venv_works).splitlines()) == 1
 
 
-def test_the_environment_of_another_python_is_removed_and_ones_own_is_kept(tmp_path):
-    for version, stays in (("3.1.7", False), (".".join(map(str, sys.version_info[:3])), True)):
-        folder = tmp_path / version
-        folder.mkdir()
-        (folder / "pyvenv.cfg").write_text(f"home = /somewhere\nversion = {version}\n")
-        script = ROOT / "requirements" / "python.py"
-        subprocess.run([sys.executable, script, folder], check=True, timeout=60)
-        assert folder.exists() == stays
-    assert subprocess.run([sys.executable, script, tmp_path / "none"], timeout=60).returncode == 0
+def set_up(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "requirements" / "python.py", *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("version", "names", "stays"),
+    [
+        ("3.1.7", [".demo"], False),
+        ("3.1.7", ["mine"], True),
+        (".".join(map(str, sys.version_info[:3])), [".demo"], True),
+    ],
+    ids=["of another python", "a user's own", "of this python"],
+)
+def test_the_environment_of_another_python_is_removed_if_make_made_it(tmp_path, version, names, stays):
+    for name in ["pyvenv.cfg", *names]:
+        (tmp_path / name).write_text(f"home = /somewhere\nversion = {version}\n")
+    another = set_up("--is-another", tmp_path).returncode == 0
+    assert another == version.startswith("3.1.")
+    done = set_up(tmp_path)
+    assert tmp_path.exists() == stays
+    assert done.returncode == (stays and another)
+    assert (done.stdout + done.stderr).count("\n") == another  # it says so
+
+
+def test_an_environment_that_is_a_link_is_left_alone_with_a_sentence(tmp_path):
+    (tmp_path / "real").mkdir()
+    for name in ("pyvenv.cfg", ".demo"):
+        (tmp_path / "real" / name).write_text("version = 3.1.7\n")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    done = set_up(tmp_path / "link")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert (tmp_path / "real" / ".demo").exists()
+
+
+def test_a_named_python_has_effect_on_an_environment_that_is_ready(tmp_path):
+    for name in ("Makefile", "requirements", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".demo").write_text("")
+    plan = ["make", "-n", "demo"]
+    for version, named, anew in (
+        ("3.1.7", [f"PYTHON={sys.executable}"], True),
+        ("3.1.7", [], False),
+        (".".join(map(str, sys.version_info[:3])), [f"PYTHON={sys.executable}"], False),
+    ):
+        (tmp_path / ".venv" / "pyvenv.cfg").write_text(f"version = {version}\n")
+        surroundings = {name: value for name, value in os.environ.items() if name != "PYTHON" and "MAKE" not in name}
+        said = subprocess.run(
+            [*plan, *named], cwd=tmp_path, env=surroundings, capture_output=True, text=True, check=True
+        )
+        assert ("-m venv" in said.stdout) == anew, (version, named)

@@ -213,4 +213,5 @@ class Reporting(TrainerState):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Trainer's method, which would store `hub_token` and other secrets beside the weights."""
         super()._save(output_dir, state_dict)
-        hub.write_settings(self.args, Path(output_dir or self.args.output_dir))
+        if self.args.should_save:
+            hub.write_settings(self.args, Path(output_dir or self.args.output_dir))

@@ -25,6 +25,9 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_get_learning_rate": (),
     "_get_output_dir": ("trial",),
     "_get_train_sampler": ("train_dataset",),
+    "_init_training_state": (
+        *("max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint", "trial"),
+    ),
     "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
     "_load_best_model": (),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
