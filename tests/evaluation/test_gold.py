@@ -58,7 +58,7 @@ def test_the_golds_of_the_real_sets(name, file, count):
 def test_a_missing_package_is_told_before_anything_is_graded(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     for name, paper in [("math", False), ("gsm8k", True)]:
-        with pytest.raises(ConfigError, match="pip install .math-verify"):
+        with pytest.raises(ConfigError, match=r"pip install .math-verify"):
             check_gold(benchmark(name), [], paper=paper)
     assert check_gold(benchmark("gsm8k"), []).ok
 
