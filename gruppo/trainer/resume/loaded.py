@@ -3,9 +3,11 @@
 torch checks little itself: moments of another shape than their weight make a fused optimizer read beyond them.
 """
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -15,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gruppo.errors import CheckpointError
+from gruppo.types import TrainBatch
 
 __all__ = ["bare_optimizer", "check_flight", "check_optimizer", "check_queue", "check_schedule", "fits", "reading"]
 
@@ -44,6 +47,7 @@ _KEEPS: dict[type, set[str]] = {
     torch.optim.SGD: set(),
 }
 _IF_SET = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+_OURS = {field.name for field in fields(TrainBatch)}
 _OF_ROWS = ("completion_ids", "completion_mask", "prompt_ids", "prompt_mask", "advantages")
 
 
@@ -82,28 +86,37 @@ def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
-    """Raise for a state that does not belong to these weights; `before` has the groups as they were made."""
+    """Raise for a state that does not belong to these weights; `before` has the groups as they were made.
+
+    Only where the step is one of torch's own: what another optimizer keeps, in which shapes, is its own affair.
+    """
+    keeps = _kept_by(optimizer)
+    if keeps is None:
+        return
     for group, made in zip(optimizer.param_groups, before, strict=True):
         for name, value in made.items():
             if name != "params" and not _same_kind(group.get(name), value):
                 _refuse("optimizer", f"{name} is {group.get(name)!r:.60}, not like {value!r:.60}")
         for weight in group["params"]:
-            _check_weight(optimizer, group, weight)
+            _check_weight(optimizer.state.get(weight), keeps, group, weight)
 
 
-def _check_weight(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weight: Tensor) -> None:
-    state, known = optimizer.state.get(weight), _KEEPS.get(type(optimizer))
+def _kept_by(optimizer: torch.optim.Optimizer) -> set[str] | None:
+    """What the optimizer's step keeps of a weight; None for a step that is not torch's."""
+    step = inspect.unwrap(type(optimizer).step)  # torch wraps it when the first optimizer of a class is made
+    return next((keeps for kind, keeps in _KEEPS.items() if inspect.unwrap(kind.step) is step), None)
+
+
+def _check_weight(state: Mapping[str, Any] | None, keeps: set[str], group: Mapping[str, Any], weight: Tensor) -> None:
     if not state:  # it had no gradient yet
         return
-    needed = set(known or ())
-    if needed:
-        needed |= {name for setting, name in _IF_SET.items() if group.get(setting)}
+    needed = keeps | {name for setting, name in _IF_SET.items() if keeps and group.get(setting)}
     if missing := needed - state.keys():
         _refuse("optimizer", f"{min(missing)} of a weight is missing")
     for name, value in state.items():
-        if name in _MOMENTS and (known is not None or isinstance(value, Tensor)):
+        if name in _MOMENTS:
             _check_moment(name, value, weight)
-        elif known is not None and not _same_kind(value, 0):
+        elif not _same_kind(value, 0):
             _refuse("optimizer", f"{name} of a weight is {value!r:.60}, not a number")
 
 
@@ -124,7 +137,7 @@ def _same_kind(value: Any, like: Any) -> bool:
         return isinstance(value, bool | None) and isinstance(like, bool | None)
     if isinstance(like, int | float | Tensor):
         number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
-        return number and math.isfinite(float(value))
+        return number and (math.isfinite(float(value)) or float(value) == float(like))
     if isinstance(like, Sequence) and not isinstance(like, str):
         same = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == len(like)
         return same and all(_same_kind(one, other) for one, other in zip(value, like, strict=True))
@@ -132,11 +145,18 @@ def _same_kind(value: Any, like: Any) -> bool:
 
 
 def check_schedule(schedule: Any, before: Mapping[str, Any]) -> None:
-    """Raise for a state that gave the schedule other attributes than it had `before`."""
-    now = vars(schedule)
-    for name in now:
-        if name not in before or (name != "_initial_step" and not _unchanged_kind(now[name], before[name])):
-            _refuse("schedule", f"{name} is {now[name]!r:.60}, where it was {before.get(name)!r:.60}")
+    """Raise for a state that took the place of a method, or of an attribute of another kind that there was `before`.
+
+    A user's own schedule may keep what it likes in its attributes.
+    """
+    library = type(schedule).__module__.partition(".")[0] in ("torch", "transformers")
+    for name, value in vars(schedule).items():
+        if name not in before:
+            wrong = callable(getattr(type(schedule), name, None))
+        else:
+            wrong = library and name != "_initial_step" and not _unchanged_kind(value, before[name])
+        if wrong:
+            _refuse("schedule", f"{name} is {value!r:.60}, where it was {before.get(name)!r:.60}")
 
 
 def _unchanged_kind(value: Any, like: Any) -> bool:
@@ -149,14 +169,17 @@ def _unchanged_kind(value: Any, like: Any) -> bool:
 
 
 def check_queue(batches: Sequence[Mapping[str, Any]], vocabulary: int) -> None:
-    """Raise for micro-batches that are no rows of token ids with what belongs to each of them."""
+    """Raise for micro-batches that are no rows of token ids with what belongs to each of them.
+
+    What a subclass has added to them is not looked at.
+    """
     for batch in batches:
         if missing := [name for name in _OF_ROWS if name not in batch]:
             _refuse("micro-batches", f"{missing[0]} is missing")
         rows = len(batch["completion_ids"]) if batch["completion_ids"].ndim else 0
         prompts, completions = batch["prompt_ids"].shape[-1:], batch["completion_ids"].shape[-1:]
         widths = {1, *prompts, *completions, sum(prompts) + sum(completions)}
-        for name, value in batch.items():
+        for name, value in ((name, value) for name, value in batch.items() if name in _OURS):
             if isinstance(value, Tensor) and value.ndim and (len(value) != rows or not rows):
                 _refuse("micro-batches", f"{name} has {len(value)} rows, the others {rows}")
             if isinstance(value, Tensor) and (value.ndim > 2 or (value.ndim == 2 and value.shape[1] not in widths)):
