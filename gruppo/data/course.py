@@ -165,11 +165,17 @@ class SavedCourse:
     def from_json(cls, saved: Mapping[str, Any]) -> "SavedCourse":
         return cls(**{**saved, "spot": Spot(**saved["spot"]), "batches": Batches(**saved["batches"])})
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether its numbers agree; those of a damaged checkpoint may not."""
-        taken_all = self.available is None or self.spot.taken <= self.available
-        return self.spot.used < self.batches.micro_steps and self.spot.epoch <= self.updates and taken_all
+    def is_possible(self, updates: int, most: int) -> bool:
+        """Whether its numbers agree for a run of so many updates that took at most so many prompts.
+
+        Those of a damaged checkpoint may not.
+        """
+        if self.available is None:
+            counted = self.spot.taken <= most and self.per_epoch == 0
+        else:  # an order by prompts leaves out those that do not fill a generation
+            counted = self.spot.taken <= self.available and self.per_epoch <= self.available < 2 * self.per_epoch
+        under_way = self.spot.used < self.batches.micro_steps and self.spot.epoch <= self.updates == updates
+        return counted and under_way and (self.cursor is None or is_reached(self.cursor, most))
 
     def starts_over(self, batches: Batches) -> bool:
         """Whether the generation under way begins again in a run with these batches, which cuts it differently."""
@@ -183,6 +189,24 @@ class SavedCourse:
         position = self.cursor["generation_began_at" if self.spot.used else "consumed"]
         epoch, taken = divmod(position, self.per_epoch) if self.per_epoch else (spot.epoch, position)
         return replace(spot, epoch=epoch, taken=taken)
+
+
+OTHER_SIZES = 64  # how many times as large the batches of an earlier part of a run may have been
+
+
+def most_taken(updates: int, batches: Batches, *, accumulation: int, rounds: int, per_epoch: int) -> int:
+    """More prompts than a run can have taken in so many updates, each of which may have begun an epoch.
+
+    `rounds` is how often dynamic sampling may replace a prompt. Whoever claims more would let a resumed run read on
+    without end.
+    """
+    per_update = batches.prompts * math.ceil(accumulation / batches.micro_steps)
+    return (updates + 2) * (OTHER_SIZES * per_update * (rounds + 1) + per_epoch)
+
+
+def is_reached(cursor: Mapping[str, int], most: int) -> bool:
+    """Whether a cursor can have the position of this state, after at most so many prompts."""
+    return cursor["generation_began_at"] <= cursor["consumed"] <= most
 
 
 # The settings that decide how prompts become batches, and their order; a part of a name stands for all that follow.

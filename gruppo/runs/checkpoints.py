@@ -45,6 +45,7 @@ __all__ = [
     "rotate",
     "run_of",
     "stage",
+    "updates_in",
 ]
 
 logger = logging.getLogger(__name__)
@@ -196,9 +197,14 @@ def _is_folder(path: Path) -> bool:
 
 
 def _step(checkpoint: Path) -> tuple[int, str]:
-    match = NAME.fullmatch(checkpoint.name)
+    return updates_in(checkpoint.name), checkpoint.name
+
+
+def updates_in(name: str) -> int:
+    """N of `checkpoint-N`."""
+    match = NAME.fullmatch(name)
     assert match is not None
-    return int(match[1]), checkpoint.name
+    return int(match[1])
 
 
 def run_of(checkpoint: Path) -> str | None:

@@ -7,14 +7,16 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
+from transformers import TrainerState
 
-from gruppo.data.course import Batches, Course, SavedCourse, Spot
+from gruppo.data.course import Batches, Course, SavedCourse, Spot, most_taken
 from gruppo.data.sampler import RepeatSampler, eval_loader, micro_step_loader, split_for_rank
 from gruppo.data.streams import IterableStream, PromptCursor, SampledStream
 from gruppo.errors import ConfigError
 from gruppo.trainer.collect.ahead import next_generation
 from gruppo.trainer.reporting import Reporting
-from gruppo.trainer.resume.state import read_course
+from gruppo.trainer.resume.loaded import reading
+from gruppo.trainer.resume.state import read_course, updates_of
 
 
 class Feeding(Reporting):
@@ -159,7 +161,8 @@ class Feeding(Reporting):
         self._saved_course = None
         if self._course is None or self._random_state_due is None or args.ignore_data_skip:
             return values
-        self._saved_course = saved = read_course(Path(self._random_state_due))
+        folder = Path(self._random_state_due)
+        self._saved_course = saved = read_course(folder, self._most_taken(folder))
         if saved is None:
             return values
         if saved.cursor is not None and self._stream is not None and saved.available == self._stream.available:
@@ -175,6 +178,17 @@ class Feeding(Reporting):
         )
         return (epochs, *values[1:-1], updates)
 
+    def _most_taken(self, folder: Path) -> int:
+        """More prompts than the run of a checkpoint can have taken."""
+        assert self._course is not None
+        return most_taken(
+            updates_of(folder),
+            self._course.batches,
+            accumulation=self.args.gradient_accumulation_steps,
+            rounds=self.args.max_resample_rounds,
+            per_epoch=self._course.available or 0,
+        )
+
     def _goes_otherwise(self, saved: SavedCourse) -> bool:
         """Whether this run takes other prompts in an update than that of the checkpoint."""
         assert self._course is not None
@@ -188,7 +202,7 @@ class Feeding(Reporting):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Trainer's method: the epoch, and how many of its micro-steps are skipped."""
-        epoch, step = super()._init_training_state(*args, **kwargs)
+        epoch, step = self._trainer_state(*args, **kwargs)
         course = self._course
         if course is None:
             return epoch, step
@@ -198,6 +212,18 @@ class Feeding(Reporting):
             return epoch, step
         self._resume_course(self._saved_course, step)
         return (epoch if course.whole is None else course.began.epoch), course.resumed_at
+
+    def _trainer_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        if self._random_state_due is None:
+            return super()._init_training_state(max_steps, *args, **kwargs)
+        with reading("state of the trainer", Path(self._random_state_due)):
+            found: tuple[int, int] = super()._init_training_state(max_steps, *args, **kwargs)
+        own = TrainerState()
+        own.compute_steps(self.args, max_steps)
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            if not (getattr(self.state, name) or 0) > 0:  # nothing can be done every so many updates
+                setattr(self.state, name, getattr(own, name))
+        return found
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Trainer's method; an epoch in which other batches begin may be shorter by a part of an update."""

@@ -107,7 +107,8 @@ class Resuming(Checkpointing):
 
     def _load_states(self, folder: Path) -> None:
         """Load the parts of a checkpoint that Trainer does not handle; a plain checkpoint has none."""
-        main = checked_state(folder, 0)  # all processes decide by this state, so that they agree
+        most = None if self._course is None else self._most_taken(folder)
+        main = checked_state(folder, 0, most)  # all processes decide by this state, so that they agree
         same_processes = main is not None and main.values["processes"] == self.accelerator.num_processes
         if main is None:
             self.entropy_control.load(folder)
@@ -120,7 +121,7 @@ class Resuming(Checkpointing):
                 )
             self._restore_part(main)
         else:
-            state = checked_state(folder, self.accelerator.process_index)
+            state = checked_state(folder, self.accelerator.process_index, most)
             assert state is not None
             self._restore(state)
         if (folder / REFERENCE).exists() and self.ref_model is not None and self.args.sync_ref_model:
@@ -138,6 +139,8 @@ class Resuming(Checkpointing):
             setattr(self, name, value)
         config = self.backend.config
         for name, value in loop["generation"].items():
+            if name == "max_new_tokens" and value is not None and value > self.args.max_completion_length:
+                continue  # plans and buffers are made for completions of this run's length
             if name in GENERATION and getattr(config, name, None) != value:
                 setattr(config, name, value)
         weights = self.rewards.weights

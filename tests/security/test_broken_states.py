@@ -16,8 +16,10 @@ from gruppo import BEMACallback, GRPOTrainer
 from gruppo.errors import CheckpointError
 from gruppo.runs import manifests
 from gruppo.trainer.resume.forms import GENERATION, POSITION, RUN_STATE, TRAINER_STATE, check
+from tests.helpers import prompts
 from tests.security.test_checkpoints import adopt
 from tests.trainer.runs import make
+from tests.trainer.test_batching import stream
 
 Values = Any
 STATE, TENSORS = "run_state-00000.json", "run_state-00000.safetensors"
@@ -43,10 +45,10 @@ def found(saved: Path, tmp_path: Path) -> Path:
     return shutil.copytree(saved / "checkpoint-1", tmp_path / "checkpoint-1")
 
 
-def resumes(checkpoint: Path) -> bool:
+def resumes(checkpoint: Path, **settings: Any) -> bool:
     """Whether a run goes on from it to its end; False if it says what is wrong. Nothing else may happen."""
     adopt(checkpoint)
-    run = trainer(checkpoint.parent)
+    run = trainer(checkpoint.parent, **settings)
     try:
         run.train(resume_from_checkpoint=str(checkpoint))
     except CheckpointError:
@@ -196,6 +198,61 @@ def test_every_broken_value_of_the_other_files_is_refused_or_harmless(saved: Pat
             assert content is not None
             manifests.write(checkpoint, manifests.Manifest({**content.about, "position": broken}, content.files))
         resumes(checkpoint)
+
+
+# ---- numbers that let a run go on without end, or not at all
+
+FAR: dict[str, tuple[str, tuple[str, ...], Any]] = {
+    "position": (STATE, ("parts", "prompts", "consumed"), 10**12),
+    "began after its end": (STATE, ("parts", "prompts", "generation_began_at"), 10**6),
+    "position of the course": (STATE, ("course", "cursor", "consumed"), 10**12),
+    "no prompts in an epoch": (STATE, ("course", "per_epoch"), 0),
+    "more prompts in an epoch than there are": (STATE, ("course", "per_epoch"), 10**9),
+    "other updates": (STATE, ("course", "updates"), 10**9),
+    "no updates": (STATE, ("course", "updates"), 0),
+    "updates of the state": ("trainer_state.json", ("global_step",), 10**12),
+    "temperature": (STATE, ("loop", "changed"), {"temperature": 0}),
+    "control": ("trainer_state.json", ("stateful_callbacks", "TrainerControl"), 7),
+    "arguments of the control": ("trainer_state.json", ("stateful_callbacks", "TrainerControl", "args"), {"x": True}),
+    "attributes of the control": (
+        "trainer_state.json",
+        ("stateful_callbacks", "TrainerControl", "attributes"),
+        {"should_save": [1]},
+    ),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("case", FAR)
+def test_numbers_that_no_run_can_have_are_refused(case: str, found: Path) -> None:
+    name, at, wrong = FAR[case]
+    edit(found / name, lambda values: mutated(values, at, wrong))
+    assert not resumes(found, restore_callback_states_from_checkpoint=True)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", [10**10, 7])
+def test_prompts_of_a_stream_that_no_run_can_have_taken_are_refused(number: int, tmp_path: Path) -> None:
+    settings = {"dynamic_sampling": False, "dataset": stream(8)}
+    trainer(tmp_path, **settings).train()
+    checkpoint = tmp_path / "checkpoint-1"
+    edit(checkpoint / STATE, lambda values: mutated(values, ("course", "spot", "taken"), number))
+    assert resumes(checkpoint, **settings) == (number == 7)
+
+
+@pytest.mark.parametrize("name", ["logging_steps", "save_steps", "eval_steps"])
+@pytest.mark.parametrize("wrong", [0, -1, None])
+def test_an_interval_that_is_none_is_that_of_the_settings(name: str, wrong: Any, found: Path) -> None:
+    edit(found / "trainer_state.json", lambda values: mutated(values, (name,), wrong))
+    assert resumes(found, eval_strategy="steps", eval_steps=1, eval_dataset=prompts(4))
+
+
+def test_completions_do_not_become_longer_than_the_settings_say(found: Path) -> None:
+    edit(found / STATE, lambda values: mutated(values, ("loop", "generation", "max_new_tokens"), 2**20))
+    adopt(found)
+    run = trainer(found.parent)
+    run.train(resume_from_checkpoint=str(found))
+    assert run.backend.config.max_new_tokens == run.args.max_completion_length
 
 
 # ---- tensors

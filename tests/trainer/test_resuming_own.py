@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,18 @@ def test_the_shapes_of_moments_are_those_of_the_step(kind: Any, refused: bool) -
     optimizer.state[weight]["exp_avg"] = torch.zeros(1, 2)
     with pytest.raises(CheckpointError) if refused else contextlib.nullcontext():
         check_optimizer(optimizer, groups)
+
+
+@pytest.mark.parametrize("name", ["latest", "best"])
+def test_a_checkpoint_of_another_name_in_the_folder_of_the_run(name: str, tmp_path: Path) -> None:
+    """A link to it, or a copy; checkpoints that are newer are put aside."""
+    make(tmp_path, max_steps=2, save_strategy="steps", save_steps=1).train()
+    if name == "latest":
+        (tmp_path / name).symlink_to("checkpoint-1")
+    else:
+        shutil.copytree(tmp_path / "checkpoint-1", tmp_path / name)
+    resumed = make(tmp_path, max_steps=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / name))
+    assert resumed.state.global_step == 2
+    assert [path.name for path in tmp_path.glob("earlier/*/checkpoint-*")] == ["checkpoint-2"]
+    assert (tmp_path / "checkpoint-1").is_dir()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
 from typing import Any
 
-from transformers import TrainerState
+from transformers import TrainerControl, TrainerState
 
 from gruppo.audit.chance import Duplicates, Surprise
 from gruppo.errors import CheckpointError
@@ -19,6 +19,7 @@ Form = Callable[[Any, str], None]  # raises _MisfitError for a value, given the 
 
 LARGEST = 2**53  # of whole numbers, which must be exact as floats too
 DEEPEST = 30
+COLDEST = 1e-9
 MOST_ROWS, MOST_TOKENS = 2**16, 2**40
 
 
@@ -153,9 +154,12 @@ _COUNT = whole()
 _SHARE = maybe(number(0, 1))
 
 # What a callback may change during a run, as attributes of the trainer and of its generation_config.
-CHANGEABLE: dict[str, Form] = dict.fromkeys(("beta", "temperature", "epsilon_low", "epsilon_high"), number(0))
+CHANGEABLE: dict[str, Form] = {
+    **dict.fromkeys(("beta", "epsilon_low", "epsilon_high"), number(0)),
+    "temperature": number(COLDEST),
+}
 GENERATION: dict[str, Form] = {
-    "temperature": maybe(number(0)),
+    "temperature": maybe(number(COLDEST)),
     "repetition_penalty": maybe(number(1e-6, 1e6)),
     "max_new_tokens": maybe(whole(1, 2**20)),
     "min_new_tokens": maybe(whole(0, 2**20)),
@@ -260,6 +264,8 @@ POSITION = maybe(
 )
 
 _TRAINER_NUMBERS = ("epoch", "max_steps", "logging_steps", "eval_steps", "save_steps", "num_train_epochs")
+_FLAGS = fields({}, {field.name: flag for field in fields_of(TrainerControl)}, closed=True)
+_CONTROL = fields({}, {"args": mapped(flag), "attributes": _FLAGS}, closed=True)
 TRAINER_STATE = fields(
     {"global_step": _COUNT},
     {
@@ -271,7 +277,7 @@ TRAINER_STATE = fields(
         "best_metric": maybe(number(finite=False)),
         "best_global_step": maybe(_COUNT),
         "best_model_checkpoint": maybe(text),
-        "stateful_callbacks": maybe(mapped(anything)),
+        "stateful_callbacks": maybe(fields({}, {"TrainerControl": _CONTROL})),
         **dict.fromkeys(("is_local_process_zero", "is_world_process_zero", "is_hyper_param_search"), flag),
     },
     closed=True,

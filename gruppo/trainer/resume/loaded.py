@@ -33,7 +33,7 @@ _MOMENTS = {
 }
 # What torch's optimizers keep of each weight; the step of one that lacks some of it fails, or reads what is not there.
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
-_KEEPS: dict[type, set[str]] = {
+_KEEPS: dict[type[torch.optim.Optimizer], set[str]] = {
     torch.optim.Adam: _ADAM,
     torch.optim.AdamW: _ADAM,
     torch.optim.NAdam: {*_ADAM, "mu_product"},

@@ -6,6 +6,7 @@ from typing import Any
 from gruppo.runs import checkpoints
 from gruppo.runs.identity import position_run
 from gruppo.runs.record import RunRecorder
+from gruppo.trainer.resume.state import updates_of
 
 
 def continue_record(recorder: RunRecorder, checkpoint: Path, about: dict[str, Any], *, is_main: bool) -> str | None:
@@ -27,6 +28,6 @@ def _newer_ones(checkpoint: Path, folder: Path) -> list[Path]:
     own = checkpoints.run_of(checkpoint)
     if own is None or checkpoint.resolve().parent != folder.resolve():
         return []
-    found = checkpoints.checkpoints(folder)  # the highest number first
-    names = [path.name for path in found]
-    return [path for path in found[: names.index(checkpoint.name)] if checkpoints.run_of(path) == own]
+    made = updates_of(checkpoint)  # its name need not say it: it may be a link, or have been given another
+    newer = [path for path in checkpoints.checkpoints(folder) if checkpoints.updates_in(path.name) > made]
+    return [path for path in newer if checkpoints.run_of(path) == own and not path.samefile(checkpoint)]

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gruppo.data.course import SavedCourse
+from gruppo.data.course import SavedCourse, is_reached
 from gruppo.errors import CheckpointError
 from gruppo.rollout.vllm.inflight import InFlight
 from gruppo.trainer.resume.forms import COURSE, RUN_STATE, check
@@ -54,22 +54,35 @@ class RunState:
         return cls(values, load_file(path.with_suffix(".safetensors")))
 
 
-def checked_state(folder: Path, rank: int) -> RunState | None:
-    """The state of a rank in a checkpoint, which must have the form of one."""
+def checked_state(folder: Path, rank: int, most: int | None) -> RunState | None:
+    """The state of a rank in a checkpoint, which must have the form of one, for at most so many prompts."""
     state = RunState.load(folder, rank)
-    if state is not None:
-        check(state.values, RUN_STATE, str(folder / f"run_state-{rank:05d}.json"))
+    if state is None:
+        return None
+    check(state.values, RUN_STATE, str(folder / f"run_state-{rank:05d}.json"))
+    cursor = state.values["parts"].get("prompts")
+    if cursor is not None and most is not None and not is_reached(cursor, most):
+        raise CheckpointError(
+            f"The position in the prompts in {folder}, {cursor['consumed']}, is none that its run can have: resume "
+            "from another checkpoint."
+        )
     return state
 
 
-def read_course(folder: Path) -> SavedCourse | None:
-    """Where a checkpoint's run was in its prompts; None if the checkpoint does not say."""
+def updates_of(folder: Path) -> int:
+    """How many updates the run of a checkpoint had made."""
+    with reading("state of the trainer", folder):
+        return int(json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
+
+
+def read_course(folder: Path, most: int) -> SavedCourse | None:
+    """Where a checkpoint's run was in its prompts, of which it took at most so many; None if it does not say."""
     path = folder / "run_state-00000.json"
     with reading("state of the run", folder):
         saved = json.loads(path.read_text(encoding="utf-8")).get("course") if path.exists() else None
     check(saved, COURSE, f"{path}: course")
     course = None if saved is None else SavedCourse.from_json(saved)
-    if course is not None and not course.is_possible:
+    if course is not None and not course.is_possible(updates_of(folder), most):
         raise CheckpointError(f"The numbers of `course` in {path} do not agree: resume from another checkpoint.")
     return course
 
