@@ -12,6 +12,7 @@ from gruppo.config.batching import BatchingConfig
 from gruppo.config.deprecated import DeprecatedConfig, resolve_aliases
 from gruppo.config.evaluation import EvaluationConfig, check_benchmarks
 from gruppo.config.fields import option
+from gruppo.config.folder import as_given
 from gruppo.config.loading import LoadingConfig
 from gruppo.config.logging import CompletionLoggingConfig
 from gruppo.config.objective import ObjectiveConfig, ReferenceConfig
@@ -162,10 +163,10 @@ class PolicyConfig(
         check_finite(self, [*own_fields(type(self)), "learning_rate"])
 
     def to_dict(self) -> dict[str, Any]:
-        """TrainingArguments' method, which trackers call, but without the secrets inside of dicts."""
+        """TrainingArguments' method, which trackers call: without secrets, and output_dir is as the user wrote it."""
         from gruppo.runs.secrets import without_secrets  # here, as the package reads tables
 
-        return without_secrets(super().to_dict())
+        return without_secrets(super().to_dict() | {"output_dir": as_given(self)})
 
     @property
     def parity_interval(self) -> int | None:

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from functools import wraps
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 from gruppo.algo.recipes import LOSS_TYPES
 from gruppo.config import hints
+from gruppo.config.folder import check_output_dir
 from gruppo.config.generation import check_generation_kwargs
 from gruppo.config.hints import nearest
 from gruppo.errors import ConfigError
@@ -280,28 +280,6 @@ def check_update(config: Any) -> None:
     if config.max_tokens_per_micro_batch is not None and not config.packed_update:
         budget = config.max_tokens_per_micro_batch
         raise ConfigError(f"max_tokens_per_micro_batch={budget} needs packed rows: set packed_update=True.")
-
-
-def why_no_path(path: str) -> str | None:
-    """Why files cannot be written at a path, in a few words; None if its name is not the reason.
-
-    Example: why_no_path("runs/\\udcff") == "it is not valid text (bytes of another encoding)"
-    """
-    try:
-        os.fsencode(path)  # Python's own calls
-    except UnicodeEncodeError:
-        encoding = sys.getfilesystemencoding()
-        return f"this Python encodes names as {encoding}, which lacks its letters: set PYTHONUTF8=1 or a UTF-8 locale"
-    try:
-        path.encode("utf-8")  # those of torch, safetensors and Arrow
-    except UnicodeEncodeError:
-        return "it is not valid text (bytes of another encoding)"
-    return "a name cannot hold the character NUL" if "\0" in path else None
-
-
-def check_output_dir(config: Any) -> None:
-    if (why := why_no_path(str(config.output_dir))) is not None:
-        raise ConfigError(f"output_dir={config.output_dir!r} cannot be written to: {why}. Choose another name.")
 
 
 def check_run(config: Any) -> None:

@@ -72,6 +72,21 @@ def test_a_save_is_pushed_while_training_continues(tmp_path: Path, monkeypatch: 
     assert trainer.push_in_progress.is_done()
 
 
+@pytest.mark.parametrize("record", [False, True])
+def test_metrics_in_files_of_transformers_are_part_of_the_record(
+    record: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(monkeypatch)
+    trainer = trained(tmp_path / "mine", push_to_hub=True, hub_record=record)
+    trainer.save_state()
+    for split in ("train", "eval"):
+        trainer.save_metrics(split, {f"{split}_reward": 0.5})
+    written = {"trainer_state.json", "train_results.json", "eval_results.json", "all_results.json"}
+    assert {path.name for path in (tmp_path / "mine").iterdir()} > written
+    trainer.push_to_hub()
+    assert hub.top("me/mine") & written == (written if record else set())
+
+
 @pytest.mark.parametrize(
     ("strategy", "folders"),
     [("checkpoint", {"last-checkpoint"}), ("all_checkpoints", {"checkpoint-1", "checkpoint-2"})],

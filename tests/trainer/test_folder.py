@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from gruppo import BEMACallback, GRPOConfig
-from gruppo.config.validate import why_no_path
+from gruppo.config.folder import why_no_path
 from gruppo.errors import ConfigError
+from gruppo.trainer.construct.folder import own_folder
 from tests.helpers import length_reward, prompts
 from tests.trainer.runs import make
 
@@ -54,6 +55,26 @@ def wander(elsewhere: Path, resume: Any = None, **settings: Any) -> Any:
     trainer = make("run", **parts, **WHOLE | settings)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
+
+
+def test_what_leaves_the_machine_has_the_folder_as_it_was_given(elsewhere: Path) -> None:
+    trainer = make("runs/../run", save_strategy="steps", save_steps=1, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    assert trainer.args.output_dir == str(elsewhere.parent / "run")
+    for file in ("training_args.bin", "checkpoint-1/training_args.bin"):
+        content = (elsewhere.parent / "run" / file).read_bytes()
+        assert str(elsewhere.parent).encode() not in content
+        stored = torch.load(elsewhere.parent / "run" / file, weights_only=False)
+        assert stored.output_dir == "runs/../run"
+        assert stored.to_dict()["output_dir"] == "runs/../run"
+    for shown in (trainer.args.to_dict(), trainer.args.to_sanitized_dict()):
+        assert shown["output_dir"] == "runs/../run"
+    assert str(elsewhere.parent) not in (elsewhere.parent / "run" / "config.yaml").read_text(encoding="utf-8")
+    own_folder(trainer.args)  # as a second trainer with the same settings would
+    assert trainer.args.to_dict()["output_dir"] == "runs/../run"
+    trainer.args.output_dir = "another"
+    assert trainer.args.to_dict()["output_dir"] == "another"
 
 
 def test_a_relative_folder_stays_when_the_working_directory_changes(elsewhere: Path) -> None:
@@ -103,7 +124,7 @@ def test_letters_are_no_reason() -> None:
 
 @pytest.mark.medium
 def test_a_folder_that_this_python_cannot_name_is_refused() -> None:
-    code = "from gruppo.config.validate import why_no_path; print(why_no_path('l\\u00e4ufe'), why_no_path('runs'))"
+    code = "from gruppo.config.folder import why_no_path; print(why_no_path('l\\u00e4ufe'), why_no_path('runs'))"
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | plain, capture_output=True, text=True)
     assert "PYTHONUTF8=1" in done.stdout, done.stderr

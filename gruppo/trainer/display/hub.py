@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gruppo.config.folder import GIVEN, as_given
 from gruppo.errors import ConfigError
 from gruppo.runs.checkpoints import DELETING, SAVING
 from gruppo.runs.earlier import PARTS
@@ -22,8 +23,9 @@ from gruppo.runs.plain import WEIGHTS
 from gruppo.runs.secrets import HIDDEN, without_secrets
 
 SETTINGS = "training_args.bin"
-# What a run writes about its prompts, completions and settings, and what is never of use to others.
-RECORD = (*PARTS, "completions", "bad_updates")
+# What a run writes about its prompts, completions and settings, and what is never of use to others. The state and the
+# results are written by `save_state` and `save_metrics`: the metrics of every log, and a path of this machine.
+RECORD = (*PARTS, "completions", "bad_updates", "trainer_state.json", "*_results.json")
 LOCAL = ("_*", "checkpoint-*", f"{SAVING}*", f"{DELETING}*", "earlier/*", "lock")
 # What a checkpoint holds of the model itself; the rest is for resuming.
 OF_THE_MODEL = (
@@ -116,9 +118,11 @@ def require_private(repo_id: str, kind: str, token: str | None, field: str) -> N
 
 
 def write_settings(args: Any, folder: Path) -> None:
-    """Write training_args.bin as transformers does, but without secrets: it is uploaded and given away."""
+    """Write training_args.bin, which is uploaded, without secrets, and with output_dir as the user wrote it."""
     stored = copy.copy(args)
-    for name, value in vars(args).items():
+    stored.output_dir = as_given(args)
+    vars(stored).pop(GIVEN, None)
+    for name, value in vars(stored).copy().items():
         shown = without_secrets({name: value})[name]
         if shown != value:
             setattr(stored, name, None if shown == HIDDEN else shown)
