@@ -87,7 +87,6 @@ class PolicyTrainer(KnownNames):
         checks.warn_combinations(args)
         self.benchmarks = load_benchmarks(args, eval_dataset)  # before the model, which takes longer
         self.toolset = tooling.make_toolset(tools, environment_factory, args)
-        self.tools = [] if self.toolset is None else self.toolset.functions
         own_folder(args)
         arguments.check_early(self, args, reward_funcs, train_dataset, eval_dataset, rollout_func, optimizers)
         set_seed(args.seed)  # before the model is made: adapters are initialised at random

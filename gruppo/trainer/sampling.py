@@ -59,7 +59,7 @@ class Sampling(LogProbs):
         if under_way.asked:
             self.metrics.add(self.mode, self.backend.metrics())
         self._note_sampling(prompts, completions, under_way.seconds_ahead or time.perf_counter() - start)
-        self.environments = started.environments or None
+        self._environments = started.environments or None
         return [
             Rollout(prompt, completions[i], outputs[i], {**extras[i], **started.extra(i)})
             for i, prompt in enumerate(prompts)

@@ -5,7 +5,7 @@ name of that layer, so that this file lists every attribute.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -53,7 +53,7 @@ class TrainerState(Trainer):
     """The attributes of the trainer, beside those of transformers.Trainer."""
 
     # Attributes of Trainer that have another type here.
-    args: Any  # a GRPOConfig or RLOOConfig, which stays as the user wrote it
+    args: Any  # a GRPOConfig or RLOOConfig, which stays as the user wrote it, but that output_dir is absolute
     control: Any
     eval_dataset: Any
     push_in_progress: PushInProgress | None
@@ -74,7 +74,6 @@ class TrainerState(Trainer):
     backend: RolloutBackend
     custom_rollout: CustomRollout | None
     toolset: Toolset | None
-    tools: Sequence[Callable[..., Any]]  # its functions
     tool_loop: ToolLoop | None  # None if there is nothing to call
     eos_token_ids: list[int]
     rewards: Rewards
@@ -118,7 +117,7 @@ class TrainerState(Trainer):
     _epoch_iterator: Any = None
 
     # Sampling
-    environments: Sequence[Any] | None = None  # those of the latest rollouts
+    _environments: Sequence[Any] | None = None  # those of the latest rollouts
     _place: Place | tuple[int, ...] | None = None  # of the current rollouts; in evaluation: update, dataset and batch
     _asked_elsewhere = 0  # rollouts outside training and evaluation, such as a callback's
     _under_way: RolloutUnderWay

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 
 from gruppo import GRPOTrainer, RLOOTrainer
+from gruppo.config.base import own_fields
 from gruppo.errors import ConfigError
 from gruppo.trainer.hooks import PADDED_HOOKS
+from gruppo.trainer.names import ONLY_HERE
 from tests.helpers import length_reward, prompts, tiny_model, tiny_tokenizer
 from tests.trainer.runs import RecordedGRPO, RecordedRLOO, SaveAt, logs, make, run, slow_scores, stored, token_ids
 from tests.trainer.scripted import update_of
@@ -583,12 +585,11 @@ def test_a_subclass_may_set_what_it_likes_otherwise(tmp_path: Path) -> None:
             super().__init__(*args, **kwargs)
             self.loss_type, self.num_generations = self.args.loss_type, self.args.num_generations
             self.chat_template_kwargs = self.args.chat_template_kwargs or {}
-            # Settings of which TRL's trainers keep no copy, and names of gruppo's own: the subclass's to use.
-            self.delta, self.record, self.steps_per_generation, self.audit = 3.0, [], "mine", "mine"
+            self.record, self.audit = [], "mine"  # TRL lacks these settings, so the names are the subclass's to use
 
     trainer = make(tmp_path, Mine)
     assert (trainer.loss_type, trainer.num_generations) == ("dapo", 2)
-    assert (trainer.delta, trainer.record, trainer.audit, trainer.weights_of_mine) == (3.0, [], "mine", [1.0])
+    assert (trainer.record, trainer.audit, trainer.weights_of_mine) == ([], "mine", [1.0])
     trainer.train()
 
     class Changed(RecordedGRPO):
@@ -598,6 +599,84 @@ def test_a_subclass_may_set_what_it_likes_otherwise(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="scale_rewards"):
         make(tmp_path / "changed", Changed)
+
+
+@BOTH
+def test_every_copy_of_a_setting_takes_effect_or_cannot_be_set(trainer_class: Any, tmp_path: Path) -> None:
+    trainer = make(tmp_path, trainer_class, num_generations=2, beta=0.1)
+    takes_effect = {"beta": 0.25, "temperature": 0.25, "epsilon_high": 0.25, "router_aux_loss_coef": 0.25}
+    takes_effect["reward_weights"] = torch.tensor([0.25])
+    seen = set()
+    for name in set(own_fields(type(trainer.args))) - ONLY_HERE:
+        if name in takes_effect:
+            setattr(trainer, name, takes_effect[name])
+            assert getattr(trainer, name) == takes_effect[name]
+            seen.add(name)
+            continue
+        now = getattr(trainer, name)
+        with pytest.raises(ConfigError, match=rf"trainer\.{name} = .* no effect"):
+            setattr(trainer, name, "something else")
+        assert getattr(trainer, name) == now
+    assert seen == {name for name in takes_effect if hasattr(trainer.args, name)}
+    assert trainer.loss_settings.epsilon_high == 0.25
+    assert trainer.backend.config.temperature == 0.25
+    assert trainer.rewards.weights.tolist() == [0.25]
+    for name in ("tools", "environments"):
+        setattr(trainer, name, getattr(trainer, name))
+        with pytest.raises(ConfigError, match=rf"trainer\.{name} = .* no effect"):
+            setattr(trainer, name, [length_reward])
+
+
+def test_names_that_only_this_library_has_are_those_of_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fields.md").read_text(encoding="utf-8")
+    new = set(re.findall(r"^\| `(\w+)` .*\| new[^|]*\|$", page, re.MULTILINE))
+    assert new == ONLY_HERE | {"max_prompt_length"}, "TRL's trainers had this one for long"
+
+
+def test_what_a_subclass_sets_first_is_there_until_the_constructor_replaces_it(tmp_path: Path) -> None:
+    class Early(RecordedGRPO):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.num_generations, self.loss_type, self.temperature, self.tools = 77, "mine", 0.5, ["mine"]
+            self.reward_funcs, self.pad_token_id, self.record = ["mine"], 99, ["mine"]
+            self.read = (self.num_generations, self.loss_type, self.temperature, self.tools[0], self.reward_funcs[0])
+            super().__init__(*args, **kwargs)
+
+    trainer = make(tmp_path, Early)
+    assert trainer.read == (77, "mine", 0.5, "mine", "mine")
+    assert (trainer.num_generations, trainer.loss_type, trainer.temperature) == (2, "dapo", 1.0)
+    assert (trainer.tools, trainer.reward_funcs, trainer.record) == ([], [length_reward], ["mine"])
+    assert trainer.pad_token_id == trainer.processing_class.pad_token_id
+    with pytest.raises(AttributeError):
+        trainer.no_such_name  # noqa: B018
+    trainer.train()
+
+
+def test_names_that_a_subclass_defines_are_its_own(tmp_path: Path) -> None:
+    class Mixin:
+        scale_rewards = "mixed in"
+
+    class Mine(Mixin, RecordedGRPO):
+        top_k = 5
+
+        @property
+        def loss_type(self) -> str:
+            return f"mine of {self.kept}"
+
+        @loss_type.setter
+        def loss_type(self, value: str) -> None:
+            self.kept = value
+
+        @property
+        def num_generations(self) -> int:
+            return int(self.args.num_generations)
+
+    trainer = make(tmp_path, Mine)
+    trainer.loss_type, trainer.top_k, trainer.scale_rewards = "this", 7, "changed"
+    assert (trainer.loss_type, trainer.top_k, trainer.scale_rewards) == ("mine of this", 7, "changed")
+    with pytest.raises(AttributeError, match="num_generations"):
+        trainer.num_generations = 7
+    with pytest.raises(ConfigError, match="no effect"):
+        trainer.top_p = 0.5
 
 
 def test_attributes_of_grpo_alone(tmp_path: Path) -> None:
