@@ -30,7 +30,7 @@ def entropy_threshold(entropies_N: Tensor, quantile: float) -> Tensor:
     """The entropy (0-d) that the top share `quantile` of the tokens reaches, https://arxiv.org/abs/2506.01939.
 
     This is the (1 − quantile) quantile with linear interpolation, like `torch.quantile` but without its limit of
-    16 million values, less `SLACK`; +inf when there are no tokens, so that nothing passes.
+    16 million values, less `SLACK`, but by half of it at most; +inf when there are no tokens, so that nothing passes.
 
     Without the slack, rounding would decide: the quantile is often the entropy of a token, and tokens with the same
     context, such as the first ones of a group's completions, have equal entropies. All of them pass, or none.
@@ -40,8 +40,9 @@ def entropy_threshold(entropies_N: Tensor, quantile: float) -> Tensor:
     sorted_N = widen(entropies_N).flatten().sort().values
     rank = (1.0 - quantile) * (sorted_N.numel() - 1)
     below, above = math.floor(rank), math.ceil(rank)
+    quantile = sorted_N[below].lerp(sorted_N[above], rank - below)
     relative, absolute = SLACK
-    return sorted_N[below].lerp(sorted_N[above], rank - below) * (1 - relative) - absolute
+    return quantile * (1 - relative) - (quantile / 2).clamp(0, absolute)
 
 
 def top_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor, threshold: Tensor | float) -> Tensor:

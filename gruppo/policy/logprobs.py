@@ -41,11 +41,13 @@ def score_tokens(
     entropy: bool = False,
     entropy_gradient: bool = False,
     router_loss: bool = False,
+    trim: bool = False,
     vision: Sequence[Vision | None] | None = None,
 ) -> TokenScores:
     """Score the last `logits_to_keep` tokens of each row under the tempered distribution of the model.
 
-    Rows are run in pieces of at most `batch_size`. Positions that the mask excludes score exactly 0. `router_loss`
+    Rows are run in pieces of at most `batch_size`; with `trim`, a row that is run alone is not padded. Positions that
+    the mask excludes score exactly 0. `router_loss`
     covers all tokens of the rows; for several pieces it is their mean. `vision` is the processor's output for the
     prompts, which end where the scored tokens begin.
     """
@@ -53,7 +55,7 @@ def score_tokens(
     asked = {"output_router_logits": True} if router_loss else {}
     scores, losses = [], []
     for i, (ids, mask) in enumerate(zip(input_ids.split(size), attention_mask.split(size), strict=True)):
-        first, missing = _padding_of(mask, width)
+        first, missing = _padding_of(mask, width) if trim else (0, 0)
         keep, kept = slice(first, ids.shape[1] - missing), width - missing
         ids, mask = ids[:, keep], mask[:, keep]
         seen = {} if vision is None else _seen(model, vision[i * size : i * size + len(ids)], ids, mask, kept)

@@ -6,6 +6,7 @@ batch) shows up as a difference.
 """
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from gruppo.policy.unwrap import forward_arguments, inner_model, position_ids
 from gruppo.policy.widening import NOT_IN_FLOAT32, can_widen, in_float32
 from gruppo.types import TrainBatch
 
+logger = logging.getLogger(__name__)
+
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 # Layers whose cache can be copied from a prompt to its completions.
 CACHED_LAYERS = _KNOWN_LAYERS | {"chunked_attention"}
@@ -39,18 +42,9 @@ def unsupported_model(model: nn.Module) -> list[str]:
     if config is None:
         return [f"{type(inner).__name__} is not a transformers model"]
     text = config.get_text_config()
-    reasons = []
-    if getattr(config, "is_encoder_decoder", False):
-        reasons.append("it is an encoder-decoder model")
-    if not getattr(inner, "_supports_attention_backend", False):
-        reasons.append(f"{type(inner).__name__} does not support custom attention functions")
-    reasons += unusual_layers(inner)
-    if missing := sorted({"past_key_values", "position_ids", "logits_to_keep"} - forward_arguments(model)):
-        reasons.append(f"its forward takes no {', '.join(missing)}")
-    if any(getattr(text, name, False) for name in ("use_bidirectional_attention", "prefix_lm", "is_prefix_lm")):
-        reasons.append("its attention is not causal")
-    if kinds := sorted(_rope_types(text) & _BATCH_DEPENDENT_ROPE):
-        reasons.append(f"its rotary embedding ({', '.join(kinds)}) depends on the longest sequence of a batch")
+    reasons = ["it is an encoder-decoder model"] if getattr(config, "is_encoder_decoder", False) else []
+    reasons += _unknown_attention(inner) + unusual_layers(inner)
+    reasons += _unknown_positions(model, text)
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in _adapters(model)):
         reasons.append("its adapter learns virtual prompt tokens")
     devices = sorted({str(parameter.device) for parameter in inner.parameters()})
@@ -68,6 +62,33 @@ def unusual_layers(inner: Any, known: frozenset[str] = _KNOWN_LAYERS) -> list[st
     kinds = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
     reasons = ["it keeps a recurrent state"] if getattr(inner, "_is_stateful", False) else []
     return reasons + ([f"it has layers of the kind {', '.join(sorted(kinds - known))}"] if kinds - known else [])
+
+
+def padding_risks(model: nn.Module) -> list[str]:
+    """Why its layers are not known to be standard attention, which leaves padding out by its mask."""
+    inner = inner_model(model)
+    config = getattr(inner, "config", None)
+    if config is None:
+        return [f"{type(inner).__name__} is not a transformers model"]
+    return _unknown_attention(inner) + unusual_layers(inner) + _unknown_positions(model, config.get_text_config())
+
+
+def _unknown_attention(inner: Any) -> list[str]:
+    if getattr(inner, "_supports_attention_backend", False):
+        return []
+    return [f"{type(inner).__name__} does not support custom attention functions"]
+
+
+def _unknown_positions(model: nn.Module, text: Any) -> list[str]:
+    """What else may make a token depend on its place in a batch, one sentence each."""
+    reasons = []
+    if missing := sorted({"past_key_values", "position_ids", "logits_to_keep"} - forward_arguments(model)):
+        reasons.append(f"its forward takes no {', '.join(missing)}")
+    if any(getattr(text, name, False) for name in ("use_bidirectional_attention", "prefix_lm", "is_prefix_lm")):
+        reasons.append("its attention is not causal")
+    if kinds := sorted(_rope_types(text) & _BATCH_DEPENDENT_ROPE):
+        reasons.append(f"its rotary embedding ({', '.join(kinds)}) depends on the longest sequence of a batch")
+    return reasons
 
 
 def _adapters(model: nn.Module) -> list[Any]:
@@ -183,7 +204,11 @@ def packed_trial(model: nn.Module, policy: PackedPolicy) -> str | None:
     try:
         with in_float32(model):
             wide = _pack_error(model, PackedPolicy(fused_layers=False), _trial_rows(prompts[1:] or prompts, (3, 6)))
-    except NOT_IN_FLOAT32:
+    except NOT_IN_FLOAT32 as error:
+        logger.warning(
+            f"Packed rows were compared with separate ones in {arithmetic_dtype(model, policy.autocast_dtype)} alone, "
+            f"as {type(inner_model(model)).__name__} does not run in float32: {type(error).__name__}: {error}"
+        )
         return None
     return too_far(model, wide, torch.float32)
 

@@ -129,8 +129,9 @@ class BuiltinBackend(RolloutBackend):
         return {"plan": None if plan is None else plan.to_dict(), "may_grow": self.engine.may_grow}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.engine.plan = self._affordable(state["plan"])
-        self.engine.may_grow = state["may_grow"]
+        if "plan" in state:  # another backend may have written the checkpoint
+            self.engine.plan = self._affordable(state["plan"])
+            self.engine.may_grow = state["may_grow"]
 
     def _affordable(self, plan: Mapping[str, int] | None) -> RolloutPlan | None:
         """A saved plan; None if it needs more memory than this device has free, as one of another machine may."""

@@ -1,6 +1,6 @@
 """Sampling with transformers' own `generate`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,7 +104,8 @@ class TransformersBackend(RolloutBackend):
         with self.ready():
             if requests and not self.lockstep and all(request.vision is None for request in requests):
                 self.padding.check(self.policy, [request.prompt_ids for request in requests])
-            together = [[request] for request in requests] if self.padding.alone else [requests]
+            alone = self.padding.alone and not self.lockstep  # in lockstep, processes sample equally often
+            together = [[request] for request in requests] if alone else [requests]
             return [completion for part in together for completion in self._sample(part)]
 
     def _sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
@@ -150,21 +151,26 @@ class TransformersBackend(RolloutBackend):
         targets = torch.stack([row[-last:] for row in tensors])
         ids = pad([row[:-last] for row in tensors], self.config.pad_token_id, "left", self.pad_to_multiple_of)
         mask = pad([torch.ones_like(row[:-last]) for row in tensors], 0, "left", self.pad_to_multiple_of)
-        config = GenerationConfig(max_new_tokens=last, do_sample=False, pad_token_id=self.config.pad_token_id)
-        config.cache_implementation = self.config.cache_implementation
-        own = getattr(inner_model(policy), "generation_config", None)
-        endless = [] if own is None else [Swap(own, "eos_token_id", None), Swap(own, "stop_strings", None)]
-        with sampling_mode(policy), swapped(endless):
+        config, in_effect = GenerationConfig(), _in_effect(self.config, policy)
+        config.update(max_new_tokens=last, do_sample=False, pad_token_id=self.config.pad_token_id)
+        config.update(use_cache=in_effect.use_cache, cache_implementation=in_effect.cache_implementation)
+        config.update(output_logits=True, return_dict_in_generate=True)
+        with sampling_mode(policy), _own_settings_off(policy):
             found = policy.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([_Dictated(targets, ids.shape[1])]),
-                output_logits=True,
-                return_dict_in_generate=True,
             )
         logps = torch.stack(found.logits, 1).float().log_softmax(-1)
         return logps.gather(-1, targets[..., None])[..., 0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"padding": self.padding.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "padding" in state:  # another backend may have written the checkpoint
+            self.padding.load_state_dict(state["padding"])
 
     def work(self, prompts: Sequence[int], completions: Sequence[int]) -> dict[str, Any]:
         """Prompts are padded to the longest one, and all rows run until the last one ends."""
@@ -242,6 +248,16 @@ def _own_stop_strings_off(policy: Any) -> Iterator[None]:
     """Inside this context `generate` does not read the model's own stop strings, for which `StopStrings` watches."""
     config = getattr(inner_model(policy), "generation_config", None)
     with swapped([] if config is None else [Swap(config, "stop_strings", None)]):
+        yield
+
+
+@contextmanager
+def _own_settings_off(policy: Any) -> Iterator[None]:
+    """Inside this context `generate` reads none of the model's own settings: beams, limits, tokens that end a row."""
+    own = getattr(inner_model(policy), "generation_config", None)
+    plain = {name: value for name, value in vars(GenerationConfig()).items() if not name.startswith("_")}
+    given = {} if own is None else vars(own)
+    with swapped([Swap(own, name, plain.get(name)) for name in given if not name.startswith("_")]):
         yield
 
 

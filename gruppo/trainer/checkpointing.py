@@ -51,6 +51,7 @@ class Checkpointing(Auditing):
         """The objects that have a `state_dict`, by name."""
         parts = {
             "rollout": self.backend,
+            "padding": self.padding,
             "update_plan": self.planner,
             "entropy": self.entropy_control,
             "metrics": self.metrics,

@@ -204,7 +204,6 @@ class PolicyTrainer(KnownNames):
             self.model,
             active=self.packed is None and self.args.parity_interval is not None,
             sharded=self.sharding.is_sharded,
-            rows=self.args.per_device_train_batch_size,
             autocast_dtype=autocast_dtype(self.accelerator.mixed_precision),
         )
         self._update_buffer, self._this_update = UpdateBuffer(), UpdateUnderWay()

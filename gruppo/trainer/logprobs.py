@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gruppo.algo.kl import k1
 from gruppo.algo.mismatch import importance_weights
@@ -75,13 +76,14 @@ class LogProbs(Feeding):
 
     def _check_parity(self, batch: TrainBatch) -> None:
         """Compare packed rows with padded ones, or padded rows with single ones; see `ParityGuard`, `PaddingGuard`."""
+        model = bare_model(self.accelerator, self.model)
+        backend = self.backend if self.custom_rollout is None else None
+        sampler = backend.logps_of if isinstance(backend, TransformersBackend) else None
+        with self.presence.during("checking parity"):
+            self.padding.check(model, batch, sampler, rows=self._forward_rows)
+        if self.padding.alone and isinstance(self.backend, TransformersBackend):
+            self.backend.padding.alone = True  # what was compared
         if self.mode == "train":
-            model = bare_model(self.accelerator, self.model)
-            sampler = self.backend if self.custom_rollout is None else None
-            with self.presence.during("checking parity"):
-                self.padding.check(
-                    model, batch, sampler.logps_of if isinstance(sampler, TransformersBackend) else None
-                )
             self.parity.check(
                 model,
                 batch,
@@ -255,10 +257,13 @@ class LogProbs(Feeding):
 
         `vision` is a list with one entry per row: the processor's output for its prompt.
         """
+        if self.padding.alone and isinstance(model, DistributedDataParallel):
+            model.broadcast_buffers = False  # in every pass, of which a process has as many as rows with a gradient
         options: dict[str, Any] = {
             "vision": self._only_vision(multimodal, input_ids),
             "temperature": self.temperature,
             "batch_size": 1 if self.padding.alone else batch_size,
+            "trim": bool(self.padding.layers),
             "entropy": compute_entropy,
             "entropy_gradient": self.entropy_control.enabled,
             "router_loss": compute_aux_loss,

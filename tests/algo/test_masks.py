@@ -42,7 +42,14 @@ def test_entropy_threshold_by_hand():
 def test_entropy_threshold_is_torch_quantile_less_rounding(values, share):
     x = torch.tensor(values, dtype=torch.float64)
     quantile, threshold = torch.quantile(x, 1 - share), entropy_threshold(x, share)
-    torch.testing.assert_close(threshold, quantile * (1 - SLACK[0]) - SLACK[1], rtol=1e-9, atol=1e-9)
+    expected = quantile * (1 - SLACK[0]) - min(SLACK[1], quantile / 2)
+    torch.testing.assert_close(threshold, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_slack_does_not_let_everything_pass_where_entropies_are_tiny():
+    x = torch.tensor([0.0, 1e-9, 2e-9, 1e-8, 5e-7, 6e-7, 9e-7])
+    assert (x >= entropy_threshold(x, 0.4)).tolist() == [False] * 4 + [True] * 3
+    assert entropy_threshold(torch.tensor([-1e-8, 0.0, 0.0]), 1.0).item() == pytest.approx(-1e-8)
 
 
 def test_entropy_threshold_beyond_the_limit_of_torch_quantile():

@@ -194,8 +194,10 @@ _AUDITS = fields(
     }
 )
 ENTROPY = fields({"entropy_coef": number(), "last_world_entropy": number(finite=False)})
+_PADDING = fields({"alone": flag, "longest": _COUNT, "padding": whole(-1)})  # what a guard against padding found
 _PARTS: dict[str, Form] = {
-    "rollout": fields({}, {"plan": maybe(fields(_ROLLOUT_PLAN, closed=True)), "may_grow": flag}),
+    "rollout": fields({}, {"plan": maybe(fields(_ROLLOUT_PLAN, closed=True)), "may_grow": flag, "padding": _PADDING}),
+    "padding": _PADDING,
     "update_plan": maybe(
         fields(
             {"plan": mapped(either(flag, whole(1, MOST_TOKENS)))},
