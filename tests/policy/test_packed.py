@@ -1,6 +1,7 @@
 """Packed rows are scored and differentiated as the slow twin does it, one row at a time."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from triton import OutOfResources
 
 from gruppo.errors import PackingError
 from gruppo.kernels import layers
-from gruppo.policy import packed
+from gruppo.policy import packed, support
 from gruppo.policy.adapters import use_adapter
 from gruppo.policy.fusion import fused_swaps
 from gruppo.policy.head import ModelHead
@@ -412,6 +413,19 @@ def test_autocast_hides_no_leak_either() -> None:
             if "conv" in key:
                 parameter.mul_(0.5)
     assert "in float32" in (packed_trial(model, policy) or "")
+
+
+def test_a_trial_that_cannot_run_in_float32_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @contextmanager
+    def refuse(model: Any) -> Iterator[None]:
+        raise TypeError("half precision only")
+        yield
+
+    monkeypatch.setattr(support, "in_float32", refuse)
+    assert packed_trial(trainable("llama").bfloat16(), PackedPolicy()) is None
+    assert "does not run in float32: TypeError: half precision only" in caplog.text
 
 
 def test_a_kernel_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

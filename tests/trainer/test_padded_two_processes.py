@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.processes import run_together
+from tests.trainer import alone_two_processes
 from tests.trainer import padded_two_processes as two_processes
 
 
@@ -19,3 +20,12 @@ def test_two_processes_make_the_update_of_one(tmp_path: Path) -> None:
         for key, change in alone.items():
             assert torch.equal(zero[key], one[key]), f"{name}: {key}"
             assert (zero[key] - change).norm() <= 1e-9 * change.norm(), f"{name}: {key}"
+
+
+@pytest.mark.medium
+def test_processes_run_rows_alone_together(tmp_path: Path) -> None:
+    """Only one of them has rows that show that padding matters, and they have different numbers of moving rows."""
+    run_together(2, alone_two_processes.__name__, tmp_path)
+    zero, one = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert zero[:2] == one[:2] == (True, True)
+    assert all(torch.equal(weight, one[2][name]) for name, weight in zero[2].items())
