@@ -40,9 +40,9 @@ def entropy_threshold(entropies_N: Tensor, quantile: float) -> Tensor:
     sorted_N = widen(entropies_N).flatten().sort().values
     rank = (1.0 - quantile) * (sorted_N.numel() - 1)
     below, above = math.floor(rank), math.ceil(rank)
-    quantile = sorted_N[below].lerp(sorted_N[above], rank - below)
+    reached = sorted_N[below].lerp(sorted_N[above], rank - below)
     relative, absolute = SLACK
-    return quantile * (1 - relative) - (quantile / 2).clamp(0, absolute)
+    return reached * (1 - relative) - (reached / 2).clamp(0, absolute)
 
 
 def top_entropy_mask(entropy_BT: Tensor, mask_BT: Tensor, threshold: Tensor | float) -> Tensor:
