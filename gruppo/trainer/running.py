@@ -9,7 +9,7 @@ from typing import Any
 
 from gruppo.errors import AuditError, CheckpointError, DataError, RunLockedError
 from gruppo.runs import checkpoints
-from gruppo.runs.links import refuse_links
+from gruppo.runs.links import names_written, refuse_links
 from gruppo.runs.lock import RunLock
 from gruppo.trainer.processes.collectives import from_main
 from gruppo.trainer.processes.stopping import STOPPED, STOPPED_UNSAVED, StopRequested
@@ -134,7 +134,7 @@ class Running(Resuming):
             folder.mkdir(parents=True, exist_ok=True)
             lock = RunLock(folder)
             try:
-                refuse_links(folder)
+                refuse_links(folder, names_written(self.args.record, completions=self.args.log_completions))
                 if (stale := lock.acquire()) is not None:
                     logger.warning(f"{folder}: {stale}")
                 for sentence in checkpoints.clean_leftovers(folder):

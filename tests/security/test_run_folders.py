@@ -322,7 +322,7 @@ def all_written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_folders_that_a_run_writes_into_are_known(all_written: Path) -> None:
     folders = {path.name for path in all_written.iterdir() if path.is_dir()}
-    assert {name for name in folders if not name.startswith("checkpoint-")} == set(links.FOLDERS) - {"runs"}
+    assert {name for name in folders if not name.startswith("checkpoint-")} == set(links.FOLDERS)
 
 
 LEFT = (

@@ -9,6 +9,7 @@ write_settings      training_args.bin without secrets
 """
 
 import copy
+import glob
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gruppo.config.folder import GIVEN, as_given
 from gruppo.errors import ConfigError
 from gruppo.runs.checkpoints import DELETING, SAVING
 from gruppo.runs.earlier import PARTS
+from gruppo.runs.links import leading_out
 from gruppo.runs.plain import WEIGHTS
 from gruppo.runs.secrets import HIDDEN, without_secrets
 
@@ -52,7 +54,7 @@ def push_folder(
         commit_message=message,
         revision=revision,
         run_as_future=not wait,
-        ignore_patterns=left_out(args.hub_record),
+        ignore_patterns=[*left_out(args.hub_record), *map(glob.escape, leading_out(Path(args.output_dir)))],
     )
 
 
