@@ -13,6 +13,7 @@ PARTS = (
     *("run.json", "config.yaml", "environment.json", "metrics.jsonl", "events.jsonl"),
     *("rollouts", "updates", "tokenizer"),
 )
+TABLES = "completions"  # of `log_completions`: they belong to a record, but are none
 
 
 def new_place(run: Path) -> Path:
@@ -29,8 +30,8 @@ def new_place(run: Path) -> Path:
 
 def archive_record(run: Path) -> Path | None:
     """Move the record of an earlier run out of the way; returns its new place, or None if there was no record."""
-    parts = [name for name in PARTS if os.path.lexists(run / name)]
-    if not parts:
+    parts = [name for name in (*PARTS, TABLES) if os.path.lexists(run / name)]
+    if parts in ([], [TABLES]):  # of an evaluation before the run, or of no run that is known
         return None
     place = new_place(run)
     for name in parts:

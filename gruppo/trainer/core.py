@@ -34,7 +34,7 @@ from gruppo.trainer.construct.folder import own_folder
 from gruppo.trainer.construct.frozen import make_reference
 from gruppo.trainer.construct.unused import Parts, check_unused
 from gruppo.trainer.display.completions import CompletionLog
-from gruppo.trainer.display.hub import start_table_uploads
+from gruppo.trainer.display.hub import table_uploads
 from gruppo.trainer.names import KnownNames
 from gruppo.trainer.processes import sharded
 from gruppo.trainer.processes.presence import presence_of
@@ -176,8 +176,7 @@ class PolicyTrainer(KnownNames):
         self._queue: deque[dict[str, Any]] = deque()
         self.ledger = make_ledger(self.accelerator, self.model, autocast_dtype(self.accelerator.mixed_precision))
         if self.accelerator.is_main_process and args.log_completions_hub_repo:
-            # Keep a reference to the scheduler for as long as the trainer exists.
-            self._hub_uploads = start_table_uploads(args, self.completions_folder, loading.hub_name(self.model))
+            self._start_uploads = table_uploads(args, self.completions_folder, loading.hub_name(self.model))
         set_seed(args.seed, device_specific=True)  # processes sample different completions
 
     def _make_update_parts(self) -> None:

@@ -115,6 +115,8 @@ class Reporting(TrainerState):
         table = log.table(step)
         suffix = "" if self.mode == "train" else f"_{self._eval_prefix}"
         write_parquet(table, self.completions_folder / f"completions{suffix}_{step:05d}.parquet")
+        if self._start_uploads is not None:  # not before, when the tables of an earlier run may be in the folder
+            self._hub_uploads, self._start_uploads = self._start_uploads(), None
         log_to_trackers(self.args.report_to, table, self.args.log_unique_prompts, list(columns["images"]))
 
     def floating_point_ops(self, inputs: Any) -> int:

@@ -106,6 +106,7 @@ class TrainerState(Trainer):
     _eval_prefix = "eval"  # of the current evaluation dataset: eval, or eval_<name> when there are several
     _record_seconds = 0.0  # spent on the record since the last update
     _run_id = ""  # empty without a record
+    _start_uploads: Callable[[], Any] | None = None  # until there is a table to upload
     _hub_uploads: Any  # the scheduler of uploads, which is kept for as long as the trainer
 
     # Feeding

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import CommitScheduler
 from rich.console import Console
 
 from gruppo import GRPOTrainer, RLOOTrainer
@@ -309,6 +310,27 @@ def test_completions_go_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert written == hub.files.keys() - {"me/completions/README.md"}
     assert written, "the folder that is uploaded is the one written to"
     assert not hasattr(run(tmp_path / "without", max_steps=1, **SHOW), "_hub_uploads")
+
+
+def test_tables_of_an_earlier_run_are_moved_and_not_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(monkeypatch)
+    monkeypatch.setattr(CommitScheduler, "_run_scheduler", CommitScheduler.push_to_hub)  # at once
+    run(tmp_path, max_steps=2, **SHOW)
+    again = run(tmp_path, max_steps=1, log_completions_hub_repo="me/completions", **SHOW)
+    again._hub_uploads._scheduler_thread.join()
+    again._hub_uploads.push_to_hub()
+    first = "completions_00001.parquet"
+    assert [path.name for path in (tmp_path / "completions").iterdir()] == [first]
+    earlier = tmp_path / "earlier" / "0001" / "completions"
+    assert sorted(path.name for path in earlier.iterdir()) == [first, "completions_00002.parquet"]
+    assert hub.files.keys() - {"me/completions/README.md"} == {f"me/completions/{first}"}
+
+
+def test_a_table_of_an_evaluation_before_the_run_stays(tmp_path: Path) -> None:
+    trainer = make(tmp_path, max_steps=1, eval_dataset=prompts(4), **SHOW)
+    trainer.evaluate()
+    trainer.train()
+    assert (tmp_path / "completions" / "completions_eval_00000.parquet").exists()
 
 
 # ---- timings

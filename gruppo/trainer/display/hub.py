@@ -3,7 +3,7 @@
 left_out            what a push of the run folder leaves out
 push_folder         upload the run folder
 push_checkpoint     upload what a checkpoint holds, while training continues
-start_table_uploads a dataset repository that receives the tables of completions
+table_uploads       a dataset repository that receives the tables of completions
 require_private     nothing private goes to a repository that is public already
 write_settings      training_args.bin without secrets
 """
@@ -11,6 +11,8 @@ write_settings      training_args.bin without secrets
 import copy
 import glob
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +85,14 @@ def push_checkpoint(args: Any, repo_id: str, folder: Path, processing_class: Any
     return jobs
 
 
-def start_table_uploads(args: Any, folder: Path, base_model: str | None) -> Any:
-    """Create a dataset repository with a card and upload the parquet files of `folder` to it every two minutes."""
+def table_uploads(args: Any, folder: Path, base_model: str | None) -> Callable[[], Any]:
+    """Create a dataset repository with a card.
+
+    The function that is returned begins to upload the parquet files of `folder` to it, every two minutes.
+    """
     from huggingface_hub import CommitScheduler, HfApi
 
     api, wanted, kind = HfApi(token=args.hub_token), args.log_completions_hub_repo, "dataset"
-    folder.mkdir(parents=True, exist_ok=True)
     repo_id = api.create_repo(wanted, repo_type=kind, private=args.hub_private_repo, exist_ok=True).repo_id
     if args.hub_private_repo:
         require_private(repo_id, kind, args.hub_token, "log_completions_hub_repo")
@@ -97,7 +101,8 @@ def start_table_uploads(args: Any, folder: Path, base_model: str | None) -> Any:
         f"{f' of `{base_model}`' if base_model else ''}, one file per log.\n"
     )
     api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id, repo_type=kind)
-    return CommitScheduler(
+    return partial(
+        CommitScheduler,
         repo_id=repo_id,
         repo_type=kind,
         folder_path=folder,
