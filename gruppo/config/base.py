@@ -20,7 +20,7 @@ from gruppo.config.rewards import RewardConfig
 from gruppo.config.runs import RunConfig
 from gruppo.config.sampling import SamplingConfig
 from gruppo.config.tools import ToolConfig
-from gruppo.config.types import check_dicts, check_finite, check_json, check_types, numbers_and_switches
+from gruppo.config.types import check_dicts, check_finite, check_json, check_types, numbers_and_switches, plain_numbers
 from gruppo.config.update import UpdateConfig
 from gruppo.config.vllm import VLLMConfig
 from gruppo.errors import ConfigError
@@ -85,7 +85,10 @@ class PolicyConfig(
 
     def _normalize(self) -> None:
         """Convert all accepted spellings of a value to one form, before anything reads it."""
+        plain_numbers(self)
         resolve_aliases(self)
+        if self.max_grad_norm is None:  # no clipping: 0 for every release of transformers and for DeepSpeed
+            self.max_grad_norm = 0.0
         check_json(self, self._VALID_DICT_FIELDS)
         if self.bf16 is None:
             # Without an accelerator the default is float32; bfloat16 must be requested by use_cpu=True.

@@ -9,6 +9,8 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, get_args
 
+import numpy as np
+
 from gruppo.errors import ConfigError
 
 JSON = dict[str, Any]
@@ -39,6 +41,17 @@ def check_types(config: Any, names: Collection[str]) -> None:
         kinds = tuple(k for k in kinds if k is not NoneType and not (k is str and JSON in kinds))  # already parsed
         if all(k in WORDS and not _is_a(value, k) for k in kinds):
             raise ConfigError(f"{f.name}={value!r} must be {' or '.join(WORDS[k] for k in kinds)}.")
+
+
+def plain_numbers(config: Any) -> None:
+    """Replace numbers and switches of numpy, alone or in a list, by Python's: JSON and YAML know no others."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, np.generic):
+            setattr(config, f.name, value.item())
+        elif isinstance(value, list | tuple) and any(isinstance(item, np.generic) for item in value):
+            plain = [item.item() if isinstance(item, np.generic) else item for item in value]
+            setattr(config, f.name, type(value)(plain))
 
 
 def numbers_and_switches(config_class: type) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -748,3 +749,26 @@ def test_a_bound_that_is_infinite_is_none() -> None:
 )
 def test_only_what_may_have_been_meant_is_named(name: str, said: str) -> None:
     assert nearest(name, ["learning_rate", "beta", "save_strategy"]) == said
+
+
+# ---- values that other libraries give
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_numbers_of_numpy_become_those_of_python(config):
+    given = {
+        "seed": np.int64(3), "beta": np.float32(0.5), "max_completion_length": np.int32(9), "max_steps": np.int64(2),
+        "weight_decay": np.float64(0.5), "log_completions": np.bool_(True), "reward_weights": [np.float32(0.5), 1.0],
+    }  # fmt: skip
+    made = config(**QUIET, **given)
+    for name, value in given.items():
+        now = getattr(made, name)
+        assert now == value
+        assert type(now) in (int, float, bool, list)
+    assert [type(weight) for weight in made.reward_weights] == [float, float]
+    assert json.loads(made.to_json_string())["seed"] == 3
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_no_largest_norm_means_no_clipping(config):
+    assert config(**QUIET, max_grad_norm=None).max_grad_norm == 0.0

@@ -1,6 +1,7 @@
 """Settings that work but rarely mean what they seem to: a warning says so. Options that do not exist: an error."""
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -90,6 +91,8 @@ REFUSED_AT_CONSTRUCTION: list[tuple[dict[str, Any], str]] = [
     ({"optim_args": {"momentum": 0.9}, "optim": "sgd"}, "optim_args=.*cannot work with optim='sgd'"),
     ({"optim_args": "momentum=much", "optim": "sgd"}, "optim_args='momentum=much'.*'sgd'.*much"),
     ({"adam_beta1": 1.0}, "adam_beta1=1.0 cannot work with optim='adamw_torch.*beta"),
+    ({"adam_beta1": 1.0, "weight_decay": 0.1}, "^adam_beta1=1.0 cannot work with"),
+    ({"optim": "sgd", "optim_args": "momentum=-1", "weight_decay": 0.1}, "^optim_args='momentum=-1' cannot work with"),
     ({"adam_beta2": -0.5}, "adam_beta2=-0.5 cannot work"),
     ({"adam_epsilon": -1.0}, "adam_epsilon=-1.0 cannot work"),
     ({"learning_rate": -1.0}, "learning_rate=-1.0 cannot work"),
@@ -145,6 +148,16 @@ def test_every_schedule_passes_its_trial(kind, tmp_path):
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop"])
 def test_usual_optimizers_pass_their_trial(optim, tmp_path):
     try_optimizer(GRPOConfig(**base_args(tmp_path, optim=optim)))
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"optim_args": "x=1"}])
+@pytest.mark.parametrize("optim", ["grokadamw", "adamw_anyprecision", "schedule_free_adamw"])
+def test_an_optimizer_that_is_not_installed_is_not_blamed_on_its_options(optim, options, tmp_path, monkeypatch):
+    for name in ("grokadamw", "torchdistx", "schedulefree"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises((ConfigError, ImportError), match="nstall") as caught:
+        try_optimizer(GRPOConfig(**base_args(tmp_path, optim=optim, **options)))
+    assert not [name for name in ("cannot work", "learning_rate", *options) if name in str(caught.value)]
 
 
 def test_an_optimizer_that_is_passed_needs_no_settings_that_work(tmp_path):

@@ -22,7 +22,15 @@ logger = logging.getLogger(__name__)
 STEPS = 8  # of the schedule that is tried
 OF_THE_MODEL = ("galore", "apollo", "lomo", "layerwise")  # optimizers that are made for the layers of a model
 MISTAKES = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)  # what wrong options end in
-OPTIMIZER_FIELDS = ("optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+# The fields that an optimizer reads, and a word of the messages about each; any may be about `optim_args`.
+OPTIMIZER_FIELDS = {
+    "optim_args": "",
+    "learning_rate": "learning rate",
+    "weight_decay": "weight_decay",
+    "adam_beta1": "beta",
+    "adam_beta2": "beta",
+    "adam_epsilon": "eps",
+}
 
 
 def check_optimization(trainer: Any, args: Any, optimizers: tuple[Any, Any]) -> None:
@@ -86,5 +94,9 @@ def _as_config_error(args: Any, fields: list[str], about: str) -> Iterator[None]
     try:
         yield
     except MISTAKES as error:
-        given = ", ".join(f"{name}={getattr(args, name)!r}" for name in fields)
+        said = str(error).lower()
+        if isinstance(error.__context__, ImportError) or "install" in said:  # a missing package, whatever the options
+            raise ConfigError(f"{about}: {error}") from error
+        named = [name for name in fields if OPTIMIZER_FIELDS.get(name, "") in said]
+        given = ", ".join(f"{name}={getattr(args, name)!r}" for name in named or fields)
         raise ConfigError(f"{given or 'The settings'} cannot work with {about}: {error}") from error
