@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from gruppo.errors import ConfigError, RolloutError
+from gruppo.errors import ConfigError, RolloutError, install_line
 from gruppo.policy.loading import context_length, model_name
 from gruppo.policy.sharding import is_sharded
 from gruppo.policy.unwrap import inner_model
@@ -232,7 +232,7 @@ def make_engine(arguments: Mapping[str, Any]) -> tuple[Any, Any]:
         import vllm
     except ImportError as error:
         raise ConfigError(
-            f"vLLM was requested but cannot be imported: {error}. Install it (pip install vllm), use a server "
+            f"vLLM was requested but cannot be imported: {error}. Install it ({install_line('vllm')}), use a server "
             "(vllm_mode='server'), or sample with the built-in engine, which needs no extra package."
         ) from error
     check_version(vllm.__version__, "this environment")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 
-from gruppo.errors import ConfigError
+from gruppo.errors import ConfigError, install_line
 from gruppo.rollout.vllm.versions import IPC_WITHOUT_RAY, Release, check_version
 
 __all__ = ["Command", "main", "server_command"]
@@ -146,7 +146,9 @@ def main(argv: list[str]) -> int:
     if options.print:
         return 0
     if find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed in this environment: pip install vllm, or run the printed command.")
+        raise ConfigError(
+            f"vLLM is not installed in this environment: {install_line('vllm')}, or run the printed command."
+        )
     release = _installed()
     needs_ray = options.weight_transfer == "ipc" and release is not None and release < IPC_WITHOUT_RAY
     if needs_ray and find_spec("ray") is None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gruppo.config.vllm import GROUP_PORT
-from gruppo.errors import ConfigError, RolloutError
+from gruppo.errors import ConfigError, RolloutError, install_line
 from gruppo.rollout.vllm.client import ServerFacts, ServerRefusedError, VLLMClient
 from gruppo.rollout.vllm.threads import started
 from gruppo.rollout.vllm.versions import PACKING_SAID_ONCE, check_version, release_of
@@ -245,7 +245,7 @@ def _nccl_code() -> tuple[Callable[..., Any], Callable[..., None]]:
     except ImportError as error:
         raise ConfigError(
             "The server takes weights by NCCL, for which vLLM must be installed in the trainer's environment as well: "
-            "pip install vllm. A server on the trainer's own GPU can take them by IPC, which needs no vLLM here."
+            f"{install_line('vllm')}. A server on the trainer's own GPU can take them by IPC, without vLLM here."
         ) from error
     if not torch.cuda.is_available():
         raise ConfigError("The server takes weights by NCCL, which needs a CUDA device in the trainer as well.")
