@@ -87,7 +87,9 @@ class PolicyConfig(
         """Convert all accepted spellings of a value to one form, before anything reads it."""
         plain_numbers(self)
         resolve_aliases(self)
-        if self.max_grad_norm is None:  # no clipping: 0 for every release of transformers and for DeepSpeed
+        if (
+            getattr(self, "max_grad_norm", None) is None
+        ):  # no clipping: 0 for every release of transformers and for DeepSpeed
             self.max_grad_norm = 0.0
         check_json(self, self._VALID_DICT_FIELDS)
         if self.bf16 is None:

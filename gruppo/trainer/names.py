@@ -91,9 +91,9 @@ class KnownNames(Stepping):
         """Set what a subclass sets before our constructor: it reads it back until that, like TRL's, replaces it."""
         if name == "args":
             for each in [each for each in vars(self) if self._is_replaced(each)]:
-                del vars(self)[each]
+                del self.__dict__[each]
         if self._is_replaced(name):
-            vars(self)[name] = value
+            self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
 
