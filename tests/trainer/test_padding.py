@@ -363,3 +363,13 @@ def test_longer_rows_or_more_padding_are_checked_again(tmp_path: Path) -> None:
         run.train()
     assert 0 < run.state.global_step < 4
     assert run.padding.longest < 12
+
+
+@pytest.mark.parametrize("backends", [("transformers", "builtin"), ("builtin", "transformers")])
+def test_a_run_resumes_with_another_backend(backends: tuple[str, str], tmp_path: Path) -> None:
+    """Each knows only its own state."""
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "resume_allow_changes": ["*"]}
+    make(tmp_path, GRPOTrainer, rollout_backend=backends[0], **saving).train()
+    run = make(tmp_path / "other", GRPOTrainer, rollout_backend=backends[1], **saving)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert run.state.global_step == 2

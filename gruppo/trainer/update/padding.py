@@ -132,7 +132,8 @@ class PaddingGuard:
         return {"alone": self.alone, "longest": self.longest, "padding": self.padding}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.alone, self.longest, self.padding = state["alone"], state["longest"], state["padding"]
+        if self.layers:  # otherwise nothing is checked any more
+            self.alone, self.longest, self.padding = state["alone"], state["longest"], state["padding"]
 
 
 def _refuse_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
