@@ -5,7 +5,7 @@ name of that layer, so that this file lists every attribute.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
