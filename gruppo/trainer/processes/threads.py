@@ -33,7 +33,7 @@ def seconds_without_core() -> float | None:
     total = 0
     for thread in Path("/proc/self/task").iterdir():
         try:
-            total += int((thread / "schedstat").read_text().split()[1])
+            total += int((thread / "schedstat").read_text(encoding="ascii").split()[1])
         except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
     return total / 1e9
