@@ -245,6 +245,8 @@ class Layout:
     droppable: bool = False  # the joined batch does not have the tensor
 
 
+LOSS_TOKENS = "loss_tokens"  # of a micro-batch when it was cut; compared with those when it is used
+
 LAYOUTS: dict[str, Layout] = {
     "prompt_ids": Layout(Span.PROMPT),
     "prompt_mask": Layout(Span.PROMPT),

@@ -21,12 +21,11 @@ from gruppo.runs.updates import UpdateRows
 from gruppo.trainer.processes.collectives import any_process, mean_of_processes
 from gruppo.trainer.update.drift import Sums, drift_of_update, mean_of
 from gruppo.trainer.updating import Updating
-from gruppo.types import TrainBatch
+from gruppo.types import LOSS_TOKENS, TrainBatch
 
 logger = logging.getLogger(__name__)
 
 MOST_KEPT = 20  # the number of broken updates per run whose rows are kept
-LOSS_TOKENS = "loss_tokens"  # of a micro-batch when it was cut; compared with those when it is used
 
 
 class Auditing(Updating):

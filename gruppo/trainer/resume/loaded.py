@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gruppo.errors import CheckpointError
-from gruppo.types import TrainBatch
+from gruppo.types import LOSS_TOKENS, TrainBatch
 
 __all__ = ["bare_optimizer", "check_flight", "check_optimizer", "check_queue", "check_schedule", "fits", "reading"]
 
@@ -186,6 +186,8 @@ def check_queue(batches: Sequence[Mapping[str, Any]], vocabulary: int) -> None:
                 _refuse("micro-batches", f"{name} has the shape {tuple(value.shape)}")
         for kind in ("prompt", "completion"):
             _check_tokens(batch[f"{kind}_ids"], batch[f"{kind}_mask"], vocabulary)
+        if LOSS_TOKENS in batch and batch[LOSS_TOKENS].ndim:
+            _refuse("micro-batches", f"{LOSS_TOKENS} has the shape {tuple(batch[LOSS_TOKENS].shape)}")
         if not batch["advantages"].is_floating_point():
             _refuse("micro-batches", f"advantages are {batch['advantages'].dtype}")
 
