@@ -38,7 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo/batch-scale": {"scale_rewards": "batch"},
     "grpo/no-scale": {"scale_rewards": False, "mask_truncated_completions": True},
     "grpo/two-rewards": {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]},
-    "grpo/entropy-mask": {"top_entropy_quantile": 0.37},  # a share for which no token lies exactly on the threshold
+    # Sharp: entropies that differ by more than the margin below the threshold, within which TRL's rounding decides.
+    "grpo/entropy-mask": {"top_entropy_quantile": 0.37, "sharp": True},
     "grpo/entropy-bonus": {"entropy_coef": 0.05, "gradient_accumulation_steps": 2},
     "grpo/entropy-adaptive": {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_target": 10.0},
     "grpo/temperature": {"temperature": 0.7, "delta": 1.5, "num_iterations": 2},
@@ -68,8 +69,11 @@ def second_reward(completions: list[Any], **kwargs: Any) -> list[float | None]:
     return [None if i % 5 == 0 else (len(c) % 3) / 3 for i, c in enumerate(completions)]
 
 
-def saved_model(folder: str) -> str:
-    tiny_model(max_position_embeddings=128).save_pretrained(f"{folder}/start")
+def saved_model(folder: str, sharp: bool) -> str:
+    model = tiny_model(max_position_embeddings=128)
+    if sharp:
+        model.lm_head.weight.data *= 25
+    model.save_pretrained(f"{folder}/start")
     return f"{folder}/start"
 
 
@@ -77,6 +81,7 @@ def run(library: Any, case: str) -> tuple[dict[str, torch.Tensor], list[dict[str
     """Train and return the final weights and the log history."""
     algorithm = case.split("/")[0].upper()
     settings = dict(CASES[case])
+    sharp = settings.pop("sharp", False)
     dataset = chats(24) if settings.pop("chat", False) else prompts(24)
     if "dtype" in settings:
         settings["model_init_kwargs"] = {"dtype": settings.pop("dtype")}
@@ -86,7 +91,7 @@ def run(library: Any, case: str) -> tuple[dict[str, torch.Tensor], list[dict[str
     with tempfile.TemporaryDirectory() as folder:
         settings = base_args(folder, **(COMMON | settings))
         trainer = getattr(library, f"{algorithm}Trainer")(
-            model=saved_model(folder),  # as a path, from which TRL also loads its reference model
+            model=saved_model(folder, sharp),  # as a path, from which TRL also loads its reference model
             reward_funcs=rewards,
             args=getattr(library, f"{algorithm}Config")(**settings),
             train_dataset=dataset,
