@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,7 @@ def test_it_says_how_to_look_at_the_run(known, program, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [str(own)])
     monkeypatch.setenv("PATH", str(own.parent) if known else "")
     said = how_to_view(Path("runs/the demo"))
-    assert f": {program.format(bin=own.parent)} view 'runs/the demo'" in said
+    assert f": {shlex.quote(program.format(bin=own.parent))} view 'runs/the demo'" in said
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert said.partition(" (")[0] + ' (first: pip install "starlette' in how_to_view(Path("runs/the demo"))
 

@@ -145,7 +145,7 @@ def test_every_broken_value_of_a_state_is_refused_or_harmless(saved: Path, tmp_p
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000, "", "7", "null", "\x80", '{"processes": 1}'])
 @pytest.mark.parametrize("name", [STATE, "trainer_state.json"])
 def test_what_is_no_state_is_refused(found: Path, name: str, content: str) -> None:
-    (found / name).write_text(content)
+    (found / name).write_text(content, encoding="utf-8")
     assert not resumes(found)
 
 

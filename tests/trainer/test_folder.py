@@ -118,7 +118,8 @@ def test_a_folder_that_libraries_cannot_name_is_refused_at_once(name: str) -> No
         GRPOConfig(name, use_cpu=True, bf16=False)
 
 
-def test_letters_are_no_reason() -> None:
+def test_letters_are_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsencode", lambda path: str(path).encode("utf-8", "surrogateescape"))
     assert why_no_path("läufe/訓練") is None
 
 
